@@ -127,8 +127,8 @@ def serve(pipe: Connection, rank: int, layout: LayoutSettings, address: str) -> 
     from parallel.weights.transport import Meeting
 
     def meeting(way: str) -> Meeting:
-        ranks = layout.ranks + ENGINE_RANKS
-        return Meeting(host, int(port), f"{prefix}/{way}", layout.ranks, ranks, TIMEOUT)
+        members = list(range(layout.ranks + ENGINE_RANKS))
+        return Meeting(host, int(port), f"{prefix}/{way}", members, TIMEOUT)
 
     ways = trainer(rank, layout, meeting) if rank < layout.ranks else engine(rank, layout, meeting)
     pipe.send(True)
@@ -158,8 +158,8 @@ def trainer(rank: int, layout: LayoutSettings, meeting: Callable[[str], Any]) ->
 
     from parallel.model.policy import Policy
     from parallel.weights.executor import Outbox
-    from parallel.weights.planner import EngineSizes, Plan
-    from parallel.weights.transport import share
+    from parallel.weights.mapping import share
+    from parallel.weights.planner import Plan
 
     policy = Policy(MODEL, layout)
     policy.start_fresh(0)
@@ -170,10 +170,10 @@ def trainer(rank: int, layout: LayoutSettings, meeting: Callable[[str], Any]) ->
         meeting(SHARED).store().set(SHARED, msgspec.msgpack.encode(shared).hex())
     boxes = {
         way: Outbox(
-            Plan(MODEL, layout, EngineSizes((ENGINE_RANKS,))),
+            Plan(MODEL, layout, sizes(way, layout)),
             rank,
             policy.named_weights(),
-            None if way == SHARED else meeting(way),
+            [] if way == SHARED else [meeting(way)],
             device,
         )
         for way in WAYS[:2]
@@ -192,9 +192,8 @@ def trainer(rank: int, layout: LayoutSettings, meeting: Callable[[str], Any]) ->
         for _, tensor in policy.weights():
             received += tensor.nbytes
             if rank == 0:
-                works = [messages.send(tensor, layout.ranks + peer) for peer in range(ENGINE_RANKS)]
-                for work in works:
-                    work.wait()
+                peers = range(layout.ranks, layout.ranks + ENGINE_RANKS)
+                messages.start(sends=[(tensor, peer) for peer in peers]).wait()
                 sent += tensor.nbytes * ENGINE_RANKS
         return sent, received
 
@@ -207,23 +206,28 @@ def engine(rank: int, layout: LayoutSettings, meeting: Callable[[str], Any]) -> 
     import torch
 
     from parallel.weights.executor import Inbox
+    from parallel.weights.mapping import SharedMemory
     from parallel.weights.names import tensors
     from parallel.weights.needs import needed
-    from parallel.weights.planner import EngineSizes, Plan
-    from parallel.weights.transport import SharedMemory
+    from parallel.weights.planner import Plan
 
     torch.set_num_threads(1)
     place, device = rank - layout.ranks, torch.device("cpu")
     room = {name: torch.zeros(box[1]) for name, box in needed(MODEL, ENGINE_RANKS, place)}
-    plan = Plan(MODEL, layout, EngineSizes((ENGINE_RANKS,)))
     encoded = bytes.fromhex(meeting(SHARED).store().get(SHARED).decode())
     shared = msgspec.msgpack.decode(encoded, type=list[SharedMemory])
     boxes = {
         way: Inbox(
-            MODEL, layout, plan, place, None if way == SHARED else meeting(way), shared, device
+            MODEL,
+            layout,
+            Plan(MODEL, layout, sizes(way, layout)),
+            place,
+            [] if way == SHARED else [meeting(way)],
+            device,
         )
         for way in WAYS[:2]
     }
+    boxes[SHARED].map(dict(enumerate(shared)))
     messages = whole_messages(meeting, rank)
 
     def reshard(way: str) -> tuple[int, int]:
@@ -238,7 +242,7 @@ def engine(rank: int, layout: LayoutSettings, meeting: Callable[[str], Any]) -> 
         needs = dict(needed(MODEL, ENGINE_RANKS, place))
         for name, shape in tensors(MODEL).items():
             whole = torch.empty(shape)
-            messages.receive(whole, 0).wait()
+            messages.start(receives=[(whole, 0)]).wait()
             received += whole.nbytes
             offsets, sizes = needs[name]
             place_in = tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
@@ -247,6 +251,14 @@ def engine(rank: int, layout: LayoutSettings, meeting: Callable[[str], Any]) -> 
 
     ways: dict[str, Way] = {way: lambda way=way: reshard(way) for way in WAYS[:2]}
     return {**ways, "gather": gather}
+
+
+def sizes(way: str, layout: LayoutSettings) -> Any:
+    """The engine's, with everything on one host where memory is shared."""
+    from parallel.weights.planner import EngineSizes, Hosts
+
+    hosts = Hosts((0,) * layout.ranks, (0,) * ENGINE_RANKS) if way == SHARED else None
+    return EngineSizes((ENGINE_RANKS,), hosts=hosts)
 
 
 def whole_messages(meeting: Callable[[str], Any], rank: int) -> Any:

@@ -179,12 +179,23 @@ def split(
     interleaved pipeline takes whole rounds of micro-batches. `padded` pads every sample of a
     micro-batch to its longest, the baseline that packing is compared with.
     """
-    shares = _deal(samples, here.data)
+    shares = deal(samples, here.data)
     fullest = max(sum(sample.length for sample in share) for share in shares)
     wanted = max(1, min(-(-fullest // (token_budget * here.context)), *map(len, shares)))
     count = -(-wanted // here.round) * here.round
-    own = _deal(shares[here.data_rank], count)
+    own = deal(shares[here.data_rank], count)
     return [collate(part, here, replay, padded) for part in own]
+
+
+def deal(samples: Sequence[Sample], hands: int) -> list[list[Sample]]:
+    """Give each sample, longest first, to the hand with the fewest tokens so far."""
+    loads = [(0, hand) for hand in range(hands)]
+    dealt: list[list[Sample]] = [[] for _ in range(hands)]
+    for sample in sorted(samples, key=lambda sample: -sample.length):
+        load, hand = loads[0]
+        dealt[hand].append(sample)
+        heapq.heapreplace(loads, (load + sample.length, hand))
+    return dealt
 
 
 def collate(
@@ -278,17 +289,6 @@ def token_counts(batches: Sequence[MicroBatch]) -> dict[str, float]:
 
 def _moved(values: np.ndarray) -> Tensor:
     return torch.from_numpy(values).to(device())
-
-
-def _deal(samples: Sequence[Sample], hands: int) -> list[list[Sample]]:
-    """Give each sample, longest first, to the hand with the fewest tokens so far."""
-    loads = [(0, hand) for hand in range(hands)]
-    dealt: list[list[Sample]] = [[] for _ in range(hands)]
-    for sample in sorted(samples, key=lambda sample: -sample.length):
-        load, hand = loads[0]
-        dealt[hand].append(sample)
-        heapq.heapreplace(loads, (load + sample.length, hand))
-    return dealt
 
 
 def _kept(samples: list[Sample], place: np.ndarray, longest: int) -> Tensor | None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import pickle
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -15,13 +16,21 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from parallel.checkpoint.reader import patch_megatron
 from parallel.cpu import megatron
-from parallel.device import backend, device
+from parallel.device import backend
 from parallel.settings import LayoutSettings
 from parallel.slots import local_device
 
 # The variables that torch.distributed reads, and srun's names of them.
 SRUN = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS"}
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+
+# The gloo group of objects and flags; None where the default group is gloo already.
+#
+# A rank that waits in an NCCL collective spins on its GPU, which it may share with an engine, and
+# an object becomes a byte tensor on every GPU. "cpu:gloo,cuda:nccl" for the default group would
+# give each of Megatron's some twenty groups, which inherit it, a gloo mesh too: over a thousand
+# connections a rank of 512, and a listening socket and thread a group.
+_control: Any = None
 
 
 @contextmanager
@@ -53,8 +62,11 @@ def process_groups(layout: LayoutSettings, seed: int) -> Iterator[None]:
     else:
         torch.set_num_threads(1)  # ranks share the cores with each other and the engines
         torch.set_flush_denormal(True)
+    # No `device_id`: it would create an NCCL communicator for every group of Megatron's at once,
+    # of which most never carry a tensor; without it each is created at its first collective.
     dist.init_process_group(backend(), timeout=COLLECTIVE_TIMEOUT, **_meeting())
     try:
+        _open_control_group()
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tensor,
             pipeline_model_parallel_size=layout.pipeline,
@@ -72,6 +84,18 @@ def process_groups(layout: LayoutSettings, seed: int) -> Iterator[None]:
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+        _close_control_group()
+
+
+def _open_control_group() -> None:
+    global _control
+    if backend() != "gloo":
+        _control = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+
+
+def _close_control_group() -> None:
+    global _control
+    _control = None
 
 
 def _meeting() -> dict[str, Any]:
@@ -111,23 +135,73 @@ def host_store(host: str, port: int, timeout: timedelta, ranks: int | None = Non
     )
 
 
-def broadcast(value: Any, source: int = 0, group: Any = None) -> Any:
-    """Return `value` of rank `source`, on every rank of the group."""
+def broadcast(value: Any, source: int = 0) -> Any:
+    """Return `value` of rank `source`, on every rank."""
     box = [value]
-    dist.broadcast_object_list(box, src=source, group=group)
+    dist.broadcast_object_list(box, src=source, group=_control)
     return box[0]
 
 
 def barrier() -> None:
     """Wait for every rank."""
-    dist.barrier()
+    dist.barrier(group=_control)
 
 
 def gather(value: Any) -> list[Any]:
     """Return every rank's `value`, by rank, on every rank."""
     values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group=_control)
     return values
+
+
+def scatter(make: Callable[[int], Any], key: int) -> Any:
+    """Return on every rank the value that the main rank makes for the rank's `key`. Collective.
+
+    The main rank pickles each key's value once and sends it to the first rank with that key, from
+    which a tree of the other ranks with it is served: no rank receives another key's value. `make`
+    is called on the main rank only.
+    """
+    keys = gather(key)
+    ranks = {each: [rank for rank, other in enumerate(keys) if other == each] for each in set(keys)}
+    if is_main():
+        own = payload = None
+        for each, (first, *_) in sorted(ranks.items()):
+            value = make(each)
+            if first == 0:
+                own = value
+                payload = _pickled(value) if len(ranks[each]) > 1 else None
+            else:
+                _send(_pickled(value), first)
+        if payload is not None:
+            _relay(payload, ranks[key])
+        return own
+    members = ranks[key]
+    place = members.index(dist.get_rank())
+    source = members[place - (1 << (place.bit_length() - 1))] if place else 0
+    size = torch.zeros(1, dtype=torch.int64)
+    dist.recv(size, source, group=_control)
+    payload = torch.empty(int(size), dtype=torch.uint8)
+    dist.recv(payload, source, group=_control)
+    _relay(payload, members)
+    return pickle.loads(payload.numpy().data)
+
+
+def _relay(payload: torch.Tensor, members: Sequence[int]) -> None:
+    """Send to the members that this rank serves in the binomial tree over them."""
+    place = members.index(dist.get_rank())
+    step = 1 << place.bit_length()
+    while place + step < len(members):
+        _send(payload, members[place + step])
+        step <<= 1
+
+
+def _pickled(value: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+
+
+def _send(payload: torch.Tensor, rank: int) -> None:
+    dist.send(torch.tensor([len(payload)]), rank, group=_control)
+    dist.send(payload, rank, group=_control)
 
 
 def on_main(function: Callable[[], Any]) -> Any:
@@ -180,23 +254,25 @@ def sum_over_data(values: dict[str, float]) -> dict[str, float]:
         total = torch.tensor([values[name] for name in names], dtype=torch.float64)
         dist.all_reduce(total, group=parallel_state.get_data_parallel_group_gloo())
         values = dict(zip(names, total.tolist(), strict=True))
-    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
-        last = parallel_state.get_pipeline_model_parallel_last_rank()
-        return broadcast(values, last, parallel_state.get_pipeline_model_parallel_group())
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    if stages > 1:
+        # Its ranks have equal sums. The pipeline's own group would send objects over NCCL.
+        ranks = dist.get_world_size()
+        return broadcast(values, ranks - ranks // stages)
     return values
 
 
 def max_over_ranks(value: float) -> float:
     """Return the largest of all ranks' values."""
-    largest = torch.tensor(value, dtype=torch.float64, device=device())
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    largest = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=_control)
     return largest.item()
 
 
 def any_rank(*flags: bool) -> list[bool]:
     """Return for each flag whether it is set on any rank; one reduction for all of them."""
-    raised = torch.tensor(flags, dtype=torch.int32, device=device())
-    dist.all_reduce(raised, op=dist.ReduceOp.MAX)
+    raised = torch.tensor(flags, dtype=torch.int32)
+    dist.all_reduce(raised, op=dist.ReduceOp.MAX, group=_control)
     return list(map(bool, raised.tolist()))
 
 

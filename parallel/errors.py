@@ -12,9 +12,10 @@ import os
 STATUS_DESCRIPTOR = "BRAID_STATUS_DESCRIPTOR"
 ERROR_MARK = "braid-error: "
 NOTICE_MARK = "braid-notice: "
-# Part of what gloo says when another rank is gone ("Connection closed by peer", "reset by peer").
+# Parts of what gloo ("Connection closed by peer", "reset by peer") and NCCL ("Connection closed by
+# remote peer"; "remote process exited or there was a network error") say when another rank is gone.
 # The rank that died knows the cause better.
-LOST_PEER = "by peer"
+LOST_PEER = "by peer", "by remote peer", "remote process exit"
 
 LONGEST = 4000  # bytes; a longer write to a pipe is not atomic (PIPE_BUF is 4096)
 OUTPUT, ERRORS = 1, 2
@@ -27,6 +28,11 @@ class UserError(Exception):
     """
 
     exit_code = 1
+
+
+def is_lost_peer(text: str) -> bool:
+    """Return whether an error or a line of a log says that another rank is gone."""
+    return any(part in text for part in LOST_PEER)
 
 
 def report_error(reason: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -48,3 +48,21 @@ class Sample:
     def weight_version(self) -> int:
         """The oldest weight version that any token was sampled with; 0 for a demonstration."""
         return 0 if self.versions is None or not len(self.versions) else int(self.versions.min())
+
+    def outline(self) -> Sample:
+        """Return the sample for ranks that do not compute on it: every length, but no contents.
+
+        `prompt` and `response` have shape [length, 0].
+        """
+        return replace(
+            self,
+            prompt=np.empty((len(self.prompt), 0), np.int32),
+            response=np.empty((len(self.response), 0), np.int32),
+            logprobs=None,
+            routes=None,
+            versions=None,
+            kept=None,
+            reward_parts=None,
+            step_rewards=None,
+            advantages=None,
+        )

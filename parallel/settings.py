@@ -187,7 +187,9 @@ class EngineSettings(Settings):
     )
     max_restarts: Natural = Field(3, description="per engine and attempt; beyond, the stage fails")
     transport: Literal["auto", "shared_memory", "messages"] = Field(
-        "auto", description="of a refit's bytes; messages: gloo on CPU, NCCL on GPU"
+        "auto",
+        description="of a refit's bytes; auto maps memory on one host and sends messages between"
+        " hosts (gloo on CPU, NCCL on GPU); shared_memory never sends, messages never maps",
     )
     check_refit: bool = Field(
         False,

@@ -62,12 +62,15 @@ class Merge(OnPolicyStage):
         """Return all samples as one update; their rewards are only logged."""
         return StepSamples([[sample for group in batch.groups for sample in group.samples]], {})
 
+    def packed_together(self, samples: list[Sample]) -> list[list[Sample]]:
+        """Return the samples of each domain."""
+        return [[each for each in samples if each.domain == domain] for domain in self.domains]
+
     def pack(self, samples: list[Sample]) -> list[MicroBatch]:
         """Return micro-batches of one domain each, since each has one teacher."""
         parts: list[MicroBatch] = []
-        for domain in self.domains:
-            own = super().pack([sample for sample in samples if sample.domain == domain])
-            parts += [replace(part, domain=domain) for part in own]
+        for domain, own in zip(self.domains, self.packed_together(samples), strict=True):
+            parts += [replace(part, domain=domain) for part in super().pack(own)]
         return parts
 
     def gradients(self, samples: list[Sample], batches: list[MicroBatch]) -> dict[str, float]:

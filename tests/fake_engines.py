@@ -124,7 +124,7 @@ class FakeFleet:
             engine: EngineDescription(
                 PROTOCOL,
                 f"{engine.name}/{engine.instance}",
-                "",
+                [],
                 "",
                 1,
                 False,

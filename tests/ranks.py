@@ -23,7 +23,7 @@ On = Callable[..., list[Any]]  # what the fixture `on` is
 class Ranks:
     """`ranks(function, *arguments)` runs a function of a test's module on every rank."""
 
-    def __init__(self, layout: LayoutSettings) -> None:
+    def __init__(self, layout: LayoutSettings, serve: Callable[..., None] | None = None) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(IMPORTED_ONCE)
         with socket.socket() as probe:
@@ -33,7 +33,9 @@ class Ranks:
         self.processes = []
         for rank in range(layout.ranks):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, layout, port), daemon=True)
+            process = context.Process(
+                target=serve or serve_rank, args=(theirs, rank, layout, port), daemon=True
+            )
             process.start()
             self.pipes.append(ours)
             self.processes.append(process)
@@ -59,7 +61,7 @@ class Ranks:
             process.kill()
 
 
-def _serve(pipe: Connection, rank: int, layout: LayoutSettings, port: int) -> None:
+def serve_rank(pipe: Connection, rank: int, layout: LayoutSettings, port: int) -> None:
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(layout.ranks),

@@ -34,7 +34,7 @@ from parallel.checkpoint import state as checkpoint_state
 from parallel.checkpoint.reader import METADATA_FILE, CheckpointReader
 from parallel.checkpoint.state import METADATA
 from parallel.distributed import gather, on_main, reason
-from parallel.errors import LOST_PEER
+from parallel.errors import is_lost_peer
 from parallel.files import (
     CHECKSUMS,
     STATE,
@@ -220,7 +220,7 @@ def _as_checkpoint_error(path: Path) -> Iterator[None]:
     try:
         yield
     except (CheckpointException, OSError, RuntimeError) as error:
-        if isinstance(error, dist.DistError) or LOST_PEER in str(error):
+        if isinstance(error, dist.DistError) or is_lost_peer(str(error)):
             raise  # the launcher reports which rank died
         raise _failure(path, reason(error)) from error
 

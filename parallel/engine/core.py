@@ -17,6 +17,7 @@ from parallel.engine.arguments import engine_arguments
 from parallel.engine.environment import process_environment
 from parallel.engine.sampling_masks import kept_sets
 from parallel.engine.wire import (
+    EnginePlace,
     Generate,
     Generation,
     Join,
@@ -66,6 +67,8 @@ class Core:
         at the first step, while a trainer waits.
         """
         self._on_every_rank("prepare", self.model.model_dump_json())
+        places = self._on_every_rank("place")
+        self.places = [msgspec.msgpack.decode(each, type=EnginePlace) for each in places]
         # What still reads it is a check that would reject requests without a top_k.
         self._model_config.return_sampling_mask = False
         self.weight_version = 0
@@ -99,8 +102,6 @@ class Core:
             request.note(tokens, self.weight_version)
         self.weight_version = None
         reports = self._on_every_rank("refit", msgspec.msgpack.encode(refit))
-        if self.sleeps:  # the trainer is about to free the memory that the refit has mapped
-            self._on_every_rank("leave")
         self._vllm.reset_prefix_cache(reset_running_requests=True)
         self.weight_version = refit.version
         return Refitted([msgspec.msgpack.decode(report, type=RankReport) for report in reports])
@@ -115,7 +116,6 @@ class Core:
         self.drain()
         self.abort(list(self._requests))
         self._drained = []  # nobody waits for what ends now
-        self._on_every_rank("leave")
         if self._asleep == PARTS:
             return
         for part in self._asleep:  # vLLM does nothing where a part is asleep already

@@ -5,25 +5,35 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from parallel.device import device
+from parallel.device import device, gpu_ordinals, synchronize
 from parallel.distributed import any_rank, broadcast, gather, host_store, is_main, on_main
 from parallel.engine.client import EngineClient, EngineError, EngineRefused
+from parallel.engine.topology import Topology, TrainerPlace
 from parallel.engine.wire import EngineDescription, Join, Refit, Refitted, Wake, model_digest
 from parallel.errors import report_notice
 from parallel.model.policy import Policy
 from parallel.network import LOOPBACK, address_of
 from parallel.settings import EngineSettings, LayoutSettings, ModelSettings
 from parallel.weights.executor import Outbox, add_fingerprints
+from parallel.weights.mapping import (
+    SharedMemory,
+    addresses,
+    host_identity,
+    share,
+    shared_memory_room,
+)
 from parallel.weights.names import EMBEDDING, HEAD
-from parallel.weights.planner import EngineSizes, Plan
-from parallel.weights.transport import Meeting, host_identity, share, shared_memory_room
+from parallel.weights.planner import EngineSizes, Hosts, Plan
+from parallel.weights.transport import Meeting
 
 ATTEMPTS = 3  # of a refit that fails although no engine was lost
 JOIN_SECONDS = 120.0  # in which ranks meet, or receive a message
@@ -60,10 +70,11 @@ class Fleet:
         self._joined: dict[EngineClient, str] = {}  # members of the plan, with their `instance`
         self._store: dist.TCPStore | None = None
         self._policy: Policy | None = None
-        self._ranks: list[tuple[str, int]] = []  # host and bytes of weights, by rank
-        self._transport = ""
+        self._ranks: list[TrainerPlace] = []  # by rank
         self._outbox: Outbox | None = None
         self._plan: Plan | None = None
+        self._meetings: list[Meeting] = []
+        self._shared_at: list[int] | None = None  # addresses of the memory that engines map
         if is_main():
             self._clients = [EngineClient(address, settings) for address in addresses]
 
@@ -88,23 +99,19 @@ class Fleet:
             RefitError: an engine has other weights than the trainer, or all attempts failed.
             EngineError: no engine started in time, or one is for another model.
         """
+        parameters = policy.named_weights()
         if policy is not self._policy:
-            self._policy, self._outbox = policy, None
-            weights = sum(tensor.nbytes for tensor in policy.named_weights().values())
-            self._ranks = gather((host_identity(), weights))
-        asked = Refit(version, self.settings.check_refit)
-
-        def send() -> None:
-            assert self._outbox is not None
-            self._outbox.send()
-
+            self._policy = policy
+            self._leave()
+            self._ranks = gather(_place(parameters))
+        synchronize(device())  # the last step's writes are done before an engine may read
         failures, losses, answers = 0, self.losses, None
         while answers is None:
-            gathering = on_main(self._gather)
+            sizes = on_main(self._gather)
             if not self._turn(lambda client: client.wake(Wake("weights"))):
-                self._outbox = None
-            elif gathering is None or self._join(policy, *gathering):
-                answers = self._exchange(lambda client: client.refit(asked), send)
+                self._leave()
+            elif sizes is None or self._join(parameters, sizes):
+                answers = self._send(parameters, version)
             if answers is None:
                 failures += 1
                 if failures == ATTEMPTS + broadcast(self.losses - losses):
@@ -124,9 +131,7 @@ class Fleet:
 
     def open_caches(self) -> None:
         """Have engines that sleep allocate their caches, to sample. Collective."""
-        if self.sleeps:
-            self._outbox = None  # the trainer's weights will have other addresses
-            self._turn(lambda client: client.wake(Wake("kv_cache")))
+        self._turn(lambda client: client.wake(Wake("kv_cache")))
 
     def sleep(self) -> None:
         """Have engines that sleep free the device's memory for the trainer. Collective.
@@ -156,11 +161,10 @@ class Fleet:
         self.seconds += time.perf_counter() - start
         return answered
 
-    def _gather(self) -> tuple[Meeting | None, EngineSizes] | None:
+    def _gather(self) -> EngineSizes | None:
         """Connect to engines that have (re)started, and wait for one where none is live.
 
-        Returns the meeting, unless memory is shared, and the engines; or None where the members are
-        unchanged. Main rank only.
+        Returns the engines, or None where the members are unchanged. Main rank only.
         """
         for client in self._clients:
             # Do not wait for a restart while another engine is live.
@@ -187,52 +191,91 @@ class Fleet:
             return None
         self._joined = joining
         sizes = tuple(self.descriptions[client].tensor for client in members)
-        whole = self.settings.expert_parallel
-        hosts = {self.descriptions[client].host for client in members}
-        local = len(hosts.union(host for host, _ in self._ranks)) == 1
-        if self._choose_transport(local) == "shared_memory":
-            return None, EngineSizes(sizes, forwarding=False, expert_parallel=whole)
-        host = address_of(LOOPBACK if local else self.interface)
+        hosts = self._topology().hosts(self.settings.transport)
+        return EngineSizes(sizes, hosts=hosts, expert_parallel=self.settings.expert_parallel)
+
+    def _topology(self) -> Topology:
+        """Return the places of all ranks. Main rank only."""
+        described = {client: self.descriptions[client].places for client in self._joined}
+        names = [
+            f"{client.name}, rank {rank}"
+            for client, places in described.items()
+            for rank in range(len(places))
+        ]
+        places = [place for each in described.values() for place in each]
+        return Topology(self._ranks, places, names)
+
+    def _meet(self, hosts: Hosts | None) -> list[Meeting]:
+        """Host the meetings of the ranks that send messages. Main rank only."""
+        topology = self._topology()
+        host = address_of(LOOPBACK if topology.local else self.interface)
         if self._store is None or self._store.host != host:
             self._store = host_store(host, 0, timedelta(seconds=JOIN_SECONDS))
-        port, trainers = self._store.port, self.layout.ranks
-        prefix, ranks = secrets.token_hex(16), trainers + sum(sizes)
-        meeting = Meeting(host, port, prefix, trainers, ranks, JOIN_SECONDS)
-        return meeting, EngineSizes(sizes, expert_parallel=whole)
+        port = self._store.port
+        return [
+            Meeting(host, port, secrets.token_hex(16), members, JOIN_SECONDS)
+            for members in topology.groups(hosts)
+        ]
 
-    def _choose_transport(self, local: bool) -> str:
-        """Return the transport; "auto" is shared memory where one host runs all and has room."""
-        wanted, needed = self.settings.transport, sum(weights for _, weights in self._ranks)
-        room = shared_memory_room() + (needed if self._transport == "shared_memory" else 0)
-        fits = local and needed <= room
-        if wanted == "auto":
-            wanted = "shared_memory" if fits else "messages"
-        if wanted == "shared_memory" and not fits:
-            why = "engines and ranks are on several hosts"
-            if local:
-                needs = f"{needed >> 20} MiB of /dev/shm"
-                why = f"the weights need {needs}, {room >> 20} MiB available"
-            wrong = f"engine.transport is shared_memory, but {why}"
-            raise EngineError(f"{wrong}; set it to messages or auto")
-        self._transport = wanted
-        return wanted
-
-    def _join(self, policy: Policy, meeting: Meeting | None, sizes: EngineSizes) -> bool:
+    def _join(self, parameters: dict[str, torch.Tensor], sizes: EngineSizes) -> bool:
         """Have every rank and every engine make its part of the plan, and meet; return success."""
-        parameters = policy.named_weights()
-        shared = [] if meeting else gather(share(parameters))
+        self._leave()
         self._plan = plan = Plan(self.model, self.layout, sizes)
+        rank, hosts = dist.get_rank(), sizes.hosts
+        sends = hosts is None or any(
+            not hosts.map(rank, message.engine_rank) for message in plan.send(rank)
+        )
+        meet = any_rank(sends or plan.forwards)[0]
+        self._meetings = meetings = on_main(lambda: self._meet(hosts)) if meet else []
         layout, members = self.layout.model_dump(), list(self._joined)
+        numbers = hosts and (list(hosts.trainers), list(hosts.engines))
 
         def ask(client: EngineClient) -> None:
             place = members.index(client)
             fleet, whole = list(sizes.engines), sizes.expert_parallel
-            client.join(Join(layout, fleet, whole, place, meeting, shared, JOIN_SECONDS))
+            client.join(Join(layout, fleet, whole, place, numbers, meetings, JOIN_SECONDS))
 
         def open_outbox() -> None:
-            self._outbox = Outbox(plan, dist.get_rank(), parameters, meeting, device())
+            self._outbox = Outbox(plan, rank, parameters, meetings, device())
 
         return self._exchange(ask, open_outbox) is not None
+
+    def _send(self, parameters: dict[str, torch.Tensor], version: int) -> list[Any] | None:
+        """Have the engines take the parameters; return what `_exchange` does. Collective."""
+        assert self._outbox is not None
+        self._outbox.parameters = parameters
+        handles = self._share(parameters)
+        # Engines that map a GPU's memory would keep the trainer from freeing it for their turn.
+        asked = Refit(version, self.settings.check_refit, handles, release=self.sleeps)
+        return self._exchange(lambda client: client.refit(asked), self._outbox.send)
+
+    def _share(self, parameters: dict[str, torch.Tensor]) -> dict[int, SharedMemory]:
+        """Return what engines have to map, by trainer rank; {} where they have it. Collective.
+
+        No rank returns before the weights are written on every rank.
+        """
+        assert self._plan is not None
+        if (hosts := self._plan.fleet.hosts) is None:
+            return {}
+        if not any_rank(self.sleeps or addresses(parameters) != self._shared_at)[0]:
+            return {}
+        mapped = hosts.trainers[dist.get_rank()] in hosts.engines
+        found = gather(share(parameters) if mapped else None)
+        self._shared_at = addresses(parameters)
+        return {rank: shared for rank, shared in enumerate(found) if shared is not None}
+
+    def _leave(self) -> None:
+        """Leave the engines' groups; they map nothing any more."""
+        if self._outbox is not None:
+            self._outbox.close()
+        self._outbox = self._shared_at = None
+
+    def _report_loss(self, asked: Future[Any]) -> None:
+        """End the waiting of ranks that would not notice that an engine failed."""
+        if asked.exception() is not None:
+            for meeting in self._meetings:
+                with suppress(RuntimeError):
+                    meeting.report_loss()
 
     def _exchange(
         self, ask: Callable[[EngineClient], Any], take_part: Callable[[], None]
@@ -245,11 +288,13 @@ class Fleet:
         failed = False
         with ThreadPoolExecutor(max(1, len(self._joined))) as pool:
             asked = {client: pool.submit(ask, client) for client in self._joined}
+            for future in asked.values():
+                future.add_done_callback(self._report_loss)
             try:
                 take_part()
             except RuntimeError as error:  # from the process group: a member is gone
                 failed = True
-                self._outbox = None  # destroys the group, so that all other members fail too
+                self._leave()  # so that all other members fail too
                 print(f"rank {dist.get_rank()}: {error}", flush=True)
             for client, future in asked.items():
                 reason = future.exception()
@@ -263,7 +308,7 @@ class Fleet:
                 else:
                     self.lost(client, str(reason))
         if any_rank(failed)[0]:
-            self._outbox = None
+            self._leave()
             return None
         return [future.result() for future in asked.values()]
 
@@ -314,3 +359,10 @@ def put_to_sleep(addresses: list[Path], settings: EngineSettings, wanted: bool) 
                 client.sleep()
             except EngineError as error:  # where it holds the memory, the trainer will say so
                 report_notice(f"an engine that this stage does not need may hold memory: {error}")
+
+
+def _place(parameters: dict[str, torch.Tensor]) -> TrainerPlace:
+    """Return this rank's place."""
+    weights, index = sum(tensor.nbytes for tensor in parameters.values()), device().index
+    [gpu] = [uuid for uuid, each in gpu_ordinals().items() if each == index] or [""]
+    return TrainerPlace(host_identity(), gpu, weights, shared_memory_room())

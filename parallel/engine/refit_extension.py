@@ -20,14 +20,16 @@ from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
 from parallel.boxes import Box
+from parallel.device import gpu_ordinals, synchronize
 from parallel.engine.loaders import Unread, copy_nothing
 from parallel.engine.sampling_masks import empty_whole_masks
-from parallel.engine.wire import Join, RankReport, Refit
+from parallel.engine.wire import EnginePlace, Join, RankReport, Refit
 from parallel.settings import LayoutSettings, ModelSettings
 from parallel.weights.executor import Inbox, add_fingerprints, fingerprint, wire_dtype
+from parallel.weights.mapping import host_identity
 from parallel.weights.names import bucket, tensors
 from parallel.weights.needs import needed
-from parallel.weights.planner import Bucket, EngineSizes, Plan
+from parallel.weights.planner import Bucket, EngineSizes, Hosts, Plan
 
 _PR_SET_PDEATHSIG = 1
 
@@ -71,21 +73,22 @@ class RefitExtension:
                 f" copied, such as {examples}"
             )
 
+    def place(self) -> bytes:
+        """Return this rank's encoded `EnginePlace`."""
+        ordinals = gpu_ordinals()
+        gpus = sorted(ordinals, key=lambda gpu: (ordinals[gpu] != self._device.index, gpu))
+        return msgspec.msgpack.encode(EnginePlace(host_identity(), gpus))
+
     def join(self, message: bytes) -> None:
         """Plan this rank's part of a trainer's refits, and connect to the trainer's ranks."""
         join = msgspec.msgpack.decode(message, type=Join)
         self.leave()
         layout = LayoutSettings.model_validate(join.layout)
         rank = sum(join.fleet[: join.engine]) + self._tensor_rank
-        fleet = EngineSizes(
-            tuple(join.fleet),
-            forwarding=join.meeting is not None,
-            expert_parallel=join.expert_parallel,
-        )
+        hosts = Hosts(*map(tuple, join.hosts)) if join.hosts else None
+        fleet = EngineSizes(tuple(join.fleet), hosts=hosts, expert_parallel=join.expert_parallel)
         plan = Plan(self._settings, layout, fleet)
-        self._inbox = Inbox(
-            self._settings, layout, plan, rank, join.meeting, join.shared, self._device
-        )
+        self._inbox = Inbox(self._settings, layout, plan, rank, join.meetings, self._device)
 
     def leave(self) -> None:
         """Disconnect from the trainer, if there is one."""
@@ -102,9 +105,15 @@ class RefitExtension:
         source.start()
         landed: Landed | None = {} if asked.check else None
         try:
+            if asked.shared:
+                source.map(asked.shared)
             with self._bracket():
                 for each in source.buckets:
                     self._load(each, source.take(each), landed)
+            # Copies on a GPU are enqueued only: once this answers, the trainer changes its weights.
+            synchronize(self._device)
+            if asked.release:
+                source.unmap()
         except Exception:
             self.leave()  # so that ranks that wait for this one fail too
             raise

@@ -47,7 +47,6 @@ from parallel.errors import report_error
 from parallel.gpus import wait_for_memory
 from parallel.network import address_of
 from parallel.settings import EngineJob
-from parallel.weights.transport import host_identity
 
 BEAT_SECONDS = 1.0  # between heartbeats
 LIFE_SECONDS = 0.5  # between checks that the processes live
@@ -88,7 +87,7 @@ class Engine:
         return EngineDescription(
             protocol=PROTOCOL,
             instance=self.instance,
-            host=host_identity(),
+            places=self.core.places,
             model=model_digest(self.model),
             tensor=self.settings.tensor,
             expert_parallel=self.settings.expert_parallel,

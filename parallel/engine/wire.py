@@ -16,7 +16,8 @@ import numpy as np
 from parallel.families import routed_layers
 from parallel.sample import Sample
 from parallel.settings import ModelSettings
-from parallel.weights.transport import Meeting, SharedMemory
+from parallel.weights.mapping import SharedMemory
+from parallel.weights.transport import Meeting
 
 PROTOCOL = 7  # version of this file, the same at both ends
 
@@ -42,16 +43,23 @@ class Address(msgspec.Struct, frozen=True):
     instance: str
 
 
+class EnginePlace(msgspec.Struct, frozen=True):
+    """An engine rank's host, and the UUIDs of the GPUs that it sees, its own first."""
+
+    host: str
+    gpus: list[str]
+
+
 class EngineDescription(msgspec.Struct, frozen=True):
     """The answer to `describe`.
 
-    `model` is the digest of the model's settings, `host` identifies the machine. `weight_version`
-    is None until the first refit, during a refit, and while the engine sleeps.
+    `model` is the digest of the model's settings, `places` are by rank. `weight_version` is None
+    until the first refit, during a refit, and while the engine sleeps.
     """
 
     protocol: int
     instance: str
-    host: str
+    places: list[EnginePlace]
     model: str
     tensor: int
     expert_parallel: bool
@@ -138,24 +146,31 @@ class Generation(msgspec.Struct, frozen=True, tag=True):
 class Join(msgspec.Struct, frozen=True):
     """A request to join the refits of one trainer, with all that `parallel.weights` plans from.
 
-    `engine` is this engine's index in `fleet`, the engines' tensor-parallel sizes. All ranks meet
-    to send messages; without a `meeting` the engine maps the memory `shared` by each trainer rank.
+    `engine` is this engine's index in `fleet`, the engines' tensor-parallel sizes. With `hosts`,
+    numbers of the trainer ranks' and the engine ranks' hosts, equal ones map memory; the ranks of
+    each meeting send messages to each other.
     """
 
     layout: dict[str, Any]
     fleet: list[int]
     expert_parallel: bool
     engine: int
-    meeting: Meeting | None
-    shared: list[SharedMemory]
+    hosts: tuple[list[int], list[int]] | None
+    meetings: list[Meeting]
     timeout_seconds: float
 
 
 class Refit(msgspec.Struct, frozen=True):
-    """A request to take the trainer's weights as `version`, fingerprinted where `check` is set."""
+    """A request to take the trainer's weights as `version`, fingerprinted where `check` is set.
+
+    `shared` is the memory to map, by trainer rank, where it is other than at the refit before; with
+    `release` it is unmapped at the end.
+    """
 
     version: int
     check: bool
+    shared: dict[int, SharedMemory] = {}
+    release: bool = False
 
 
 class Wake(msgspec.Struct, frozen=True):

@@ -8,25 +8,28 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 
 import torch
-import torch.distributed as dist
 
 from parallel.boxes import Box, intersect, within
 from parallel.device import DTYPES
 from parallel.settings import LayoutSettings, ModelSettings
 from parallel.weights.holdings import held
+from parallel.weights.mapping import SharedMemory, mapped
 from parallel.weights.names import is_precise
 from parallel.weights.planner import Bucket, Plan, Slice
-from parallel.weights.transport import Meeting, Messages, SharedMemory, mapped
+from parallel.weights.transport import Addressed, Meeting, MessageBatch, Messages
 
-IN_FLIGHT = 4  # messages that a trainer rank has packed and not yet sent
+IN_FLIGHT = 4  # messages that a trainer rank has packed and that are not yet sent
 # Of fingerprints: odd factors with their bits well mixed, and the number of elements per pass.
 ROWS, COLUMNS = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F
 CHUNK = 1 << 20
 BITS = {2: torch.int16, 4: torch.int32}
+
+Boxes = list[tuple[str, Box]]
+Expected = tuple[Boxes, dict[torch.dtype, torch.Tensor]]  # a message's boxes, and its buffers
 
 
 def wire_dtype(tensor: str, model: ModelSettings) -> torch.dtype:
@@ -34,11 +37,27 @@ def wire_dtype(tensor: str, model: ModelSettings) -> torch.dtype:
     return torch.float32 if is_precise(tensor) else DTYPES[model.precision]
 
 
-class Outbox:
-    """The trainer rank's end, which sends `parameters` to the engines.
+class _Groups:
+    """The groups over which a rank's messages go: one, but for ranks that share GPUs."""
 
-    They are named "chunk/parameter" and must stay the same tensors. With a meeting it waits until
-    all ranks have connected; without one the engines map the memory (`transport.share`).
+    def __init__(self, meetings: Sequence[Meeting], rank: int, device: torch.device) -> None:
+        self._all = [Messages(each, rank, device) for each in meetings if rank in each.members]
+
+    def of(self, rank: int) -> Messages:
+        """Return the group with another rank."""
+        return next(each for each in self._all if each.reaches(rank))
+
+    def close(self) -> None:
+        """Leave all groups."""
+        while self._all:
+            self._all.pop().close()
+
+
+class Outbox:
+    """The trainer rank's end, which sends `parameters`, named "chunk/parameter", to the engines.
+
+    It waits until all ranks of the meetings have connected. Engine ranks that map this rank's
+    memory (`mapping.share`) are sent nothing.
     """
 
     def __init__(
@@ -46,31 +65,37 @@ class Outbox:
         plan: Plan,
         rank: int,
         parameters: dict[str, torch.Tensor],
-        meeting: Meeting | None,
+        meetings: Sequence[Meeting],
         device: torch.device,
     ) -> None:
         self.parameters = parameters
         self.outgoing = plan.send(rank)
         self._trainers = plan.layout.sizes.ranks
-        self._messages = Messages(meeting, rank, device) if meeting else None
+        self._sent = [
+            each for each in self.outgoing if not plan.fleet.mapped(rank, each.engine_rank)
+        ]
+        self._groups = _Groups(meetings, rank, device)
 
     def send(self) -> None:
-        """Send every slice once, IN_FLIGHT messages at a time; do nothing where memory is mapped.
+        """Send every slice once, IN_FLIGHT messages at a time.
 
         Raises RuntimeError where an engine has ended.
         """
-        if self._messages is None:  # the engines read while the trainer waits for their answers
-            return
-        in_flight: deque[tuple[dist.Work, torch.Tensor]] = deque()
-        for message in self.outgoing:
+        in_flight: deque[MessageBatch] = deque()
+        for message in self._sent:
             receiver = self._trainers + message.engine_rank
-            slices = [self._values(each) for each in message.slices]
-            for packed in _packed(slices):
-                if len(in_flight) == IN_FLIGHT:
-                    in_flight.popleft()[0].wait()
-                in_flight.append((self._messages.send(packed, receiver), packed))
-        for work, _ in in_flight:
-            work.wait()
+            if len(in_flight) == IN_FLIGHT:
+                in_flight.popleft().wait()
+            packed = _packed(self._values(each) for each in message.slices)
+            sends = [(buffer, receiver) for buffer in packed]
+            in_flight.append(self._groups.of(receiver).start(sends=sends))
+            del packed, sends  # the batch holds them until they are sent
+        for batch in in_flight:
+            batch.wait()
+
+    def close(self) -> None:
+        """Leave the groups."""
+        self._groups.close()
 
     def fingerprints(self) -> dict[str, int]:
         """Return the fingerprint of what this rank sends, by "engine rank/bucket".
@@ -92,8 +117,8 @@ class Outbox:
 class Inbox:
     """The engine rank's end, which counts received bytes and the largest staging buffers.
 
-    With a meeting it waits until all ranks have connected, receives messages and forwards them to
-    later engines; without one it maps the memory `shared` by the trainer ranks.
+    It maps the memory of trainer ranks on its host, receives messages of others, for which it waits
+    until all ranks of the meetings have connected, and forwards what later engines need.
     """
 
     def __init__(
@@ -102,30 +127,36 @@ class Inbox:
         layout: LayoutSettings,
         plan: Plan,
         rank: int,
-        meeting: Meeting | None,
-        shared: list[SharedMemory],
+        meetings: Sequence[Meeting],
         device: torch.device,
     ) -> None:
         self.buckets = plan.receive(rank)
-        self._model, self._device = model, device
+        self._model, self._layout, self._device = model, layout, device
         self._trainers = layout.ranks
-        self._messages: Messages | None = None
-        self._forwarding: list[tuple[dist.Work, torch.Tensor]] = []
+        senders = {message.trainer_rank for each in self.buckets for message in each.messages}
+        self._mapped = {each for each in senders if plan.fleet.mapped(each, rank)}
+        self._forwarding: list[MessageBatch] = []
         self._memory: dict[int, dict[str, torch.Tensor]] = {}
         # By trainer rank and tensor: a box that the rank holds, its parameter, its offset in that.
         self._pieces: dict[int, dict[str, list[tuple[Box, str, tuple[int, ...]]]]] = {}
         self.start()
-        if meeting is not None:
-            self._messages = Messages(meeting, self._trainers + rank, device)
-            return
-        for sender in {
-            message.trainer_rank for bucket in self.buckets for message in bucket.messages
-        }:
+        self._groups = _Groups(meetings, self._trainers + rank, device)
+
+    def map(self, shared: dict[int, SharedMemory]) -> None:
+        """Map the memory of the trainer ranks of this host, instead of what was mapped before."""
+        self.unmap()
+        for sender in sorted(self._mapped):
             self._memory[sender] = mapped(shared[sender])
+            if sender in self._pieces:
+                continue
             pieces = self._pieces[sender] = {}
-            for piece in held(model, layout, sender):
+            for piece in held(self._model, self._layout, sender):
                 where = piece.box, f"{piece.chunk}/{piece.parameter}", piece.parameter_offset
                 pieces.setdefault(piece.tensor, []).append(where)
+
+    def unmap(self) -> None:
+        """Unmap the trainer's memory, which is not freed before."""
+        self._memory.clear()
 
     def start(self) -> None:
         """Reset the counts."""
@@ -139,39 +170,53 @@ class Inbox:
         self._finish_forwarding()
         needs, found = dict(bucket.needs), dict[str, torch.Tensor]()
         self._staged = 0
-        for tensor, box, part in self._received(bucket) if self._messages else self._mapped(bucket):
+        for tensor, box, part in self._contents(bucket):
             need = needs[tensor]
             if box == need:
                 found[tensor] = part
                 continue
             if tensor not in found:
-                found[tensor] = part.new_empty(need[1])
+                # `part` may be in a trainer's memory, on its GPU.
+                found[tensor] = torch.empty(need[1], dtype=part.dtype, device=self._device)
                 self._staged += found[tensor].nbytes
             found[tensor][within(_inside(box, need))].copy_(part)
         self.staging_bytes = max(self.staging_bytes, self._staged)
-        if self._messages and bucket.forward_to:
+        if bucket.forward_to:
             packed = _packed(found[tensor] for tensor, _ in bucket.needs)
+            receivers = [self._trainers + rank for rank in bucket.forward_to]
             self._forwarding = [
-                (self._messages.send(buffer, self._trainers + receiver), buffer)
-                for receiver in bucket.forward_to
-                for buffer in packed
+                self._groups.of(receiver).start(sends=[(buffer, receiver) for buffer in packed])
+                for receiver in receivers
             ]
         return found
 
     def close(self) -> None:
-        """Leave the group, or unmap the trainer's memory."""
-        self._finish_forwarding()
-        self._memory.clear()
-        self._messages = None
+        """Leave the groups, and unmap the trainer's memory."""
+        try:
+            self._finish_forwarding()
+        finally:
+            self.unmap()
+            self._groups.close()
 
     def _finish_forwarding(self) -> None:
-        for work, _ in self._forwarding:
-            work.wait()
-        self._forwarding = []
+        while self._forwarding:
+            self._forwarding.pop(0).wait()
 
-    def _mapped(self, bucket: Bucket) -> Iterator[tuple[str, Box, torch.Tensor]]:
+    def _contents(self, bucket: Bucket) -> Iterator[tuple[str, Box, torch.Tensor]]:
+        """Yield a bucket's boxes with their contents, mapped ones while others are received."""
+        started = list(self._start_receiving(bucket))
+        yield from self._mapped_contents(bucket)
+        for batch, expected in started:
+            batch.wait()
+            for boxes, buffers in expected:
+                self._staged += sum(buffer.nbytes for buffer in buffers.values())
+                yield from self._views(boxes, buffers)
+
+    def _mapped_contents(self, bucket: Bucket) -> Iterator[tuple[str, Box, torch.Tensor]]:
         """Yield a bucket's boxes with their contents in the trainer's memory."""
         for message in bucket.messages:
+            if message.trainer_rank not in self._mapped:
+                continue
             for tensor, box in message.boxes:
                 for outer, parameter, place in self._pieces[message.trainer_rank][tensor]:
                     if intersect(box, outer) != box:
@@ -184,34 +229,45 @@ class Inbox:
                 else:
                     raise KeyError(f"rank {message.trainer_rank} holds no {box} of {tensor}")
 
-    def _received(self, bucket: Bucket) -> Iterator[tuple[str, Box, torch.Tensor]]:
-        """Yield a bucket's boxes with their contents, views of one buffer per sender and dtype."""
-        sources = [(message.trainer_rank, message.boxes) for message in bucket.messages]
+    def _start_receiving(self, bucket: Bucket) -> Iterator[tuple[MessageBatch, list[Expected]]]:
+        """Start all receives of a bucket, a round at a time; yield batches with their contents."""
+        rounds: dict[int, list[tuple[int, Boxes]]] = {}
+        for message in bucket.messages:
+            if message.trainer_rank not in self._mapped:
+                rounds.setdefault(message.round, []).append((message.trainer_rank, message.boxes))
         if bucket.forwarded_from is not None:
-            sources = [(self._trainers + bucket.forwarded_from, bucket.needs)]
-        assert self._messages is not None
-        expected = []
-        for sender, boxes in sources:  # all receives are started before the first is waited for
-            elements: dict[torch.dtype, int] = {}
-            for tensor, (_, sizes) in boxes:
-                dtype = wire_dtype(tensor, self._model)
-                elements[dtype] = elements.get(dtype, 0) + prod(sizes)
-            works = {}
-            for dtype, count in elements.items():
-                buffer = torch.empty(count, dtype=dtype, device=self._device)
-                works[dtype] = self._messages.receive(buffer, sender), buffer
-                self.received_bytes += buffer.nbytes
-            expected.append((boxes, works))
-        for boxes, works in expected:
-            for work, buffer in works.values():
-                work.wait()
-                self._staged += buffer.nbytes
-            positions = dict.fromkeys(works, 0)
-            for tensor, box in boxes:
-                dtype = wire_dtype(tensor, self._model)
-                start, stop = positions[dtype], positions[dtype] + prod(box[1])
-                positions[dtype] = stop
-                yield tensor, box, works[dtype][1][start:stop].view(box[1])
+            rounds[0] = [(self._trainers + bucket.forwarded_from, bucket.needs)]
+        for sources in rounds.values():
+            receives: list[Addressed] = []
+            expected: list[Expected] = []
+            for sender, boxes in sources:
+                buffers = self._buffers(boxes)
+                receives += [(buffer, sender) for buffer in buffers.values()]
+                expected.append((boxes, buffers))
+            yield self._groups.of(sources[0][0]).start(receives=receives), expected
+
+    def _buffers(self, boxes: Boxes) -> dict[torch.dtype, torch.Tensor]:
+        """Return room for a message, by dtype, as the sender packs it."""
+        elements: dict[torch.dtype, int] = {}
+        for tensor, (_, sizes) in boxes:
+            dtype = wire_dtype(tensor, self._model)
+            elements[dtype] = elements.get(dtype, 0) + prod(sizes)
+        found = {}
+        for dtype, count in elements.items():
+            found[dtype] = torch.empty(count, dtype=dtype, device=self._device)
+            self.received_bytes += found[dtype].nbytes
+        return found
+
+    def _views(
+        self, boxes: Boxes, buffers: dict[torch.dtype, torch.Tensor]
+    ) -> Iterator[tuple[str, Box, torch.Tensor]]:
+        """Yield a message's boxes with their contents, views of its buffers."""
+        positions = dict.fromkeys(buffers, 0)
+        for tensor, box in boxes:
+            dtype = wire_dtype(tensor, self._model)
+            start, stop = positions[dtype], positions[dtype] + prod(box[1])
+            positions[dtype] = stop
+            yield tensor, box, buffers[dtype][start:stop].view(box[1])
 
 
 def _inside(box: Box, outer: Box) -> Box:

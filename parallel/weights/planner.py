@@ -23,25 +23,49 @@ from parallel.weights.needs import needed_of
 GRAIN = 1 << 19  # elements; below about 1 MiB two messages cost more than an idle replica
 
 
+class Hosts(NamedTuple):
+    """The number of each trainer rank's host, and of the host whose memory each engine rank maps.
+
+    An engine rank that can map nothing has the number -1.
+    """
+
+    trainers: tuple[int, ...]
+    engines: tuple[int, ...]
+
+    def map(self, trainer: int, engine_rank: int) -> bool:
+        """Return whether an engine rank maps the memory of a trainer rank."""
+        return self.trainers[trainer] == self.engines[engine_rank]
+
+
 @dataclass(frozen=True)
 class EngineSizes:
     """The ranks of each engine, numbered across engines; whether all have whole experts.
 
     With `forwarding`, trainers feed no more engine ranks than there are trainers, and every other
-    engine is fed by an earlier one of its size.
+    engine is fed by an earlier one of its size. With `hosts`, engine ranks map what ranks of their
+    host hold; these are fed by the trainers, and do not count.
     """
 
     engines: tuple[int, ...]
     forwarding: bool = True
     expert_parallel: bool = False
+    hosts: Hosts | None = None
+
+    def mapped(self, trainer: int, engine_rank: int) -> bool:
+        """Return whether an engine rank maps the memory of a trainer rank."""
+        return self.hosts is not None and self.hosts.map(trainer, engine_rank)
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """The boxes of a bucket that one trainer rank sends to one engine rank, in order."""
+    """The boxes of a bucket that one trainer rank sends to one engine rank, in order.
+
+    Messages to a rank come round by round: in a round, each trainer sends to one engine rank.
+    """
 
     trainer_rank: int
     boxes: list[tuple[str, Box]]
+    round: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +137,13 @@ class Plan:
         # Each engine rank's engine, the engine's size, and the rank's place in it.
         self._ranks = [(e, size, at) for e, size in enumerate(fleet.engines) for at in range(size)]
         self._first = [0, *accumulate(fleet.engines)]
-        self._sources = _sources(fleet, layout.ranks)
+        self._near = cache(self._find_near)
+        near = [
+            any(self._near(range(layout.ranks), first + at) for at in range(size))
+            for first, size in zip(self._first[:-1], fleet.engines, strict=True)
+        ]
+        self._sources = _sources(fleet, layout.ranks, near)
+        self.forwards = any(source is not None for source in self._sources)
         self.fed = [engine for engine, source in enumerate(self._sources) if source is None]
         self._position = {key: at for at, key in enumerate(self.description.buckets)}
         # Each bucket's stage, and its index among the buckets of that stage.
@@ -160,7 +190,13 @@ class Plan:
         return self._first[engine] + place
 
     def send(self, rank: int) -> list[OutgoingMessage]:
-        """Return the messages of a trainer rank, in an order in which no ranks deadlock."""
+        """Return the messages of a trainer rank, in an order in which no ranks deadlock.
+
+        Ranks go through steps, and in each through rounds, of which both ends of a message know the
+        number. An engine's forwarding of step s is between its own steps s and s + 1, and in those
+        of the rank that it feeds likewise: with d engines between trainer and receiver, 2s + d is a
+        time as `Messages.start` asks for.
+        """
         found = []
         for key in self.description.buckets:
             stage, chunk, ours = self.layout.place(key)
@@ -177,7 +213,7 @@ class Plan:
             found,
             key=lambda each: (
                 self.step(self._ranks[each.engine_rank][0], each.bucket),
-                each.engine_rank,
+                self._round(rank, each.engine_rank),
             ),
         )
 
@@ -186,6 +222,27 @@ class Plan:
         stage, turn = self._turns[key]
         pipeline = self.layout.sizes.pipeline
         return turn * pipeline + (stage - self._first_stages[engine]) % pipeline
+
+    def _round(self, trainer: int, engine_rank: int) -> int:
+        """Return the round of a step in which two ranks meet; each pairs all ranks differently."""
+        return (trainer + engine_rank) % len(self._ranks)
+
+    def _mapped_by(self, key: int, rank: int, holders: range, first: int, ranks: int) -> list[int]:
+        """Return the places in an engine whose ranks map a shard from this trainer rank."""
+        if self.fleet.hosts is None:
+            return []
+        places = range(ranks)
+        return [at for at in places if self._mapped_from(key, holders, first + at) == rank]
+
+    def _find_near(self, holders: range, engine_rank: int) -> list[int]:
+        """Return the holders whose memory an engine rank maps."""
+        return [rank for rank in holders if self.fleet.mapped(rank, engine_rank)]
+
+    def _mapped_from(self, key: int, holders: range, engine_rank: int) -> int | None:
+        """Return the one holder whose memory an engine rank maps, so that nothing is assembled."""
+        if self.fleet.hosts is not None and (near := self._near(holders, engine_rank)):
+            return near[(self._position[key] + engine_rank) % len(near)]
+        return None
 
     def _messages(self, key: int, rank: int) -> list[Message]:
         kind, prefix = self.description.kind(key), tensor_prefix(key)
@@ -197,6 +254,10 @@ class Plan:
             if not found.items:
                 continue
             holders = self.layout.holders(shard, stage)
+            if (near := self._mapped_from(key, holders, rank)) is not None:
+                items = ((prefix + item.tensor, item.box) for item in found.items)
+                boxes.setdefault(near, []).extend(items)
+                continue
             line = self._line(kind, shard, ranks)
             start, total, parts = line[place], line[-1], _parts(line, holders)
             first, last = (share(start + at, total, parts) for at in (0, found.elements - 1))
@@ -207,7 +268,8 @@ class Plan:
                 taken = [(prefix + item.tensor, item.box) for item in _within(found, low, high)]
                 if taken:
                     boxes.setdefault(holders[(turn + part) % len(holders)], []).extend(taken)
-        return [Message(sender, boxes[sender]) for sender in sorted(boxes)]
+        messages = [Message(each, boxes[each], self._round(each, rank)) for each in boxes]
+        return sorted(messages, key=lambda each: (each.round, each.trainer_rank))
 
     def _sent(self, key: int, rank: int) -> dict[int, list[_Item]]:
         """Return the items of a bucket that a trainer rank sends to each engine rank."""
@@ -216,7 +278,11 @@ class Plan:
         for shard in self.layout.shards_of(rank):
             holders = self.layout.holders(shard, stage)
             for engine in self.fed:
-                ranks = self.fleet.engines[engine]
+                ranks, first = self.fleet.engines[engine], self._first[engine]
+                whole = self._mapped_by(key, rank, holders, first, ranks)
+                for place in whole:
+                    if items := self._shared(kind, shard, ranks, place).items:
+                        sent.setdefault(first + place, []).extend(items)
                 line = self._line(kind, shard, ranks)
                 total, parts = line[-1], _parts(line, holders)
                 turn = (self._position[key] + engine) * parts
@@ -225,9 +291,11 @@ class Plan:
                     continue
                 low, high = total * part // parts, total * (part + 1) // parts
                 for place in range(bisect_right(line, low) - 1, bisect_left(line, high)):
+                    if self._mapped_from(key, holders, first + place) is not None:
+                        continue
                     found = self._shared(kind, shard, ranks, place)
                     if taken := _within(found, low - line[place], high - line[place]):
-                        sent.setdefault(self._first[engine] + place, []).extend(taken)
+                        sent.setdefault(first + place, []).extend(taken)
         return sent
 
     def _find_line(self, kind: str, shard: Shard, ranks: int) -> list[int]:
@@ -247,13 +315,16 @@ class Plan:
         return _Items(items, starts[:-1], starts[-1])
 
 
-def _sources(fleet: EngineSizes, trainers: int) -> list[int | None]:
+def _sources(fleet: EngineSizes, trainers: int, near: list[bool]) -> list[int | None]:
     """Return the engine that forwards to each engine; None where the trainers feed it."""
     found: list[int | None] = []
     same: dict[int, list[int]] = {}  # engines so far, by size
     direct: dict[int, int] = {}  # and how many of them are fed, once that is settled
     fed = 0
     for engine, size in enumerate(fleet.engines):
+        if near[engine]:
+            found.append(None)
+            continue
         earlier = same.setdefault(size, [])
         if fleet.forwarding and earlier and fed + size > trainers:
             direct.setdefault(size, len(earlier))

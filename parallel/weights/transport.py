@@ -1,21 +1,17 @@
-"""The transport of a refit's bytes: messages between ranks, or mapped memory of the trainer.
-
-Messages go over gloo on a CPU and NCCL on GPUs; memory is mapped as a file on a CPU and by CUDA IPC
-on GPUs. The GPU paths have not been run.
+"""The messages of a refit between ranks: over gloo on a CPU, NCCL on GPUs. NCCL has not been run.
 
 Neither gloo nor torch.distributed's stores have a password: messages are for trusted networks
-(docs/explanation/weight-sync.md). The handles that an engine maps are therefore never read from a
-store; they come with `Join`, from a client that has the engine's token.
+(docs/explanation/weight-sync.md).
 """
 
 from __future__ import annotations
 
 import os
-import socket
-import stat
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import torch
@@ -23,13 +19,15 @@ import torch.distributed as dist
 
 from parallel.cpu.gloo import separate_group
 
-Count = Annotated[int, msgspec.Meta(ge=0)]
+POLL_SECONDS = 0.0005  # between looks at whether a GPU has sent or received
+LOOK_SECONDS = 0.5  # between looks at whether a member is lost
+LOST = "lost"  # the store's key for it
 
-BOOT = Path("/proc/sys/kernel/random/boot_id")
+Addressed = tuple[torch.Tensor, int]  # with the rank that it goes to or comes from
 
 
 class Meeting(msgspec.Struct, frozen=True):
-    """A rendezvous of the trainer's and the engines' ranks, numbered consecutively.
+    """A rendezvous of some of the trainer's and the engines' ranks, which are numbered together.
 
     Keys of the store begin with the unique `prefix`. Waiting for a rank ends after
     `timeout_seconds`.
@@ -38,8 +36,7 @@ class Meeting(msgspec.Struct, frozen=True):
     host: str
     port: int
     prefix: str
-    trainers: int
-    ranks: int
+    members: list[int]
     timeout_seconds: float
 
     def store(self) -> dist.Store:
@@ -50,121 +47,146 @@ class Meeting(msgspec.Struct, frozen=True):
         )
         return dist.PrefixStore(self.prefix, store)
 
-
-def host_identity() -> str:
-    """Return an identity that processes share if they can map each other's memory."""
-    return f"{socket.gethostname()}/{BOOT.read_text().strip() if BOOT.exists() else ''}"
-
-
-def shared_memory_room() -> int:
-    """Return the free bytes of this host's shared memory; writing more kills the writer."""
-    found = os.statvfs("/dev/shm")
-    return found.f_bavail * found.f_frsize
+    def report_loss(self) -> None:
+        """Have all members stop waiting for one another; for those that NCCL would keep waiting."""
+        self.store().set(LOST, "")
 
 
 class Messages:
     """A separate process group over trainers and engines; the engines' groups are unaffected."""
 
     def __init__(self, meeting: Meeting, rank: int, device: torch.device) -> None:
-        self.device = device
-        make: Any = dist.ProcessGroupNCCL if device.type == "cuda" else separate_group
-        timeout = timedelta(seconds=meeting.timeout_seconds)
-        self._group = make(meeting.store(), rank, meeting.ranks, timeout)
+        self._place = {member: place for place, member in enumerate(meeting.members)}
+        self._timeout = meeting.timeout_seconds
+        self._store = meeting.store()
+        self._looked = time.monotonic()
+        place = self._place[rank]
+        self._group = _open_group(meeting, self._store, place, device)
+        # NCCL only enqueues, on a stream: its `wait` makes a stream wait, and never the host.
+        self._enqueues = self._group.supports_coalescing
 
-    def send(self, tensor: torch.Tensor, rank: int) -> dist.Work:
-        """Start sending; the tensor must not change until the work is done."""
-        return self._group.send([tensor], rank, 0)
+    def reaches(self, rank: int) -> bool:
+        """Return whether a rank is a member."""
+        return rank in self._place
 
-    def receive(self, tensor: torch.Tensor, rank: int) -> dist.Work:
-        """Start receiving the next tensor from a rank."""
-        return self._group.recv([tensor], rank, 0)
+    def start(
+        self, sends: Sequence[Addressed] = (), receives: Sequence[Addressed] = ()
+    ) -> MessageBatch:
+        """Start sending and receiving; with NCCL all together, over the group's one communicator.
+
+        Tensors to send must not change until the batch is done.
+
+        Ranks do not deadlock if the batches have times that increase on every rank, and the two
+        ends of each message have the same time: of the batches that have not ended, those of the
+        least time have all earlier ones of their ranks behind them, so all their ends are there.
+        """
+        works: list[dist.Work] = []
+        if self._enqueues:
+            self._group._start_coalescing()
+        for tensor, rank in sends:
+            works.append(self._group.send([tensor], self._place[rank], 0))
+        for tensor, rank in receives:
+            works.append(self._group.recv([tensor], self._place[rank], 0))
+        if self._enqueues:
+            works = [self._group._end_coalescing()]
+        return MessageBatch(self, works, [tensor for tensor, _ in (*sends, *receives)])
+
+    def wait(self, work: dist.Work) -> None:
+        """Hold the host until the work is done.
+
+        Raises:
+            RuntimeError: a member is lost, or the other end did not come in time.
+        """
+        if self._enqueues:
+            self._hold(work)
+        work.wait()
+
+    def close(self) -> None:
+        """Leave the group."""
+        if self._enqueues:
+            self._group.abort()  # which, other than `shutdown`, waits for no other member
+
+    def _hold(self, work: dist.Work) -> None:
+        """Wait for a GPU's work, but not for a member that is gone.
+
+        NCCL never reports a lost peer. Its watchdog would end this process at the group's timeout,
+        so the group is aborted before, by whoever notices.
+        """
+        deadline = time.monotonic() + self._timeout
+        while not work.is_completed():
+            now = time.monotonic()
+            if now > self._looked + LOOK_SECONDS:
+                self._looked = now
+                if self._store.check([LOST]):
+                    self._fail("another rank of the refit is gone")
+            if now > deadline:
+                self._fail(f"no rank at the other end within {self._timeout:g} s")
+            time.sleep(POLL_SECONDS)
+        if (error := work.exception()) is not None:
+            self._fail(str(error))
+
+    def _fail(self, reason: str) -> None:
+        self._store.set(LOST, "")
+        self._group.abort()
+        raise RuntimeError(f"refit: {reason}")
 
 
-class Region(msgspec.Struct, frozen=True):
-    """The place of a parameter in one of its rank's shared storages."""
+class MessageBatch:
+    """Messages that were started together, with their buffers, which live until they are done."""
 
-    storage: int
-    offset: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: str
+    def __init__(
+        self, messages: Messages, works: list[dist.Work], buffers: list[torch.Tensor]
+    ) -> None:
+        self._messages, self._works, self._buffers = messages, works, buffers
 
-
-class OpenFile(msgspec.Struct, frozen=True, array_like=True, tag="cpu"):
-    """A rank's memory: an unnamed file that its process has open."""
-
-    process: Count
-    descriptor: Count
-    size: Count
+    def wait(self) -> None:
+        """Hold the host until all are done; raise RuntimeError where a rank is lost."""
+        while self._works:
+            self._messages.wait(self._works.pop(0))
+        self._buffers.clear()
 
 
-class DeviceMemory(msgspec.Struct, frozen=True, array_like=True, tag="cuda"):
-    """A device's memory: the arguments of `UntypedStorage._new_shared_cuda`."""
+def _open_group(meeting: Meeting, store: dist.Store, place: int, device: torch.device) -> Any:
+    """Return the group, once all members are there."""
+    size, timeout = len(meeting.members), timedelta(seconds=meeting.timeout_seconds)
+    if device.type != "cuda":
+        return separate_group(store, place, size, timeout)
+    # NCCL waits without end for a member that never comes, so all meet at the store first.
+    if store.add("arrived", 1) == size:
+        store.set("all", "")
+    _await_all(store, meeting.timeout_seconds)
+    nccl: Any = dist.ProcessGroupNCCL
+    options = nccl.Options()
+    options._timeout = 2 * timeout  # `Messages` gives up before the watchdog does
+    with _without_teardown():
+        group = nccl(store, place, size, options)
+    # Point-to-point messages would otherwise create a communicator for every pair of ranks.
+    group.eager_connect_single_device(device)
+    return group
 
-    description: list[Any]
+
+def _await_all(store: dist.Store, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not store.check(["all"]):
+        if store.check([LOST]) or time.monotonic() > deadline:
+            raise RuntimeError(f"refit: a rank is gone or did not come within {seconds:g} s")
+        time.sleep(LOOK_SECONDS / 10)
 
 
-class SharedMemory(msgspec.Struct, frozen=True):
-    """The memory that a rank shares: handles of storages, and its parameters' places."""
+@contextmanager
+def _without_teardown() -> Iterator[None]:
+    """Make a group created in the block outlive errors: its watchdog cleans up and ends nothing.
 
-    storages: list[OpenFile | DeviceMemory]
-    regions: dict[str, Region]
-
-
-def share(parameters: dict[str, torch.Tensor]) -> SharedMemory:
-    """Return handles by which this user's processes on this host can map the parameters' memory.
-
-    Nothing is copied later: `mapped` shows every update. On a CPU the storages first move into
-    shared memory; all views of them, such as an optimizer's, stay valid.
+    torch 2.13 reads the mode when a group is created (ProcessGroupNCCL.cpp, CleanUpOnly); the
+    trainer's own groups keep theirs.
     """
-    numbers: dict[int, int] = {}
-    handles: list[OpenFile | DeviceMemory] = []
-    regions = {}
-    for name, tensor in parameters.items():
-        storage = tensor.untyped_storage()
-        number = numbers.setdefault(storage._cdata, len(numbers))
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        offset, shape = int(tensor.storage_offset()), tuple(tensor.shape)
-        regions[name] = Region(number, offset, shape, tensor.stride(), dtype)
-        if number < len(handles):
-            continue
-        if storage.device.type == "cuda":
-            handles.append(DeviceMemory([*storage._share_cuda_()]))
-            continue
-        if not storage.is_shared():
-            storage.share_memory_()
-        handles.append(OpenFile(os.getpid(), *storage._share_fd_cpu_()))
-    return SharedMemory(handles, regions)
-
-
-def mapped(shared: SharedMemory) -> dict[str, torch.Tensor]:
-    """Return the parameters of another process, in its memory, which is mapped while they live.
-
-    Raises:
-        OSError: the process has ended or its memory is unmapped.
-        ValueError: a handle is not shared memory of the size it names.
-    """
-    storages = [_open(handle) for handle in shared.storages]
-    found = {}
-    for name, region in shared.regions.items():
-        storage = storages[region.storage]
-        empty = torch.empty(0, dtype=getattr(torch, region.dtype), device=storage.device)
-        found[name] = empty.set_(storage, region.offset, region.shape, region.stride)
-    return found
-
-
-def _open(handle: OpenFile | DeviceMemory) -> Any:
-    if isinstance(handle, DeviceMemory):
-        return torch.UntypedStorage._new_shared_cuda(*handle.description)
-    path = f"/proc/{handle.process}/fd/{handle.descriptor}"
-    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    before = os.environ.get(name)
+    os.environ[name] = "2"
     try:
-        found = os.fstat(descriptor)
-        # torch would extend a file that is too short, and create one that is missing.
-        named = found.st_nlink or not stat.S_ISREG(found.st_mode)
-        if named or found.st_size < handle.size:
-            raise ValueError(f"{path} is no shared memory of {handle.size} bytes")
-        path = f"/proc/self/fd/{descriptor}"
-        return torch.UntypedStorage.from_file(path, shared=True, nbytes=handle.size)
+        yield
     finally:
-        os.close(descriptor)
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
-from parallel.errors import ERROR_MARK, LOST_PEER, NOTICE_MARK, STATUS_DESCRIPTOR, UserError
+from parallel.errors import ERROR_MARK, NOTICE_MARK, STATUS_DESCRIPTOR, UserError, is_lost_peer
 from pipeline.text import signal_name
 
 POLL_SECONDS = 0.05
@@ -313,7 +313,7 @@ def size(log: Path) -> int:
 
 def lost_another(tail: Sequence[str]) -> bool:
     """Return whether a rank's last lines report a lost connection to another rank."""
-    return any(LOST_PEER in line for line in tail)
+    return any(map(is_lost_peer, tail))
 
 
 def kill(children: Sequence[Process]) -> None:

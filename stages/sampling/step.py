@@ -13,7 +13,7 @@ import torch
 
 from parallel import batch
 from parallel.batch import MicroBatch, RankPlace
-from parallel.distributed import broadcast, is_main
+from parallel.distributed import broadcast, is_main, scatter
 from parallel.mismatch import bounds_of
 from parallel.model.policy import TrainedPolicy
 from parallel.sample import Sample
@@ -31,7 +31,11 @@ PROBES_PER_ENGINE, PROBE_TOKENS = 4, 8  # responses that show whether a weight s
 
 @dataclass
 class StepSamples:
-    """The samples of each update of a step, with advantages, and the metrics of its rollouts."""
+    """The samples of each update of a step, with advantages, and the metrics of its rollouts.
+
+    On ranks other than the main one only the samples of the rank's own micro-batches are whole, the
+    others are outlines.
+    """
 
     updates: list[list[Sample]]
     metrics: dict[str, float]
@@ -190,14 +194,43 @@ class OnPolicyStage(ABC):
         return self._batch
 
     def assign_advantages(self, collected: Batch | None, step: int) -> StepSamples:
-        """Return, on every rank, the step's samples with their advantages. Collective."""
+        """Return, on every rank, the step's samples with their advantages. Collective.
+
+        A rank other than the main one receives only its data-parallel rank's samples whole: routes
+        alone are hundreds of bytes a token.
+        """
         samples: StepSamples | None = None
         if collected is not None and self._buffer is not None:
             samples = self.split_updates(collected)
             vocabulary, most = self.job.settings.model.vocabulary_size, self.rollout.max_staleness
             samples.metrics |= batch_metrics(collected, step, self.sampling, vocabulary, most)
             samples.metrics |= self._buffer.metrics()
-        return broadcast(samples)
+        return self._distribute(samples)
+
+    def packed_together(self, samples: list[Sample]) -> list[list[Sample]]:
+        """Return the samples of an update by the micro-batches they may share."""
+        return [samples]
+
+    def _distribute(self, samples: StepSamples | None) -> StepSamples:
+        """Return the main rank's samples, with outlines of those that this rank does not train."""
+        here = RankPlace.here()
+
+        def share(data_rank: int) -> StepSamples:
+            assert samples is not None
+            updates = [self._share(each, here.data, data_rank) for each in samples.updates]
+            return StepSamples(updates, samples.metrics)
+
+        own = scatter(share, here.data_rank)
+        return own if samples is None else samples
+
+    def _share(self, samples: list[Sample], data: int, data_rank: int) -> list[Sample]:
+        """Return an update's samples, of which those of other data-parallel ranks are outlines."""
+        own = {
+            id(sample)
+            for together in self.packed_together(samples)
+            for sample in batch.deal(together, data)[data_rank]
+        }
+        return [sample if id(sample) in own else sample.outline() for sample in samples]
 
     def pack(self, samples: list[Sample]) -> list[MicroBatch]:
         """Return this rank's micro-batches of one update."""

@@ -23,6 +23,7 @@ from parallel.engine.wire import (
     PROTOCOL,
     Address,
     EngineDescription,
+    EnginePlace,
     Generate,
     Generation,
     Join,
@@ -37,7 +38,7 @@ from tests.engine.engine_settings import ENGINE
 DESCRIPTION = EngineDescription(
     protocol=PROTOCOL,
     instance="a",
-    host="here",
+    places=[EnginePlace("here", [])],
     model="digest",
     tensor=1,
     expert_parallel=False,
@@ -232,7 +233,7 @@ def test_an_invalid_answer_is_an_error(impostor: Impostor) -> None:
 
 @pytest.mark.parametrize("status", [200, 500])
 def test_an_oversized_answer_is_not_read(impostor: Impostor, status: int) -> None:
-    client = impostor({"describe": described(host="h" * (2 << 20))}, status)
+    client = impostor({"describe": described(model="h" * (2 << 20))}, status)
     client.address = msgspec.json.decode(client.address_file.read_bytes(), type=Address)
     with pytest.raises(EngineError, match=r"engine 0 .* describe: .*more than 1048576 bytes"):
         client.describe()

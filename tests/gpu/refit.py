@@ -19,9 +19,9 @@ import torch
 
 from parallel.settings import LayoutSettings, ModelSettings
 from parallel.weights.executor import Inbox, fingerprint
+from parallel.weights.mapping import SharedMemory, share
 from parallel.weights.needs import needed
-from parallel.weights.planner import EngineSizes, Plan
-from parallel.weights.transport import SharedMemory, share
+from parallel.weights.planner import EngineSizes, Hosts, Plan
 from tests.gpu.findings import Finding
 from tests.gpu.losses import synchronize
 from tests.gpu.models import TINY, qwen3_30b
@@ -82,8 +82,9 @@ def import_weights(file: Path) -> None:
     handover = msgspec.msgpack.decode(file.read_bytes(), type=Handover)
     model, device = ModelSettings.model_validate_json(handover.model), handover.device
     layout = LayoutSettings()
-    plan = Plan(model, layout, EngineSizes((1,)))
-    inbox = Inbox(model, layout, plan, 0, None, [handover.shared], torch.device(device))
+    plan = Plan(model, layout, EngineSizes((1,), hosts=Hosts((0,), (0,))))
+    inbox = Inbox(model, layout, plan, 0, [], torch.device(device))
+    inbox.map({0: handover.shared})
     landed: dict[str, torch.Tensor] = {}
     seconds = []
     for _ in range(3):

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from parallel.weights.transport import SharedMemory, mapped, share
+from parallel.weights.mapping import SharedMemory, mapped, share
 
 
 def received(shared: Any) -> SharedMemory:

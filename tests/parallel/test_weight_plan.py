@@ -18,7 +18,7 @@ from parallel.weights import planner
 from parallel.weights.holdings import Layout, held, owners
 from parallel.weights.names import EMBEDDING, HEAD, bucket, is_precise, plain_name, tensors
 from parallel.weights.needs import engine_violations, needed
-from parallel.weights.planner import Bucket, EngineSizes, OutgoingMessage, Plan
+from parallel.weights.planner import Bucket, EngineSizes, Hosts, OutgoingMessage, Plan
 from tests.tiers import tiered
 
 FURTHER: dict[str, list[dict[str, Any]]] = {
@@ -71,7 +71,14 @@ def layouts(seed: int) -> tuple[LayoutSettings, EngineSizes]:
     )
     sizes = draw.choices([1, 2, 4, 8], k=draw.choice([1, 2, 5]))
     forwarding, whole = draw.random() < 0.8, draw.random() < 0.5
-    return layout, EngineSizes(tuple(sizes), forwarding, expert_parallel=whole)
+    hosts = None
+    if draw.random() < 0.5:  # some engine ranks map what trainer ranks of their host hold
+        count = draw.choice([1, 2, 3])
+        hosts = Hosts(
+            tuple(rank * count // layout.ranks for rank in range(layout.ranks)),
+            tuple(draw.randrange(-1, count) for _ in range(sum(sizes))),
+        )
+    return layout, EngineSizes(tuple(sizes), forwarding, expert_parallel=whole, hosts=hosts)
 
 
 def at(box: Box) -> tuple[slice, ...]:
@@ -118,7 +125,16 @@ class Execution:
         engine_ranks = range(sum(plan.fleet.engines))
         self.whole = numbered(settings)
         self.held = [parameters(settings, layout, rank, self.whole) for rank in range(layout.ranks)]
-        self.sends = [plan.send(rank) for rank in range(layout.ranks)]
+        self.plan = plan
+        self.sends: list[list[OutgoingMessage]] = []
+        self.mapped: dict[tuple[int, int, int], OutgoingMessage] = {}
+        for rank in range(layout.ranks):
+            self.sends.append([])
+            for message in plan.send(rank):
+                if plan.fleet.mapped(rank, message.engine_rank):
+                    self.mapped[rank, message.engine_rank, message.bucket] = message
+                else:
+                    self.sends[rank].append(message)
         self.buckets = [plan.receive(rank) for rank in engine_ranks]
         self.loaded: list[dict[str, np.ndarray]] = [{} for _ in engine_ranks]
         self.received = [0 for _ in engine_ranks]
@@ -136,6 +152,12 @@ class Execution:
                 bucket = self.buckets[rank][number]
                 if message < len(bucket.messages):
                     peer = bucket.messages[message].trainer_rank
+                    if self.plan.fleet.mapped(peer, rank):
+                        read = self.mapped.pop((peer, rank, bucket.key))
+                        self.deliver(rank, bucket, message, peer, read)
+                        position[rank] = number, message + 1
+                        progress = True
+                        continue
                     queue = self.sends[peer][sent[peer] :]
                     if not queue or queue[0].engine_rank != rank:
                         continue
@@ -148,6 +170,7 @@ class Execution:
                 else:
                     continue
                 progress = True
+        assert not self.mapped
         assert sent == [len(queue) for queue in self.sends]
         assert [number for number, _ in position] == [len(each) for each in self.buckets]
 
