@@ -350,6 +350,8 @@ def test_trainers_feed_engine_ranks_up_to_their_own_number() -> None:
             True,
             "self_attention.q_layernorm.weight",
         ),
+        # Of a dense layer, whatever its attention.
+        ("mlp.linear_fc1.layer_norm_weight", True, "pre_mlp_layernorm.weight"),
         ("mlp.shared_experts.linear_fc1.weight", True, "mlp.shared_experts.linear_fc1.weight"),
     ],
 )
