@@ -17,7 +17,7 @@ from parallel.families import (
     architecture,
     routed_layers,
 )
-from parallel.settings import EngineSettings, LayoutSettings, ModelSettings
+from parallel.settings import EngineSettings, LayoutSettings, ModelSettings, chunk_layers
 
 BYTES = {"fp32": 4, "bf16": 2}
 FP32 = BYTES["fp32"]
@@ -162,11 +162,11 @@ def _chunks(
 
 def _chunk(model: ModelSettings, layout: LayoutSettings, number: int, values: bool) -> Tensors:
     """Return a chunk's layers, with the embedding before the first, the head after the last."""
-    parts = layout.pipeline * layout.virtual_pipeline
-    count = model.layers // parts
-    routed = max(0, (number + 1) * count - max(number * count, routed_layers(model).start))
+    layers = chunk_layers(model, layout)
+    count = len(layers[number])
+    routed = sum(layer in routed_layers(model) for layer in layers[number])
     hidden, tensor = model.hidden_size, layout.tensor
-    last = number == parts - 1
+    last = number == len(layers) - 1
     vocabulary = model.vocabulary_size * hidden // tensor
     dense = [(size, count) for size in _attention(model, tensor)]
     for width, layers_of_it in _dense_widths(model, routed, count):
@@ -249,7 +249,7 @@ def _activations(
     in_flight = layout.pipeline - rank
     if layout.virtual_pipeline > 1:
         in_flight = 2 * in_flight - 1 + (layout.virtual_pipeline - 1) * layout.pipeline
-    in_flight *= model.layers // (layout.pipeline * layout.virtual_pipeline)
+    in_flight *= len(chunk_layers(model, layout)[rank])  # all chunks of a stage have as many
     share = tokens / (layout.context * layout.tensor)
     layer = share * _layer_activations(model, layout)
     if layout.recompute == "full":  # every layer keeps its input, and one at a time is recomputed

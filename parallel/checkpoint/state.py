@@ -74,7 +74,7 @@ def whole(policy: Policy) -> State:
         "averages": averages(policy),
         "companions": {name: under(f"{name}.", _trained(other)) for name, other in companions},
         "random_numbers": random_numbers(),
-        "layout": layout_sizes(),
+        "layout": layout_sizes(policy.bridge.config),
     }
 
 

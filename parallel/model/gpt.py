@@ -99,6 +99,7 @@ def build_bridge(settings: ModelSettings, layout: LayoutSettings) -> Any:
         perform_initialization=False,  # `initialize` gives equal weights under every layout
         # Losses arrive divided by their global denominator, so Megatron must only sum them.
         calculate_per_token_loss=True,
+        **uneven_pipeline(layout),
         **RECOMPUTE[layout.recompute],
     )
     return bridge
@@ -123,6 +124,19 @@ def _further_arguments(settings: ModelSettings) -> dict[str, Any]:
         scaling = further.rope_scaling.model_dump()
         arguments |= {renamed.get(key, key): value for key, value in scaling.items()}
     return arguments
+
+
+def uneven_pipeline(layout: LayoutSettings) -> dict[str, int | None]:
+    """Return megatron-core's sizes of the first and the last pipeline stage."""
+    first, last = layout.first_stage_layers, layout.last_stage_layers
+    if layout.pipeline == 2 and first is not None:
+        # Of two stages the second follows from the first. Given both, megatron-core 0.16.1 divides
+        # by the number of stages in between, 0, if the pipeline is virtual.
+        last = None
+    return {
+        "num_layers_in_first_pipeline_stage": first,
+        "num_layers_in_last_pipeline_stage": last,
+    }
 
 
 def build_chunks(bridge: Any) -> list[GPTModel]:

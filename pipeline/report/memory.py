@@ -13,7 +13,7 @@ from parallel.memory import (
     reading_memory,
     training_memory,
 )
-from parallel.settings import EngineSettings, OptimizerSettings
+from parallel.settings import EngineSettings, OptimizerSettings, chunk_layers
 from pipeline.report.tables import Cell, human, indented, layout_text, table
 from pipeline.run.graph import Stage, compile_graph
 from stages.objectives.advantages.gae import GaeSettings
@@ -36,10 +36,11 @@ def memory_report(settings: RunSettings) -> Iterator[str]:
     yield table(title, ("stage", *HEADINGS), rows, right=range(1, 7))
     yield ""
     if settings.layout.pipeline > 1:
-        layers = str(settings.model.layers // settings.layout.pipeline)
+        chunks = [len(layers) for layers in chunk_layers(settings.model, settings.layout)]
+        layers = [str(sum(chunks[rank :: len(ranks)])) for rank in range(len(ranks))]
         also = {0: "embedding", len(ranks) - 1: "output layer"}
         parts: list[tuple[str | Cell, ...]] = [
-            (str(number), layers, also.get(number, ""), *_cells(rank))
+            (str(number), layers[number], also.get(number, ""), *_cells(rank))
             for number, rank in enumerate(ranks)
         ]
         headings = ("pipeline rank", "layers", "also holds", *HEADINGS)

@@ -69,6 +69,9 @@ def layouts(seed: int) -> tuple[LayoutSettings, EngineSizes]:
         expert=expert,
         expert_tensor=expert_tensor,
     )
+    if pipeline > 1 and layout.virtual_pipeline == 1 and draw.random() < 0.6:
+        # Of the 5 layers of `model`: 1 and 4, or 3 and 1 and 1.
+        layout = layout.model_copy(update={"first_stage_layers": 1 if pipeline == 2 else 3})
     sizes = draw.choices([1, 2, 4, 8], k=draw.choice([1, 2, 5]))
     return layout, EngineSizes(tuple(sizes), forwarding=draw.random() < 0.8)
 
