@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -31,6 +31,11 @@ Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
+# megatron-core's names of what it can recompute alone. Without core_attn, which is
+# `recompute: attention`.
+RecomputeModule = Literal["layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"]
 
 
 class Settings(BaseModel):
@@ -115,11 +120,21 @@ class LayoutSettings(Settings):
     context: Count = Field(1, description="context parallelism (CP): ranks sharing each sequence")
     expert: Count = Field(1, description="expert parallelism (EP)")
     expert_tensor: Count = Field(1, description="tensor parallelism of the experts (ETP)")
+    dispatcher: Literal["auto", "alltoall", "flex"] = Field(
+        "auto",
+        description="of tokens to experts; flex: DeepEP's kernels; auto: flex where DeepEP is "
+        "installed and experts are spread over nodes",
+    )
     distributed_optimizer: bool = Field(
         True, description="split Adam's state over the data-parallel ranks"
     )
-    recompute: Literal["none", "attention", "full"] = Field(
-        "none", description="activations that are recomputed in the backward pass"
+    recompute: Literal["none", "attention", "selective", "full"] = Field(
+        "none",
+        description="activations that are recomputed in the backward pass; selective: of "
+        "recompute_modules; attention: of the attention, which a fused one does by itself",
+    )
+    recompute_modules: tuple[RecomputeModule, ...] = Field(
+        (), description="with recompute: selective, megatron-core's names of the modules"
     )
 
     @property
@@ -151,6 +166,11 @@ class OptimizerSettings(Settings):
     )
     final_ratio: Fraction = Field(0.0, description="final learning rate as a fraction of the peak")
     clip_norm: Positive = Field(1.0, description="maximum norm of a step's whole gradient")
+    precision_aware: bool = Field(
+        False,
+        description="keep Adam's moments in bf16 and the master weights in fp32: 8 bytes per "
+        "parameter instead of 12; needs TransformerEngine",
+    )
 
 
 class EngineSettings(Settings):
@@ -286,6 +306,45 @@ def _pipeline_violations(model: ModelSettings, layout: LayoutSettings) -> Iterat
         yield f"layout.{key}", f"{message}; {use}" if use else message
 
 
+def _recompute_violations(
+    model: ModelSettings, layout: LayoutSettings
+) -> Iterator[tuple[str, str]]:
+    key, chosen = "layout.recompute_modules", layout.recompute_modules
+    names = ", ".join(get_args(RecomputeModule))
+    if layout.recompute != "selective":
+        if chosen:
+            yield key, f"requires layout.recompute: selective, not {layout.recompute}"
+        return
+    if not chosen:
+        yield key, f"must name modules with layout.recompute: selective; any of {names}"
+    if repeated := sorted({name for name in chosen if chosen.count(name) > 1}):
+        yield key, f"{', '.join(repeated)} named twice"
+    if "mla_up_proj" in chosen and model.family != "deepseek_v3":
+        yield key, f"mla_up_proj is of deepseek_v3's attention, not of {model.family}'s"
+    for name in ("mlp", "shared_experts"):
+        if name in chosen and model.family not in ("deepseek_v3", "glm4_moe"):
+            what = "dense layers" if name == "mlp" else "shared experts"
+            yield key, f"{name}: {model.family} has no {what}; use moe"
+    inside = {"moe_act", "shared_experts"} & set(chosen)
+    if "moe" in chosen and inside:
+        yield key, f"moe recomputes {' and '.join(sorted(inside))} already; name one of them"
+
+
+def optimizer_violations(
+    optimizer: OptimizerSettings, model: ModelSettings, layout: LayoutSettings
+) -> Iterator[tuple[str, str]]:
+    """Yield why the model's optimizer cannot be precision-aware, as (field, message)."""
+    if not optimizer.precision_aware:
+        return
+    for broken, needs in (
+        (optimizer.algorithm != "adam", "algorithm: adam"),
+        (model.precision != "bf16", "model.precision: bf16"),
+        (not layout.distributed_optimizer, "layout.distributed_optimizer: true"),
+    ):
+        if broken:
+            yield "precision_aware", f"requires {needs}"
+
+
 def layout_violations(model: ModelSettings, layout: LayoutSettings) -> list[tuple[str, str]]:
     """Return every reason why the layout does not fit the model, as (dotted key, message)."""
     found = []
@@ -303,7 +362,10 @@ def layout_violations(model: ModelSettings, layout: LayoutSettings) -> list[tupl
             use = one_of(divisors(values[whole]))
             message = f"{values[part]} does not divide {whole} = {values[whole]}; {use}"
             found.append((part, message))
-    found += _pipeline_violations(model, layout)
+    found += [*_pipeline_violations(model, layout), *_recompute_violations(model, layout)]
+    if layout.dispatcher == "flex" and layout.expert * layout.expert_tensor == 1:
+        message = "flex requires layout.expert or layout.expert_tensor of 2 or more; use auto"
+        found.append(("layout.dispatcher", message))
     for names in (("tensor", "pipeline", "context"), ("expert_tensor", "expert", "pipeline")):
         sizes = {name: getattr(layout, name) for name in names}
         if layout.ranks % math.prod(sizes.values()):

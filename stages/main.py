@@ -12,6 +12,7 @@ import sys
 import warnings
 from pathlib import Path
 
+from parallel.capabilities import rank_environment
 from parallel.errors import UserError, report_error, report_notice
 from parallel.settings import ModelSettings
 from stages.kinds import KINDS, MODULES
@@ -22,6 +23,8 @@ def main() -> None:
     """Run the job named by argv[1] on this rank."""
     job = StageJob.model_validate_json(Path(sys.argv[1]).read_text())
     warnings.filterwarnings("ignore", module=r"megatron|mbridge|torch")
+    for name, value in rank_environment(job.settings.layout).items():
+        os.environ.setdefault(name, value)
     import torch
 
     from parallel.distributed import process_groups

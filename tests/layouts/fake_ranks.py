@@ -97,13 +97,13 @@ def install() -> None:
     megatron.activate()
     torch.cuda.is_available = lambda: True
     torch.cuda.current_device = lambda: 0
+    routing: Any = importlib.import_module("parallel.model.routing")
+    routing.device = lambda: torch.device("cpu")
     create = dist.new_group
     # Of gloo's groups, which would wait for the other ranks.
     dist.new_group = lambda *arguments, backend=None, **keywords: create(*arguments, **keywords)
     # The ranks have equal groups of parameters.
-    dist.all_gather_object = lambda every, one, **_: every.__setitem__(
-        slice(None), [one] * len(every)
-    )
+    dist.all_gather_object = _everyone_has
     # Fake weights are drawn from no generator.
     random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
     random.CudaRNGStatesTracker.fork = lambda *_, **__: nullcontext()
@@ -114,8 +114,8 @@ def install() -> None:
     assert device.layer_specs() == "transformer_engine"
 
 
-def _everyone_has(everyone: list[Any], own: Any, **_: Any) -> None:
-    everyone[:] = [own] * len(everyone)
+def _everyone_has(object_list: list[Any], obj: Any, **_: Any) -> None:
+    object_list[:] = [obj] * len(object_list)
 
 
 @contextmanager
@@ -178,7 +178,8 @@ def held_bytes(policy: Any) -> dict[str, int]:
     state: list[torch.Tensor] = []
     for part in _materialised(policy):
         for group in part.optimizer.param_groups:
-            state += group["params"]
+            if not part.config.use_precision_aware_optimizer:  # else they are the weights
+                state += group["params"]
         for tensors in part.optimizer.state.values():
             state += [tensor for tensor in tensors.values() if torch.is_tensor(tensor)]
     return {
@@ -214,7 +215,10 @@ def saved(policy: Any) -> list[tuple[str, list[int], list[int], list[int], bool]
 
 
 def ranks(
-    model: dict[str, Any], layout: dict[str, Any], numbers: list[int]
+    model: dict[str, Any],
+    layout: dict[str, Any],
+    numbers: list[int],
+    precision_aware: bool = False,
 ) -> list[dict[str, Any]]:
     """Return what each of some ranks of a policy in training holds."""
     from parallel.model.policy import TrainedPolicy
@@ -226,7 +230,7 @@ def ranks(
     )
 
     settings, sizes = ModelSettings(**model), LayoutSettings(**layout)
-    optimizer = OptimizerSettings(learning_rate=1e-3)
+    optimizer = OptimizerSettings(learning_rate=1e-3, precision_aware=precision_aware)
     found = []
     for rank in numbers:
         with rank_of(sizes, rank):
@@ -243,7 +247,68 @@ def ranks(
     return found
 
 
-ANSWERS = {"ranks": ranks}
+def bf16_moments_round_trip(model: dict[str, Any], directory: str) -> dict[str, Any]:
+    """Save the state of a precision-aware optimizer and load it into another; one real rank.
+
+    Returns the dtypes of its tensors, the names that the checkpoint lacks or that differ after
+    loading, and the largest difference of the masters from weights changed afterwards.
+    """
+    from megatron.core import dist_checkpointing, parallel_state
+
+    from parallel.checkpoint import state
+    from parallel.model.policy import TrainedPolicy
+    from parallel.settings import (
+        LayoutSettings,
+        ModelSettings,
+        OptimizerSettings,
+        RoutingLossSettings,
+    )
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        parallel_state.initialize_model_parallel(create_gloo_process_groups=True)
+        optimizer = OptimizerSettings(learning_rate=1e-3, precision_aware=True)
+        arguments = (ModelSettings(**model), LayoutSettings(), optimizer, 10, RoutingLossSettings())
+        first, second = TrainedPolicy(*arguments), TrainedPolicy(*arguments)
+        for tensor in _adam_tensors(first).values():
+            tensor.copy_(torch.randn(tensor.shape))
+        dist_checkpointing.save({"optimizer": state.optimizer_to_save(first)}, directory)
+        wanted = {"optimizer": state.optimizer_to_load(second)}
+        loaded = dist_checkpointing.load(wanted, directory)
+        state.restore_optimizer(second, loaded["optimizer"], updates=3)
+        ours, theirs = _adam_tensors(first), _adam_tensors(second)
+        different = [name for name in ours if not torch.equal(ours[name], theirs[name])]
+        with torch.no_grad():
+            for parameter in second.chunks[0].parameters():
+                parameter.add_(1)
+        second.weights_changed()
+        moved = 0.0
+        for part in second.optimizer.chained_optimizers:
+            for weight, tensors in part.optimizer.state.items():
+                moved = max(moved, float((tensors["master_param"] - weight).abs().max()))
+        return {
+            "dtypes": {name.split()[0]: str(tensor.dtype) for name, tensor in theirs.items()},
+            "different": different,
+            "steps": sorted({group["step"] for group in second.optimizer.param_groups}),
+            "master_difference": moved,
+        }
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def _adam_tensors(policy: Any) -> dict[str, torch.Tensor]:
+    """Return every tensor of the optimizer's state, by "NAME PART PARAMETER"."""
+    from parallel.checkpoint.state import _materialised
+
+    found = {}
+    for part, each in enumerate(_materialised(policy)):
+        for number, tensors in enumerate(each.optimizer.state.values()):
+            found |= {f"{name} {part} {number}": tensor for name, tensor in tensors.items()}
+    return found
+
+
+ANSWERS = {"ranks": ranks, "bf16_moments_round_trip": bf16_moments_round_trip}
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,7 +42,15 @@ CASES: dict[str, tuple[ModelSettings, LayoutSettings, list[int]]] = {
     ),
     "DeepSeek-V3 on 512": (
         DEEPSEEK_V3,
-        LayoutSettings(ranks=512, tensor=8, pipeline=8, expert=64, first_stage_layers=5),
+        LayoutSettings(
+            ranks=512,
+            tensor=8,
+            pipeline=8,
+            expert=64,
+            first_stage_layers=5,
+            recompute="selective",
+            recompute_modules=("layernorm", "mla_up_proj", "mlp", "moe_act", "shared_experts"),
+        ),
         [0, 255, 511],
     ),
     "DeepSeek-V3 on 16 stages": (
@@ -100,6 +109,26 @@ def test_a_rank_holds_what_the_plan_and_the_memory_model_say(case: str, ask: Ask
         assert held["bytes"]["gradients"] == expected.gradients, rank
         # The last ranks that share a buffer hold its padding.
         assert held["bytes"]["optimizer"] == pytest.approx(expected.optimizer, rel=0.02), rank
+
+
+def test_a_precision_aware_optimizer_keeps_8_bytes_per_parameter(ask: Ask) -> None:
+    """TransformerEngine's own Adam: an fp32 master and two moments in bf16, instead of 12 bytes."""
+    model, layout, _ = CASES["GLM-4.5-Air on 64"]
+    block = {"model": settings(model), "layout": settings(layout), "numbers": [63]}
+    [plain], [aware] = ask("ranks", **block), ask("ranks", **block, precision_aware=True)
+    assert aware["bytes"]["optimizer"] * 12 == plain["bytes"]["optimizer"] * 8
+    assert aware["bytes"]["gradients"] == plain["bytes"]["gradients"]
+
+
+def test_a_checkpoint_keeps_moments_in_bf16_exactly(ask: Ask, tmp_path: Path) -> None:
+    """Of TransformerEngine's own Adam; its weights' masters follow weights that are loaded."""
+    model = FAMILIES["qwen3_moe"].model_copy(update={"precision": "bf16"})
+    found = ask("bf16_moments_round_trip", model=settings(model), directory=str(tmp_path))
+    moments = dict.fromkeys(("exp_avg", "exp_avg_sq"), "torch.bfloat16")
+    assert found["dtypes"] == {**moments, "master_param": "torch.float32"}
+    assert found["different"] == []
+    assert found["steps"] == [3]
+    assert found["master_difference"] == 0.0
 
 
 @pytest.mark.parametrize("family", tiered(FAMILIES, {"qwen3_moe", "deepseek_v3"}))
