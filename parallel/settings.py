@@ -299,8 +299,8 @@ def _pipeline_violations(model: ModelSettings, layout: LayoutSettings) -> Iterat
             key, parts = "virtual_pipeline", f"pipeline {stages} x virtual_pipeline {virtual}"
             use = ""
         if sizes := _uneven_stages(model, layout, uneven[0]):
-            rest = layers - sizes[0]
-            leaves = f"which leaves {rest} = {stages - 1} x {rest // (stages - 1)}"
+            left = layers - sizes[0]
+            leaves = f"which leaves {left} = {stages - 1} x {left // (stages - 1)}"
             use += f"{', or ' if use else 'use '}layout.first_stage_layers: {sizes[0]}, {leaves}"
         message = f"{parts} does not divide model.layers = {layers}"
         yield f"layout.{key}", f"{message}; {use}" if use else message

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -46,11 +48,25 @@ def trained(layout: LayoutSettings, flags: dict[str, bool]) -> list[torch.Tensor
     return [parameter.detach() for chunk in policy.chunks for parameter in chunk.parameters()]
 
 
-def kept_bytes(layout: LayoutSettings, model: ModelSettings) -> int:
-    """Return the bytes that a forward pass keeps for its backward pass."""
-    from tests.layouts.held import kept_for_backward
+def passes(layout: LayoutSettings, model: ModelSettings) -> dict[str, int]:
+    """Return the forward passes of each kind of module in a step of one micro-batch."""
+    policy = build(layout, SGD, model=model)
+    counted = dict.fromkeys(("dense", "experts", "shared_experts"), 0)
+    for chunk in policy.chunks:
+        for layer in chunk.decoder.layers:
+            routed = hasattr(layer.mlp, "router")
+            parts = {"experts": layer.mlp.experts} if routed else {"dense": layer.mlp}
+            if routed and layer.mlp.shared_experts is not None:
+                parts["shared_experts"] = layer.mlp.shared_experts
+            for kind, module in parts.items():
+                module.register_forward_hook(partial(_count, counted, kind))
+    drawn = samples(8)
+    accumulate(policy, "cross_entropy", drawn, batches(drawn))
+    return counted
 
-    return kept_for_backward(layout, 512, model)[1]
+
+def _count(counted: dict[str, int], kind: str, *_: Any) -> None:
+    counted[kind] += 1
 
 
 def difference(layout: LayoutSettings, plain: LayoutSettings, model: ModelSettings) -> float:

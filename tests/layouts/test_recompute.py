@@ -9,7 +9,7 @@ import pytest
 from parallel.settings import LayoutSettings, layout_violations
 from tests.layouts.cases import MODEL
 from tests.layouts.hugging_face_cases import FAMILIES
-from tests.layouts.recompute_cases import difference, kept_bytes, overlap_difference
+from tests.layouts.recompute_cases import difference, overlap_difference, passes
 from tests.ranks import On
 
 WITH_DENSE_LAYERS = ("mlp", "shared_experts")
@@ -33,16 +33,18 @@ def test_recomputed_modules_change_no_bit_of_a_gradient(
     assert on(layout, difference, layout, plain, FAMILIES[family]) == [0.0, 0.0]
 
 
-def test_a_recomputed_module_keeps_no_activations(on: On) -> None:
-    model, plain = FAMILIES["deepseek_v3"], LayoutSettings()
-    [whole] = on(plain, kept_bytes, plain, model)
-    kept = {
-        modules: on(plain, kept_bytes, recomputed(plain, *modules), model)[0]
-        for modules in [("moe",), ("mlp",), ("shared_experts",), WITH_DENSE_LAYERS]
-    }
-    assert all(size < 0.99 * whole for size in kept.values()), (whole, kept)
-    assert kept["moe",] < kept["shared_experts",] < whole
-    assert kept[WITH_DENSE_LAYERS] < min(kept["mlp",], kept["shared_experts",])
+@pytest.mark.parametrize(
+    ("modules", "dense", "experts", "shared"),
+    [((), 1, 3, 3), (("moe",), 1, 6, 6), (("mlp",), 2, 3, 3), (WITH_DENSE_LAYERS, 2, 3, 6)],
+)
+def test_the_backward_pass_computes_named_modules_again(
+    modules: tuple[str, ...], dense: int, experts: int, shared: int, on: On
+) -> None:
+    """Of one dense layer and three with experts."""
+    plain = LayoutSettings()
+    layout = recomputed(plain, *modules) if modules else plain
+    [found] = on(plain, passes, layout, FAMILIES["deepseek_v3"])
+    assert found == {"dense": dense, "experts": experts, "shared_experts": shared}
 
 
 @pytest.mark.parametrize(
