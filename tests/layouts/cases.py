@@ -182,18 +182,12 @@ def accumulate(policy: Any, loss: str, drawn: list[Sample], parts: list[Any]) ->
     return {**sum_over_data({"loss": sum(values)}), **policy.routing_metrics()}
 
 
-def reference(
-    directory: str,
-    losses: RoutingLossSettings,
-    model: ModelSettings = MODEL,
-    replays: tuple[bool, ...] = (False, True),
-) -> None:
+def reference(directory: str, losses: RoutingLossSettings, model: ModelSettings = MODEL) -> None:
     """Write one process's loss and gradients of one micro-batch, for `differences`."""
     alone = LayoutSettings(distributed_optimizer=False)
-    policy = build(alone, SGD, losses=losses, model=model)
-    teacher = build(alone, SGD, seed=1, model=model)
+    policy, teacher = (build(alone, SGD, seed, losses, model) for seed in (0, 1))
     for loss in LOSSES:
-        for replay in replays:
+        for replay in (False, True) if model == MODEL else (False,):  # whose layers have routes
             drawn = samples(24, routes=replay)
             parts = prepared(loss, drawn, teacher, replay=replay)
             values = accumulate(policy, loss, drawn, parts)
@@ -215,8 +209,7 @@ def differences(
     from parallel.model.gpt import global_name, shard, tensor_split
 
     layout = layout.model_copy(update={"distributed_optimizer": False})  # it scatters gradients
-    policy = build(layout, SGD, losses=losses, model=model)
-    teacher = build(layout, SGD, seed=1, model=model)
+    policy, teacher = (build(layout, SGD, seed, losses, model) for seed in (0, 1))
     found = []
     for loss, count, padded, replay in batchings:
         drawn = samples(24, routes=replay)
@@ -242,13 +235,6 @@ def differences(
             }
         )
     return found
-
-
-def own_part(name: str, parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a whole tensor; all of a critic's head, whatever its name says."""
-    from parallel.model.gpt import shard, tensor_split
-
-    return whole if whole.shape == parameter.shape else shard(name, whole, *tensor_split(name))
 
 
 def train(policy: Any, steps: range) -> Iterator[tuple[float, float]]:

@@ -72,7 +72,7 @@ def test_gradients_of_an_uneven_virtual_pipeline_are_equal(on: On, tmp_path: Pat
     layout = LayoutSettings(ranks=2, pipeline=2, virtual_pipeline=2, first_stage_layers=4)
     model = MODEL.model_copy(update={"layers": 6})
     batchings: list[Batching] = [("cross_entropy", 4, False, False)]
-    on(LayoutSettings(), reference, str(tmp_path), LOSSES, model, (False,))
+    on(LayoutSettings(), reference, str(tmp_path), LOSSES, model)
     for rank in on(layout, differences, layout, str(tmp_path), LOSSES, batchings, model):
         for found in rank:
             assert found["loss"] < 1e-6, found
