@@ -277,7 +277,7 @@ def token_counts(batches: Sequence[MicroBatch]) -> dict[str, float]:
 
 
 def _moved(values: np.ndarray) -> Tensor:
-    """Return the values on this rank's device; a GPU copies them while the host goes on."""
+    """Return the values on this rank's device; a GPU copies them while the host works."""
     tensor, place = torch.from_numpy(values), device()
     # The copy reads the pinned block later; torch reuses the block only after that.
     pinned = tensor.pin_memory() if place.type == "cuda" else tensor

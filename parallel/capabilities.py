@@ -1,4 +1,4 @@
-"""What the trainer uses of this machine: the one place that chooses kernels, overlap and transport.
+"""The table of what the trainer uses of a machine: kernels, overlap, and the dispatcher.
 
 A CPU, CUDA without TransformerEngine, and fp32 on any device all run megatron-core's plain
 operations, so that their results can be compared. Fused kernels are used with CUDA,
@@ -15,13 +15,6 @@ from typing import Any
 from parallel.errors import UserError
 from parallel.settings import LayoutSettings, ModelSettings, OptimizerSettings
 
-# Of fp32 logits in a chunk of the loss (parallel.model.vocabulary); up to three are alive at once.
-# glibc keeps freed blocks up to 32 MiB and returns larger ones to the kernel, which clears every
-# page again.
-CPU_LOSS_CHUNK = 32 << 20
-# A GPU needs products of some thousand rows to be busy, and reads the whole head for each.
-CUDA_LOSS_CHUNK = 512 << 20
-
 # Modules that megatron-core 0.16.1 recomputes with TransformerEngine alone, and what to use without
 # it: its experts are grouped, and the checkpoint that drops an output asks it for the FP8 state.
 OF_TRANSFORMER_ENGINE = {"layernorm": "moe", "mla_up_proj": "full", "moe_act": "moe"}
@@ -29,7 +22,7 @@ OF_TRANSFORMER_ENGINE = {"layernorm": "moe", "mla_up_proj": "full", "moe_act": "
 
 @dataclass(frozen=True)
 class Machine:
-    """What a rank's device and packages offer."""
+    """A rank's device and packages."""
 
     cuda: bool = False
     transformer_engine: bool = False
@@ -84,17 +77,12 @@ def transformer_flags(
 def data_parallel_flags(machine: Machine, model: ModelSettings) -> dict[str, bool]:
     """Return the fields of megatron-core's DistributedDataParallelConfig that depend on it."""
     return {
-        # Buckets are summed while the backward pass goes on; the sums are the same, unscaled.
+        # Buckets are summed during the backward pass; the sums are the same, unscaled.
         "overlap_grad_reduce": machine.fuses(model),
         # Weights would be complete only after the next forward pass; a refit, a checkpoint and an
         # average read them directly after the step.
         "overlap_param_gather": False,
     }
-
-
-def loss_chunk_bytes(device_type: str) -> int:
-    """Return the largest chunk of fp32 logits on a device of this type, in bytes."""
-    return CUDA_LOSS_CHUNK if device_type == "cuda" else CPU_LOSS_CHUNK
 
 
 def rank_environment(layout: LayoutSettings) -> dict[str, str]:

@@ -25,7 +25,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from parallel.capabilities import loss_chunk_bytes
+from parallel.device import LOSS_CHUNK_BYTES
 
 # Replaces -inf: its exponential is 0 too, but its differences and products are finite.
 LOWEST = -1e30
@@ -254,7 +254,7 @@ def _size(logits: Tensor, head: Tensor | None) -> int:
 def _chunks(logits: Tensor, head: Tensor | None, how: _How) -> Iterator[tuple[slice, Tensor]]:
     """Yield chunks of rows with their x, LOWEST outside the kept sets; callers may overwrite x."""
     size = _size(logits, head)
-    step = max(1, loss_chunk_bytes(logits.device.type) // (4 * size))
+    step = max(1, LOSS_CHUNK_BYTES[logits.device.type] // (4 * size))
     buffer = _empty(logits, min(step, len(logits)), size)
     for start in range(0, len(logits), step):
         rows = slice(start, min(start + step, len(logits)))

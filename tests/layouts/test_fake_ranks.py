@@ -121,7 +121,7 @@ def test_a_precision_aware_optimizer_keeps_8_bytes_per_parameter(ask: Ask) -> No
 
 
 def test_a_checkpoint_keeps_moments_in_bf16_exactly(ask: Ask, tmp_path: Path) -> None:
-    """Of TransformerEngine's own Adam; its weights' masters follow weights that are loaded."""
+    """TransformerEngine's own Adam; its masters follow weights that are loaded."""
     model = FAMILIES["qwen3_moe"].model_copy(update={"precision": "bf16"})
     found = ask("bf16_moments_round_trip", model=settings(model), directory=str(tmp_path))
     moments = dict.fromkeys(("exp_avg", "exp_avg_sq"), "torch.bfloat16")

@@ -40,7 +40,7 @@ def test_recomputed_modules_change_no_bit_of_a_gradient(
 def test_the_backward_pass_computes_named_modules_again(
     modules: tuple[str, ...], dense: int, experts: int, shared: int, on: On
 ) -> None:
-    """Of one dense layer and three with experts."""
+    """The model has one dense layer, and three with experts."""
     plain = LayoutSettings()
     layout = recomputed(plain, *modules) if modules else plain
     [found] = on(plain, passes, layout, FAMILIES["deepseek_v3"])

@@ -12,7 +12,6 @@ from parallel.capabilities import (
     check_capabilities,
     check_optimizer,
     data_parallel_flags,
-    loss_chunk_bytes,
     rank_environment,
     transformer_flags,
 )
@@ -126,10 +125,6 @@ def test_what_the_machine_lacks_is_named(
     with pytest.raises(UserError, match=f"(?m)^{message}"):
         check_capabilities(machine, settings, layout)
     check_capabilities(DEEP_EP, settings, layout)
-
-
-def test_chunks_of_the_loss_are_larger_on_a_gpu() -> None:
-    assert (loss_chunk_bytes("cpu"), loss_chunk_bytes("cuda")) == (32 << 20, 512 << 20)
 
 
 def test_collectives_start_in_order_only_where_a_product_waits_for_them() -> None:
