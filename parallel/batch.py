@@ -256,7 +256,7 @@ def lay_out(lengths: list[int], place: RankPlace, slot: int | None = None) -> Pa
     real = np.zeros(starts[-1], bool)
     for start, length in zip(starts, lengths, strict=False):
         real[start : start + length] = True
-    edges = torch.from_numpy(starts.astype(np.int32)).to(device())
+    edges = _moved(starts.astype(np.int32))
     return PackedRow(
         qkv_format="thd",
         cu_seqlens_q=edges,
@@ -265,7 +265,7 @@ def lay_out(lengths: list[int], place: RankPlace, slot: int | None = None) -> Pa
         max_seqlen_kv=max(slots),
         starts=starts,
         own=own,
-        real=torch.from_numpy(real[own]).to(device()),
+        real=_moved(real[own]),
     )
 
 
@@ -288,7 +288,11 @@ def token_counts(batches: Sequence[MicroBatch]) -> dict[str, float]:
 
 
 def _moved(values: np.ndarray) -> Tensor:
-    return torch.from_numpy(values).to(device())
+    """Return the values on this rank's device; a GPU copies them while the host works."""
+    tensor, place = torch.from_numpy(values), device()
+    # The copy reads the pinned block later; torch reuses the block only after that.
+    pinned = tensor.pin_memory() if place.type == "cuda" else tensor
+    return pinned.to(place, non_blocking=True)
 
 
 def _kept(samples: list[Sample], place: np.ndarray, longest: int) -> Tensor | None:

@@ -10,6 +10,11 @@ import torch
 from parallel import cuda_packages
 
 CPU = torch.device("cpu")
+# The largest chunk of fp32 logits in the loss (parallel.model.vocabulary), by type of device; up to
+# three are alive at once. glibc keeps freed blocks up to 32 MiB and returns larger ones to the
+# kernel, which clears every page again. A GPU needs products of some thousand rows to be busy, and
+# reads the whole head for each.
+LOSS_CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 512 << 20}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # of `model.precision`
 
 

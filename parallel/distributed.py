@@ -226,10 +226,18 @@ def reason(error: BaseException) -> str:
     return "; ".join(reasons) or "the reason is in the log of rank 0"
 
 
-def layout_sizes() -> dict[str, int]:
-    """Return the sizes of the current layout that decide which rank holds which weights."""
+def layout_sizes(config: Any) -> dict[str, int]:
+    """Return the sizes of a layout that decide which rank holds which weights.
+
+    Args:
+        config: the model's TransformerConfig, which alone knows of an uneven pipeline.
+    """
     from megatron.core import parallel_state as groups
 
+    uneven = {
+        "first_stage_layers": config.num_layers_in_first_pipeline_stage,
+        "last_stage_layers": config.num_layers_in_last_pipeline_stage,
+    }
     return {
         "ranks": dist.get_world_size(),
         "tensor": groups.get_tensor_model_parallel_world_size(),
@@ -238,6 +246,7 @@ def layout_sizes() -> dict[str, int]:
         "context": groups.get_context_parallel_world_size(),
         "expert": groups.get_expert_model_parallel_world_size(),
         "expert_tensor": groups.get_expert_tensor_parallel_world_size(),
+        **{key: layers for key, layers in uneven.items() if layers is not None},
     }
 
 

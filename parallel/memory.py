@@ -251,7 +251,7 @@ def _activations(
     in_flight = layout.pipeline - rank
     if layout.virtual_pipeline > 1:
         in_flight = 2 * in_flight - 1 + (layout.virtual_pipeline - 1) * layout.pipeline
-    in_flight *= len(chunk_layers(model, layout)[rank])  # all chunks of a stage have equally many
+    in_flight *= len(chunk_layers(model, layout)[rank])  # all chunks of a stage are equal
     share = tokens / (layout.context * layout.tensor)
     layer = share * _layer_activations(model, layout)
     if layout.recompute == "full":  # every layer keeps its input, and one at a time is recomputed

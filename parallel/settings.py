@@ -6,8 +6,10 @@ This module never imports torch: `pipeline` validates a configuration on login n
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -32,6 +34,11 @@ Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
+# megatron-core's names of what it can recompute alone. Without core_attn, which is
+# `recompute: attention`.
+RecomputeModule = Literal["layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"]
 
 
 class Settings(BaseModel):
@@ -106,14 +113,31 @@ class LayoutSettings(Settings):
     virtual_pipeline: Count = Field(
         1, description="model chunks per pipeline rank; more shrink the pipeline bubble"
     )
+    first_stage_layers: Count | None = Field(
+        None,
+        description="layers of the first pipeline stage; null: as many as the stages in between",
+    )
+    last_stage_layers: Count | None = Field(
+        None, description="layers of the last pipeline stage; null: as many as the stages before it"
+    )
     context: Count = Field(1, description="context parallelism (CP): ranks sharing each sequence")
     expert: Count = Field(1, description="expert parallelism (EP)")
     expert_tensor: Count = Field(1, description="tensor parallelism of the experts (ETP)")
+    dispatcher: Literal["auto", "alltoall", "flex"] = Field(
+        "auto",
+        description="of tokens to experts; flex: DeepEP's kernels; auto: flex where DeepEP is "
+        "installed and experts are spread over nodes",
+    )
     distributed_optimizer: bool = Field(
         True, description="split Adam's state over the data-parallel ranks"
     )
-    recompute: Literal["none", "attention", "full"] = Field(
-        "none", description="activations that are recomputed in the backward pass"
+    recompute: Literal["none", "attention", "selective", "full"] = Field(
+        "none",
+        description="activations that are recomputed in the backward pass; selective: of "
+        "recompute_modules; attention: of the attention, which a fused one does by itself",
+    )
+    recompute_modules: tuple[RecomputeModule, ...] = Field(
+        (), description="with recompute: selective, megatron-core's names of the modules"
     )
 
     @property
@@ -271,11 +295,113 @@ def one_of(sizes: list[int]) -> str:
 def chunk_layers(model: ModelSettings, layout: LayoutSettings) -> list[range]:
     """Return the layers of every model chunk, in the model's order.
 
-    Chunk `rank + pipeline * n` is the n-th chunk of a pipeline rank.
+    Chunk `rank + pipeline * n` is the n-th chunk of a pipeline rank. All chunks of a stage have
+    equally many layers, as in megatron-core. A layout with `layout_violations` has no such split;
+    its chunks then differ by at most one layer.
     """
     chunks = layout.pipeline * layout.virtual_pipeline
-    each = model.layers // chunks
-    return [range(each * chunk, each * (chunk + 1)) for chunk in range(chunks)]
+    first, last = layout.first_stage_layers, layout.last_stage_layers
+    if first is None and last is None:
+        starts = [model.layers * chunk // chunks for chunk in range(chunks + 1)]
+        return [range(*edges) for edges in pairwise(starts)]
+    sizes = [size // layout.virtual_pipeline for size in _stage_layers(model, layout)]
+    ends = list(accumulate(sizes * layout.virtual_pipeline))
+    return [range(start, end) for start, end in pairwise([0, *ends])]
+
+
+def _stage_layers(model: ModelSettings, layout: LayoutSettings) -> list[int]:
+    """Return the layers of every stage of an uneven pipeline."""
+    first, last = layout.first_stage_layers, layout.last_stage_layers
+    between = layout.pipeline - (first is not None) - (last is not None)
+    each = (model.layers - (first or 0) - (last or 0)) // max(1, between)
+    ends = [] if first is None else [first], [] if last is None else [last]
+    return [*ends[0], *[each] * between, *ends[1]]
+
+
+def _divides_evenly(model: ModelSettings, layout: LayoutSettings) -> bool:
+    """Return true if the stages of an uneven pipeline have all layers, in chunks of equal size."""
+    stages = _stage_layers(model, layout)
+    whole = sum(stages) == model.layers and min(stages) > 0
+    return whole and not any(size % layout.virtual_pipeline for size in stages)
+
+
+def _uneven_stages(model: ModelSettings, layout: LayoutSettings, key: str) -> list[int]:
+    """Return the sizes of the stage of `key` that fit the model, the closest to even first."""
+    even = model.layers / layout.pipeline
+    sizes = sorted(range(1, model.layers), key=lambda size: abs(size - even))
+    return [n for n in sizes if _divides_evenly(model, layout.model_copy(update={key: n}))]
+
+
+def _pipeline_violations(model: ModelSettings, layout: LayoutSettings) -> Iterator[tuple[str, str]]:
+    virtual, layers = layout.virtual_pipeline, model.layers
+    stages, uneven = layout.pipeline, ("first_stage_layers", "last_stage_layers")
+    given = {key: size for key in uneven if (size := getattr(layout, key)) is not None}
+    if stages == 1:
+        for key in (*(["virtual_pipeline"] if virtual > 1 else []), *given):
+            yield f"layout.{key}", "requires layout.pipeline of 2 or more"
+        return
+    if given:
+        if _divides_evenly(model, layout):
+            return
+        key = next(iter(given))
+        without = layout.model_copy(update={key: None})
+        fits = one_of(sorted(sizes)) if (sizes := _uneven_stages(model, without, key)) else ""
+        between = stages - len(given)
+        chunks = f", each in {virtual} chunks of equal size" if virtual > 1 else ""
+        shown = " + ".join(f"{name} {size}" for name, size in given.items())
+        stages_left = f"{between} stage{'' if between == 1 else 's'}"
+        rest = f"{layers - sum(given.values())} of model.layers = {layers} for {stages_left}"
+        yield f"layout.{key}", f"{shown} leaves {rest}{chunks}; {fits or 'change layout.pipeline'}"
+    elif layers % (stages * virtual):
+        key, parts, use = "pipeline", str(stages), f"{one_of(divisors(layers))}"
+        if virtual > 1:
+            key, parts = "virtual_pipeline", f"pipeline {stages} x virtual_pipeline {virtual}"
+            use = ""
+        if sizes := _uneven_stages(model, layout, uneven[0]):
+            left = layers - sizes[0]
+            leaves = f"which leaves {left} = {stages - 1} x {left // (stages - 1)}"
+            use += f"{', or ' if use else 'use '}layout.first_stage_layers: {sizes[0]}, {leaves}"
+        message = f"{parts} does not divide model.layers = {layers}"
+        yield f"layout.{key}", f"{message}; {use}" if use else message
+
+
+def _recompute_violations(
+    model: ModelSettings, layout: LayoutSettings
+) -> Iterator[tuple[str, str]]:
+    key, chosen = "layout.recompute_modules", layout.recompute_modules
+    names = ", ".join(get_args(RecomputeModule))
+    if layout.recompute != "selective":
+        if chosen:
+            yield key, f"requires layout.recompute: selective, not {layout.recompute}"
+        return
+    if not chosen:
+        yield key, f"must name modules with layout.recompute: selective; any of {names}"
+    if repeated := sorted({name for name in chosen if chosen.count(name) > 1}):
+        yield key, f"{', '.join(repeated)} named twice"
+    if "mla_up_proj" in chosen and model.family != "deepseek_v3":
+        yield key, f"mla_up_proj is of deepseek_v3's attention, not of {model.family}'s"
+    for name in ("mlp", "shared_experts"):
+        if name in chosen and model.family not in ("deepseek_v3", "glm4_moe"):
+            what = "dense layers" if name == "mlp" else "shared experts"
+            yield key, f"{name}: {model.family} has no {what}; use moe"
+    inside = {"moe_act", "shared_experts"} & set(chosen)
+    if "moe" in chosen and inside:
+        yield key, f"moe recomputes {' and '.join(sorted(inside))} already; name one of them"
+
+
+def optimizer_violations(
+    optimizer: OptimizerSettings, model: ModelSettings, layout: LayoutSettings
+) -> Iterator[tuple[str, str]]:
+    """Yield why the model's optimizer cannot be precision-aware, as (field, message)."""
+    if not optimizer.precision_aware:
+        return
+    for broken, needs in (
+        (optimizer.algorithm != "adam", "algorithm: adam"),
+        (model.precision != "bf16", "model.precision: bf16"),
+        (not layout.distributed_optimizer, "layout.distributed_optimizer: true"),
+    ):
+        if broken:
+            yield "precision_aware", f"requires {needs}"
 
 
 def layout_violations(model: ModelSettings, layout: LayoutSettings) -> list[tuple[str, str]]:
@@ -290,19 +416,15 @@ def layout_violations(model: ModelSettings, layout: LayoutSettings) -> list[tupl
         ("layout.expert_tensor", "model.expert_hidden_size"),
         ("model.key_value_heads", "model.attention_heads"),
     ]
-    if layout.virtual_pipeline == 1:
-        must_divide.append(("layout.pipeline", "model.layers"))
     for part, whole in must_divide:
         if values[whole] % values[part]:
             use = one_of(divisors(values[whole]))
             message = f"{values[part]} does not divide {whole} = {values[whole]}; {use}"
             found.append((part, message))
-    if layout.virtual_pipeline > 1 and layout.pipeline == 1:
-        found.append(("layout.virtual_pipeline", "requires layout.pipeline of 2 or more"))
-    elif layout.virtual_pipeline > 1 and model.layers % (layout.pipeline * layout.virtual_pipeline):
-        parts = f"pipeline {layout.pipeline} x virtual_pipeline {layout.virtual_pipeline}"
-        message = f"{parts} does not divide model.layers = {model.layers}"
-        found.append(("layout.virtual_pipeline", message))
+    found += [*_pipeline_violations(model, layout), *_recompute_violations(model, layout)]
+    if layout.dispatcher == "flex" and layout.expert * layout.expert_tensor == 1:
+        message = "flex requires layout.expert or layout.expert_tensor of 2 or more; use auto"
+        found.append(("layout.dispatcher", message))
     for names in (("tensor", "pipeline", "context"), ("expert_tensor", "expert", "pipeline")):
         sizes = {name: getattr(layout, name) for name in names}
         if layout.ranks % math.prod(sizes.values()):

@@ -12,6 +12,7 @@ import sys
 import warnings
 from pathlib import Path
 
+from parallel.capabilities import rank_environment
 from parallel.determinism import set_up_rank
 from parallel.errors import UserError, report_error, report_notice
 from parallel.settings import ModelSettings
@@ -24,6 +25,8 @@ def main() -> None:
     job = StageJob.model_validate_json(Path(sys.argv[1]).read_text())
     warnings.filterwarnings("ignore", module=r"megatron|mbridge|torch")
     set_up_rank(job.settings.deterministic)
+    for name, value in rank_environment(job.settings.layout).items():
+        os.environ.setdefault(name, value)
     import torch
 
     from parallel.distributed import process_groups

@@ -55,7 +55,9 @@ def on() -> Iterator[On]:
 
     def run(layout: LayoutSettings, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         # What process groups do not depend on.
-        key = layout.model_copy(update={"distributed_optimizer": True, "recompute": "none"})
+        other = {"distributed_optimizer": True, "recompute": "none", "recompute_modules": ()}
+        uneven = dict.fromkeys(("first_stage_layers", "last_stage_layers"))
+        key = layout.model_copy(update={**other, **uneven})
         ranks = alive.pop(key, None)
         while ranks is None and alive and layout.ranks + sum(k.ranks for k in alive) > KEPT:
             alive.pop(next(iter(alive))).close()  # unused for longest

@@ -72,7 +72,7 @@ def training_state(policy: TrainedPolicy, checkpoint: Path) -> dict[str, Any]:
             loaded = _read(checkpoint, "averages", checkpoint_state.averages(policy))
             for name, average in policy.averages.items():
                 checkpoint_state.restore_weights(average, loaded[name])
-    if common["layout"] == layout_sizes():
+    if common["layout"] == layout_sizes(policy.bridge.config):
         states = _read(checkpoint, "random_numbers", checkpoint_state.random_numbers())
         checkpoint_state.restore_random_numbers(states)
     return json.loads((checkpoint / STATE).read_text())

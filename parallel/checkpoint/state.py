@@ -77,7 +77,7 @@ def whole(policy: Policy) -> State:
         "averages": averages(policy),
         "companions": {name: under(f"{name}.", _trained(other)) for name, other in companions},
         "random_numbers": random_numbers(),
-        "layout": layout_sizes(),
+        "layout": layout_sizes(policy.bridge.config),
     }
 
 
@@ -189,6 +189,10 @@ def _materialised(policy: TrainedPolicy) -> list[Any]:
         inner = part.optimizer
         names = ("exp_avg", "exp_avg_sq") if "betas" in inner.defaults else ("momentum_buffer",)
         for parameter in (each for group in inner.param_groups for each in group["params"]):
+            if part.config.use_precision_aware_optimizer:  # of dtypes that only it knows
+                if not inner.state[parameter]:
+                    inner.initialize_state(parameter, store_param_remainders=False)
+                continue
             for name in names:
                 if inner.state[parameter].get(name) is None:
                     inner.state[parameter][name] = torch.zeros_like(parameter)

@@ -37,7 +37,7 @@ def stream_weights(bridge: Any, chunks: Sequence[GPTModel]) -> Iterator[tuple[st
     Only one whole tensor is in memory at a time. Collective over all ranks.
     """
     settings = settings_of(bridge.hf_config)
-    holders = owners(settings, LayoutSettings(**layout_sizes()))
+    holders = owners(settings, LayoutSettings(**layout_sizes(bridge.config)))
     ours: dict[str, dict[Box, torch.Tensor]] = {}
     for name, box, part in _parts(bridge, chunks):
         ours.setdefault(name, {})[box] = part
@@ -122,7 +122,7 @@ def _tensors(chunk: GPTModel) -> Iterator[tuple[str, torch.Tensor]]:
 def _parts(bridge: Any, chunks: Sequence[GPTModel]) -> Iterator[tuple[str, Box, torch.Tensor]]:
     """Yield this rank's parts: the Hugging Face tensor, the box of it, and the local view."""
     named = [dict(_tensors(chunk)) for chunk in chunks]
-    layout = LayoutSettings(**layout_sizes())
+    layout = LayoutSettings(**layout_sizes(bridge.config))
     for piece in held(settings_of(bridge.hf_config), layout, dist.get_rank()):
         here = piece.parameter_offset, piece.box[1]
         yield piece.tensor, piece.box, named[piece.chunk][piece.parameter][within(here)]

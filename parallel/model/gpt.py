@@ -16,6 +16,7 @@ from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from torch.nn import functional
 
+from parallel.capabilities import check_capabilities, this_machine, transformer_flags
 from parallel.cpu.attention import PackedAttention
 from parallel.device import DTYPES, device, layer_specs
 from parallel.families import Glm4MoeArchitecture, NothingFurther, architecture
@@ -27,16 +28,6 @@ FIRST_DIMENSION_SPLIT = (
     r"word_embeddings|output_layer|linear_qkv\.(weight|bias)|linear_fc1\.weight"
     r"|linear_(q|q_up|kv_up)_proj\.weight"
 )
-
-RECOMPUTE: dict[str, dict[str, Any]] = {
-    "none": {},
-    "attention": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-    "full": {
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-    },
-}
 
 
 class RMSNorm(torch.nn.Module):
@@ -65,17 +56,14 @@ class _DeepseekV3(DeepseekV3Bridge):
 
 
 def build_bridge(settings: ModelSettings, layout: LayoutSettings) -> Any:
-    """Return mbridge's description of the family under the current process groups.
-
-    Its fusions require TransformerEngine or CUDA; they are disabled, so that both devices run the
-    same plain operations.
-    """
+    """Return mbridge's description of the family under the current process groups."""
+    machine = this_machine()
+    check_capabilities(machine, settings, layout)
     config = hugging_face_config(settings)
     kind = _DeepseekV3 if settings.family == "deepseek_v3" else AutoBridge.from_config
     bridge = kind(config, dtype=DTYPES[settings.precision])
     bridge.set_extra_args(
         attention_backend="auto",
-        moe_grouped_gemm=layer_specs() == "transformer_engine",
         moe_enable_routing_replay=True,
         moe_router_dtype="fp32",
         # The chosen experts' gates sum to 1, as in transformers' Mixtral but not in mbridge's.
@@ -85,14 +73,7 @@ def build_bridge(settings: ModelSettings, layout: LayoutSettings) -> Any:
         # Braid computes the routers' losses (parallel/model/routing.py), over the whole step.
         moe_router_load_balancing_type="none",
         moe_aux_loss_coeff=0.0,
-        moe_permute_fusion=False,
-        moe_shared_expert_overlap=False,
-        persist_layer_norm=False,
-        masked_softmax_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        gradient_accumulation_fusion=False,
-        apply_rope_fusion=False,
+        **transformer_flags(machine, settings, layout),
         attention_softmax_in_fp32=True,
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -101,7 +82,8 @@ def build_bridge(settings: ModelSettings, layout: LayoutSettings) -> Any:
         perform_initialization=False,  # `initialize` gives equal weights under every layout
         # Losses arrive divided by their global denominator, so Megatron must only sum them.
         calculate_per_token_loss=True,
-        **RECOMPUTE[layout.recompute],
+        **uneven_pipeline(layout),
+        **_recomputation(layout),
     )
     return bridge
 
@@ -125,6 +107,34 @@ def _further_arguments(settings: ModelSettings) -> dict[str, Any]:
         scaling = further.rope_scaling.model_dump()
         arguments |= {renamed.get(key, key): value for key, value in scaling.items()}
     return arguments
+
+
+def _recomputation(layout: LayoutSettings) -> dict[str, Any]:
+    """Return megatron-core's arguments for the activations to recompute."""
+    if layout.recompute == "none":
+        return {}
+    if layout.recompute == "full":
+        return {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+    attention = layout.recompute == "attention"
+    modules = ["core_attn"] if attention else list(layout.recompute_modules)
+    return {"recompute_granularity": "selective", "recompute_modules": modules}
+
+
+def uneven_pipeline(layout: LayoutSettings) -> dict[str, int | None]:
+    """Return megatron-core's sizes of the first and the last pipeline stage."""
+    first, last = layout.first_stage_layers, layout.last_stage_layers
+    if layout.pipeline == 2 and first is not None:
+        # Of two stages the second follows from the first. Given both, megatron-core 0.16.1 divides
+        # by the number of stages in between, 0, if the pipeline is virtual.
+        last = None
+    return {
+        "num_layers_in_first_pipeline_stage": first,
+        "num_layers_in_last_pipeline_stage": last,
+    }
 
 
 def build_chunks(bridge: Any) -> list[GPTModel]:

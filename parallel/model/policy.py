@@ -24,6 +24,7 @@ from torch.nn import functional
 
 from parallel import families
 from parallel.batch import MicroBatch, Responses
+from parallel.capabilities import check_optimizer, data_parallel_flags, this_machine
 from parallel.device import device
 from parallel.hugging_face import weights as hugging_face_weights
 from parallel.model import routing
@@ -184,6 +185,7 @@ class TrainedPolicy(Policy):
         steps: int,
         losses: RoutingLossSettings,
     ) -> None:
+        check_optimizer(this_machine(), optimizer)
         super().__init__(settings, layout)
         config = self.bridge.config
         self.losses = routing.RoutingLosses(losses, self.routers)
@@ -191,7 +193,9 @@ class TrainedPolicy(Policy):
         # megatron-core can only shard Adam's state.
         sharded = layout.distributed_optimizer and optimizer.algorithm == "adam"
         buckets = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=sharded
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=sharded,
+            **data_parallel_flags(this_machine(), settings),
         )
         self.modules = [DistributedDataParallel(config, buckets, module) for module in self.modules]
         # Models in its checkpoints, by name: averages of it, and models trained with it.
@@ -204,11 +208,18 @@ class TrainedPolicy(Policy):
         )
         config.grad_scale_func = self.optimizer.scale_loss
         self.residency = Residency(self.chunks, self.modules, self.optimizer)
+        if buckets.overlap_grad_reduce:
+            # Buckets are summed in the backward pass of the last micro-batch alone.
+            syncs = [module.no_sync for module in self.modules]
+            config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
 
     def weights_changed(self) -> None:
         """Copy low-precision weights to the optimizer's fp32 master weights."""
         self.residency.hold(STATE)
         self.optimizer.reload_model_params()
+        for part in self.optimizer.chained_optimizers:
+            if part.config.use_precision_aware_optimizer:
+                _reload_masters(part.optimizer)
 
     def accumulate(self, batches: list[MicroBatch], loss: LossFunction, tokens: float) -> list[Any]:
         """Run forward and backward on all micro-batches; all ranks together have `tokens` tokens.
@@ -322,6 +333,27 @@ def _linear(hidden: Tensor, weight: Tensor) -> Tensor:
     return functional.linear(hidden.float(), weight.float())
 
 
+def _reload_masters(adam: Any) -> None:
+    """Copy weights to the masters inside TransformerEngine's Adam; new ones copy them anyway."""
+    for parameter in (each for group in adam.param_groups for each in group["params"]):
+        if "master_param" in adam.state[parameter]:
+            adam.set_scaled_state(parameter, "master_param", parameter.detach().float())
+
+
+def _moments(settings: OptimizerSettings) -> dict[str, Any]:
+    """Return the fields of megatron-core's OptimizerConfig for moments in bf16."""
+    if not settings.precision_aware:
+        return {}
+    return {
+        "use_precision_aware_optimizer": True,
+        "exp_avg_dtype": torch.bfloat16,
+        "exp_avg_sq_dtype": torch.bfloat16,
+        # A master of 16 bits beside the weight's would be no fp32 number in a checkpoint, which
+        # every kind of optimizer reads.
+        "store_param_remainders": False,
+    }
+
+
 def _build_optimizer(
     settings: OptimizerSettings, modules: list[Any], sharded: bool, steps: int
 ) -> tuple[Any, OptimizerParamScheduler]:
@@ -337,6 +369,7 @@ def _build_optimizer(
         bf16=modules[0].config.bf16,
         params_dtype=modules[0].config.params_dtype,
         use_distributed_optimizer=sharded,
+        **_moments(settings),
     )
     optimizer = get_megatron_optimizer(config, modules)
     return optimizer, OptimizerParamScheduler(

@@ -25,10 +25,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# The size of a chunk in fp32; up to three such buffers are alive at once. glibc keeps freed blocks
-# up to this size and returns larger ones to the kernel, which clears every page again. Much smaller
-# chunks would launch too many kernels to keep a GPU busy.
-CHUNK_BYTES = 32 << 20
+from parallel.device import LOSS_CHUNK_BYTES
 
 # Replaces -inf: its exponential is 0 too, but its differences and products are finite.
 LOWEST = -1e30
@@ -257,7 +254,7 @@ def _size(logits: Tensor, head: Tensor | None) -> int:
 def _chunks(logits: Tensor, head: Tensor | None, how: _How) -> Iterator[tuple[slice, Tensor]]:
     """Yield chunks of rows with their x, LOWEST outside the kept sets; callers may overwrite x."""
     size = _size(logits, head)
-    step = max(1, CHUNK_BYTES // (4 * size))
+    step = max(1, LOSS_CHUNK_BYTES[logits.device.type] // (4 * size))
     buffer = _empty(logits, min(step, len(logits)), size)
     for start in range(0, len(logits), step):
         rows = slice(start, min(start + step, len(logits)))

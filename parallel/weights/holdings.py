@@ -12,7 +12,7 @@ from itertools import product
 from typing import Literal, NamedTuple
 
 from parallel.boxes import Box, along
-from parallel.settings import LayoutSettings, ModelSettings
+from parallel.settings import LayoutSettings, ModelSettings, chunk_layers
 from parallel.weights.names import EMBEDDING, HEAD, ModelWeights, Part, Weight, tensor_prefix
 
 
@@ -52,24 +52,28 @@ class BucketPlace(NamedTuple):
 
 
 class Layout:
-    """The arithmetic of a layout; pipeline stages differ by at most one layer."""
+    """The arithmetic of a layout."""
 
     def __init__(self, model: ModelSettings, layout: LayoutSettings) -> None:
         self.sizes = layout
-        self.layers = model.layers
+        # Of every layer: its chunk, numbered over all stages, and its number in the chunk.
+        self._layers = [
+            (chunk, number)
+            for chunk, layers in enumerate(chunk_layers(model, layout))
+            for number, _ in enumerate(layers)
+        ]
         self.experts = model.experts // layout.expert
         self.stage_ranks = layout.ranks // layout.pipeline
 
     def place(self, key: int) -> BucketPlace:
         """Return the place of a bucket."""
-        pipeline, parts = self.sizes.pipeline, self.sizes.pipeline * self.sizes.virtual_pipeline
+        pipeline = self.sizes.pipeline
         if key == EMBEDDING:
             return BucketPlace(0, 0, "")
         if key == HEAD:
             return BucketPlace(pipeline - 1, self.sizes.virtual_pipeline - 1, "")
-        part = share(key, self.layers, parts)
-        first = self.layers * part // parts
-        return BucketPlace(part % pipeline, part // pipeline, f"decoder.layers.{key - first}.")
+        chunk, number = self._layers[key]
+        return BucketPlace(chunk % pipeline, chunk // pipeline, f"decoder.layers.{number}.")
 
     def stage(self, rank: int) -> int:
         """Return the pipeline stage of a rank."""
@@ -146,11 +150,6 @@ def owners(model: ModelSettings, layout: LayoutSettings) -> dict[str, list[tuple
             for piece in arithmetic.pieces(description.weights[description.kind(key)], shard):
                 found.setdefault(prefix + piece.tensor, []).append((piece.box, holders))
     return found
-
-
-def share(position: int, total: int, parts: int) -> int:
-    """Return the part of range(total) that has a position; part n starts at total * n // parts."""
-    return ((position + 1) * parts - 1) // total
 
 
 def _cuts(weight: Weight, ranks: int, rank: int) -> Iterator[tuple[Part, Box, tuple[int, ...]]]:

@@ -130,19 +130,21 @@ def tensor_prefix(key: int) -> str:
 def plain_name(parameter: str, latent: bool) -> str:
     """Return a parameter's name in a model without TransformerEngine.
 
-    TransformerEngine fuses norms into the linear layers after them (others in `latent` attention)
-    and all experts into one module.
+    TransformerEngine fuses norms into the linear layers after them and all experts into one module.
+    The norm before `latent` attention stays separate; the norms inside it are fused instead.
     """
     parameter = re.sub(
         r"experts\.(linear_fc[12])\.weight(\d+)", r"experts.local_experts.\2.\1.weight", parameter
     )
+    # Only of dense layers: the norm before experts stays separate.
+    parameter = parameter.replace("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight")
     if latent:
         return re.sub(
             r"linear_(q|kv)_up_proj\.layer_norm_weight", r"\1_layernorm.weight", parameter
         )
     return parameter.replace(
         "self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"
-    ).replace("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight")
+    )
 
 
 def _whole(parameter: str, tensor: str, *shape: int) -> Weight:

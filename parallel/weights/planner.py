@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from parallel.boxes import Box, intersect
 from parallel.settings import LayoutSettings, ModelSettings
-from parallel.weights.holdings import Layout, Shard, share
+from parallel.weights.holdings import Layout, Shard
 from parallel.weights.names import ModelWeights, tensor_prefix
 from parallel.weights.needs import needed_of
 
@@ -260,7 +260,7 @@ class Plan:
                 continue
             line = self._line(kind, shard, ranks)
             start, total, parts = line[place], line[-1], _parts(line, holders)
-            first, last = (share(start + at, total, parts) for at in (0, found.elements - 1))
+            first, last = (_share(start + at, total, parts) for at in (0, found.elements - 1))
             # Where fewer ranks send than hold a shard, they take turns.
             turn = (self._position[key] + engine) * parts
             for part in range(first, last + 1):
@@ -335,6 +335,11 @@ def _sources(fleet: EngineSizes, trainers: int, near: list[bool]) -> list[int | 
             fed += size
         earlier.append(engine)
     return found
+
+
+def _share(position: int, total: int, parts: int) -> int:
+    """Return the part of range(total) that has a position; part n starts at total * n // parts."""
+    return ((position + 1) * parts - 1) // total
 
 
 def _parts(line: list[int], holders: range) -> int:

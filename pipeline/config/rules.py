@@ -22,6 +22,7 @@ from parallel.settings import (
     ModelSettings,
     OptimizerSettings,
     layout_violations,
+    optimizer_violations,
 )
 from pipeline.config.engine_rules import engine_rules, quantized_rollout_rules
 from pipeline.text import hint
@@ -55,6 +56,9 @@ def violations(run: RunSettings) -> Found:
     yield from _model_rules(run.model, run.layout)
     yield from _engine_rules(run.model, run.engine)
     yield from quantized_rollout_rules(run)
+    for key, optimizer in _optimizers(run):
+        for field, message in optimizer_violations(optimizer, run.model, run.layout):
+            yield f"{key}.{field}", message
     if run.cold_start:
         yield from _cold_start_rules(run)
     elif run.model.initial_weights is None:
@@ -221,6 +225,24 @@ def _group_rules(key: str, policy: PolicySettings) -> Found:
         yield f"{critic}.warmup_steps", never
     updates = policy.updates_per_rollout
     yield from _warmup_rules(key, advantage.critic.optimizer, policy.loop, updates, critic)
+
+
+def _optimizers(run: RunSettings) -> Iterator[tuple[str, OptimizerSettings]]:
+    """Yield the key and the settings of every optimizer of a run."""
+    blocks = {
+        "cold_start": run.cold_start,
+        **{f"domains.{name}": domain for name, domain in run.domains.items()},
+        "mixed": run.mixed,
+        "merge": run.merge,
+    }
+    for key, block in blocks.items():
+        if block is None:
+            continue
+        yield f"{key}.optimizer", block.optimizer
+        if isinstance(block, PolicySettings) and isinstance(
+            advantage := block.objective.advantage, GaeSettings
+        ):
+            yield f"{key}.objective.advantage.critic.optimizer", advantage.critic.optimizer
 
 
 def _warmup_rules(

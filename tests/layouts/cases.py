@@ -30,6 +30,8 @@ MATRIX = {
     "TP2": LayoutSettings(ranks=2, tensor=2),
     "PP2": LayoutSettings(ranks=2, pipeline=2),
     "VPP2": LayoutSettings(ranks=2, pipeline=2, virtual_pipeline=2),
+    "PP2 uneven": LayoutSettings(ranks=2, pipeline=2, first_stage_layers=3),
+    "PP3 uneven": LayoutSettings(ranks=3, pipeline=3, last_stage_layers=2),
     "EP2": LayoutSettings(ranks=2, expert=2),
     "CP2": LayoutSettings(ranks=2, context=2),
     "ETP2": LayoutSettings(ranks=2, expert_tensor=2),
@@ -42,7 +44,7 @@ MATRIX = {
     "DP2 TP2 EP2 PP2": LayoutSettings(ranks=8, tensor=2, expert=2, pipeline=2),
 }
 # Every kind of parallelism, mostly combined with others.
-CORE = ("1 rank", "DP2", "ETP2", "TP2 EP2 PP2", "CP2 EP2 VPP2")
+CORE = ("1 rank", "DP2", "ETP2", "PP3 uneven", "TP2 EP2 PP2", "CP2 EP2 VPP2")
 MODEL = ModelSettings(
     vocabulary_size=80,
     hidden_size=32,
@@ -180,12 +182,12 @@ def accumulate(policy: Any, loss: str, drawn: list[Sample], parts: list[Any]) ->
     return {**sum_over_data({"loss": sum(values)}), **policy.routing_metrics()}
 
 
-def reference(directory: str, losses: RoutingLossSettings) -> None:
+def reference(directory: str, losses: RoutingLossSettings, model: ModelSettings = MODEL) -> None:
     """Write one process's loss and gradients of one micro-batch, for `differences`."""
     alone = LayoutSettings(distributed_optimizer=False)
-    policy, teacher = build(alone, SGD, losses=losses), build(alone, SGD, seed=1)
+    policy, teacher = (build(alone, SGD, seed, losses, model) for seed in (0, 1))
     for loss in LOSSES:
-        for replay in (False, True):
+        for replay in (False, True) if model == MODEL else (False,):  # whose layers have routes
             drawn = samples(24, routes=replay)
             parts = prepared(loss, drawn, teacher, replay=replay)
             values = accumulate(policy, loss, drawn, parts)
@@ -197,13 +199,17 @@ def reference(directory: str, losses: RoutingLossSettings) -> None:
 
 
 def differences(
-    layout: LayoutSettings, directory: str, losses: RoutingLossSettings, batchings: list[Batching]
+    layout: LayoutSettings,
+    directory: str,
+    losses: RoutingLossSettings,
+    batchings: list[Batching],
+    model: ModelSettings = MODEL,
 ) -> list[dict[str, Any]]:
     """Return this layout's differences from the reference, for every batching."""
     from parallel.model.gpt import global_name, shard, tensor_split
 
     layout = layout.model_copy(update={"distributed_optimizer": False})  # it scatters gradients
-    policy, teacher = build(layout, SGD, losses=losses), build(layout, SGD, seed=1)
+    policy, teacher = (build(layout, SGD, seed, losses, model) for seed in (0, 1))
     found = []
     for loss, count, padded, replay in batchings:
         drawn = samples(24, routes=replay)
@@ -229,13 +235,6 @@ def differences(
             }
         )
     return found
-
-
-def own_part(name: str, parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a whole tensor; all of a critic's head, whatever its name says."""
-    from parallel.model.gpt import shard, tensor_split
-
-    return whole if whole.shape == parameter.shape else shard(name, whole, *tensor_split(name))
 
 
 def train(policy: Any, steps: range) -> Iterator[tuple[float, float]]:

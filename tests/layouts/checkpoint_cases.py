@@ -19,7 +19,7 @@ import torch
 from parallel.errors import STATUS_DESCRIPTOR
 from parallel.files import CheckpointError, whole_checkpoints
 from parallel.settings import LayoutSettings, OptimizerSettings
-from tests.layouts.cases import SGD, SPREAD, build, loop, own_part, train
+from tests.layouts.cases import SGD, SPREAD, build, loop, train
 
 STEPS = 3  # before a checkpoint, and again after it
 # A smaller rate than elsewhere: Adam's first steps have the size of the learning rate, whatever the
@@ -102,6 +102,13 @@ def losses_of(policy: Any, steps: range) -> Iterator[float]:
 
     for loss, _ in train(policy, steps):
         yield sum_over_data({"loss": loss})["loss"]
+
+
+def own_part(name: str, parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a whole tensor; all of a critic's head, whatever its name says."""
+    from parallel.model.gpt import shard, tensor_split
+
+    return whole if whole.shape == parameter.shape else shard(name, whole, *tensor_split(name))
 
 
 def farthest_weight(policy: Any, expected: dict[str, np.ndarray]) -> float:

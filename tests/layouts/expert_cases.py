@@ -11,7 +11,8 @@ import torch
 
 from parallel.sample import Sample
 from parallel.settings import EngineSettings, LayoutSettings
-from tests.layouts.cases import MODEL, SGD, own_part, samples
+from tests.layouts.cases import MODEL, SGD, samples
+from tests.layouts.checkpoint_cases import own_part
 
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "full KL, entropy bonus, lambda, EDGE": {

@@ -22,6 +22,7 @@ DATA = LayoutSettings(ranks=2)
 TENSOR = LayoutSettings(ranks=2, tensor=2)
 PIPELINE = LayoutSettings(ranks=2, pipeline=2)
 VIRTUAL = LayoutSettings(ranks=2, pipeline=2, virtual_pipeline=2)
+UNEVEN = LayoutSettings(ranks=2, pipeline=2, first_stage_layers=3)
 CONTEXT = LayoutSettings(ranks=2, context=2)
 EXPERTS = SPREAD
 SPLIT_EXPERTS = LayoutSettings(ranks=2, expert_tensor=2)
@@ -41,6 +42,8 @@ PAIRS = {
     "PP1_to_PP2": (ONE, PIPELINE),
     "PP2_to_VPP2": (PIPELINE, VIRTUAL),
     "VPP2_to_TP2": (VIRTUAL, TENSOR),
+    "uneven_to_VPP2": (UNEVEN, VIRTUAL),
+    "PP2_to_uneven": (PIPELINE, UNEVEN),
     "CP2_to_PP2": (CONTEXT, PIPELINE),
     "ETP2_to_EP2": (SPLIT_EXPERTS, EXPERTS),
     "TP2EP2_to_EP2PP2": (TENSOR_EXPERTS, EXPERTS_PIPELINE),
@@ -57,11 +60,13 @@ SAME = {
     "DP2": DATA,
     "EP2": EXPERTS,
     "VPP2": VIRTUAL,
+    "uneven": UNEVEN,
     "TP2EP2": TENSOR_EXPERTS,
 }
 KEPT = {  # in `make test`: every parallelism, and every kind of optimizer
     ("DP1_to_DP2", "adam_distributed"),
     ("VPP2_to_TP2", "adam_distributed"),
+    ("PP2_to_uneven", "adam_distributed"),
     ("TP2EP2_to_EP2PP2", "adam_distributed"),
     ("ETP2_to_EP2", "adam_distributed"),
     ("EP2_to_EP1", "adam"),

@@ -36,6 +36,7 @@ MATRIX = {
     "TP2 ETP2": {"ranks": 2, "tensor": 2, "expert_tensor": 2},
     "PP2": {"ranks": 2, "pipeline": 2},
     "VPP2": {"ranks": 2, "pipeline": 2, "virtual_pipeline": 2},
+    "PP2 uneven": {"ranks": 2, "pipeline": 2, "last_stage_layers": 3},
     "EP2": {"ranks": 2, "expert": 2},
     "CP2": {"ranks": 2, "context": 2},
     "TP2 EP2 PP2": {"ranks": 4, "tensor": 2, "expert": 2, "pipeline": 2},
@@ -60,7 +61,7 @@ def exported(on: On, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path
         product(list(MATRIX)[1:], FAMILIES),  # each layout's ranks once
         lambda name, family: (
             name == "TP2 EP2 ETP2"
-            or (family == "qwen3_moe" and name in ("TP2 EP2 PP2", "VPP2", "CP2"))
+            or (family == "qwen3_moe" and name in ("TP2 EP2 PP2", "VPP2", "PP2 uneven", "CP2"))
         ),
     ),
 )

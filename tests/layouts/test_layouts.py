@@ -67,6 +67,18 @@ def test_loss_and_gradients_are_equal_under_every_layout(
     assert max(counts) >= 4
 
 
+def test_gradients_of_an_uneven_virtual_pipeline_are_equal(on: On, tmp_path: Path) -> None:
+    """Chunks of 2, 1, 2 and 1 layers, which 4 layers do not allow."""
+    layout = LayoutSettings(ranks=2, pipeline=2, virtual_pipeline=2, first_stage_layers=4)
+    model = MODEL.model_copy(update={"layers": 6})
+    batchings: list[Batching] = [("cross_entropy", 4, False, False)]
+    on(LayoutSettings(), reference, str(tmp_path), LOSSES, model)
+    for rank in on(layout, differences, layout, str(tmp_path), LOSSES, batchings, model):
+        for found in rank:
+            assert found["loss"] < 1e-6, found
+            assert found["gradient"][0] < 1e-5, found
+
+
 @pytest.mark.parametrize("name", [*ONE_DEVICE, "TP2", "CP2", "PP2"])
 def test_log_probabilities_are_over_the_kept_ids(name: str, on: On) -> None:
     [expected] = on(LayoutSettings(), expected_kept_logprobs)

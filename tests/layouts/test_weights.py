@@ -16,13 +16,14 @@ MATRIX = {
     "EP2": {"ranks": 2, "expert": 2},
     "PP2": {"ranks": 2, "pipeline": 2},
     "VPP2": {"ranks": 2, "pipeline": 2, "virtual_pipeline": 2},
+    "PP2 uneven": {"ranks": 2, "pipeline": 2, "first_stage_layers": 1},
     "ETP2": {"ranks": 2, "expert_tensor": 2},
     "TP2 EP2 PP2": {"ranks": 4, "tensor": 2, "expert": 2, "pipeline": 2},
     "TP2 EP2 ETP2": {"ranks": 4, "tensor": 2, "expert": 2, "expert_tensor": 2},
     "CP2 EP2 VPP2": {"ranks": 4, "context": 2, "expert": 2, "pipeline": 2, "virtual_pipeline": 2},
     "DP2 TP2 EP2 PP2": {"ranks": 8, "tensor": 2, "expert": 2, "pipeline": 2},
 }
-KEPT = ("TP2 EP2 PP2", "TP2 EP2 ETP2", "CP2 EP2 VPP2")  # in `make test`
+KEPT = ("PP2 uneven", "TP2 EP2 PP2", "TP2 EP2 ETP2", "CP2 EP2 VPP2")  # in `make test`
 ONE_DEVICE = [pytest.param("1 rank", marks=pytest.mark.one_device)]
 
 

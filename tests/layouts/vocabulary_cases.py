@@ -86,7 +86,7 @@ def set_chunks(rows: int, size: int = SIZE) -> None:
     """Make later calls use chunks of `rows` rows of a whole vocabulary; under TP they have more."""
     from parallel.model import vocabulary
 
-    vocabulary.CHUNK_BYTES = rows * 4 * size
+    vocabulary.LOSS_CHUNK_BYTES = dict.fromkeys(("cpu", "cuda"), rows * 4 * size)
 
 
 def computed(name: str, drawn: dict[str, Any], *how: Any) -> Tensor:

@@ -248,7 +248,7 @@ MUTANTS = [
     Mutant(
         "recomputation is ignored",
         "parallel/model/gpt.py",
-        "        **RECOMPUTE[layout.recompute],\n",
+        "        **_recomputation(layout),\n",
         "",
         "tests/layouts/test_layouts.py",
     ),

@@ -69,6 +69,9 @@ def layouts(seed: int) -> tuple[LayoutSettings, EngineSizes]:
         expert=expert,
         expert_tensor=expert_tensor,
     )
+    if pipeline > 1 and layout.virtual_pipeline == 1 and draw.random() < 0.6:
+        # Of the 5 layers of `model`: 1 and 4, or 3 and 1 and 1.
+        layout = layout.model_copy(update={"first_stage_layers": 1 if pipeline == 2 else 3})
     sizes = draw.choices([1, 2, 4, 8], k=draw.choice([1, 2, 5]))
     forwarding, whole = draw.random() < 0.8, draw.random() < 0.5
     hosts = None
@@ -377,6 +380,8 @@ def test_trainers_feed_engine_ranks_up_to_their_own_number() -> None:
             True,
             "self_attention.q_layernorm.weight",
         ),
+        # Of a dense layer, whatever its attention.
+        ("mlp.linear_fc1.layer_norm_weight", True, "pre_mlp_layernorm.weight"),
         ("mlp.shared_experts.linear_fc1.weight", True, "mlp.shared_experts.linear_fc1.weight"),
     ],
 )

@@ -17,6 +17,10 @@ from tests.pipeline.violations import edited, errors, judge, own, rewards
     ("override", "message"),
     [
         ("layout.expert=16", "layout.expert: 16 does not divide model.experts = 8"),
+        (
+            "merge.optimizer.precision_aware=true",
+            "merge.optimizer.precision_aware: requires model.precision: bf16",
+        ),
         ("layout.ranks=66", "domains: the sum of demonstrations.sequences_per_step is 64, less"),
         ("layout.ranks=34", "merge.sampling.prompts_per_step: 32 prompts x 1 samples in 1 updates"),
         ("evaluation.problems=1", "evaluation.problems: 1 is less than the 2 data-parallel ranks"),
