@@ -288,7 +288,7 @@ def wait_for_room(job: EngineJob) -> None:
     An engine that restarts while the trainer computes finds its GPUs full, until the trainer's turn
     ends. Exits where that takes longer than a start may.
     """
-    needed, seconds = job.gpu_memory_bytes, job.engine.start_timeout_seconds
+    needed, seconds = job.gpu_memory_bytes, job.engine.start_seconds
     if needed is None or job.engine.placement != "shared":
         return
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from parallel.memory import CACHE_BLOCK, cached_tokens
+from parallel.engine.memory import CACHE_BLOCK, cached_tokens
 from parallel.settings import EngineSettings, ModelSettings
 from parallel.weights.needs import engine_violations
 from stages.objectives.surrogate import ImportanceSettings
