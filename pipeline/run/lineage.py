@@ -41,6 +41,12 @@ TOKENIZER_FILES = (
 WHOLE_BYTES, END_BYTES = 1 << 20, 1 << 16
 
 
+# Keys that later versions gave to every optimizer, with the value that means what was done before:
+# without it a manifest of before would make its finished stage stale.
+ADDED = {"precision_aware": False}
+OPTIMIZER = ".algorithm"  # ends a key that only optimizers have
+
+
 @dataclass(frozen=True, kw_only=True)
 class Lineage:
     """The inputs that decide a stage's result, which is stale when any of them changes.
@@ -107,13 +113,21 @@ def read_manifest(directory: StageDirectory) -> Manifest | None:
         found = TypeAdapter(Manifest).validate_python(json.loads(read_text(directory.manifest)))
     except (FileNotFoundError, ValueError, RecursionError):
         return None
-    return replace(found, files=_renamed(found.files), settings=_renamed(found.settings))
+    settings = _completed(_renamed(found.settings))
+    return replace(found, files=_renamed(found.files), settings=settings)
 
 
 def _renamed(recorded: dict[str, Any]) -> dict[str, Any]:
     """Return values by dotted key under the present names of the run's blocks."""
     parts = ((*key.partition("."), value) for key, value in recorded.items())
     return {RunSettings.renamed.get(b, b) + dot + rest: value for b, dot, rest, value in parts}
+
+
+def _completed(recorded: dict[str, Any]) -> dict[str, Any]:
+    """Return a manifest's settings with the keys that its version did not have yet."""
+    blocks = [key.removesuffix(OPTIMIZER) for key in recorded if key.endswith(OPTIMIZER)]
+    added = {f"{block}.{key}": value for block in blocks for key, value in ADDED.items()}
+    return {**added, **recorded}
 
 
 def changes(recorded: Lineage, now: Lineage) -> Iterator[str]:
