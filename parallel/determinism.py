@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 
-from parallel.gpus import visible_gpus
+from parallel.gpus import usable_gpus
 
 # Megatron-LM accepts these values of NCCL_ALGO (megatron/training/arguments.py): NVLS, which
 # reduces inside the switch, may order a sum differently each time.
@@ -40,4 +40,4 @@ def engine_environment(deterministic: bool) -> dict[str, str]:
 
     Empty on a CPU, whose kernels vLLM's mode does not know.
     """
-    return dict(ENGINE_ENVIRONMENT) if deterministic and visible_gpus() else {}
+    return dict(ENGINE_ENVIRONMENT) if deterministic and usable_gpus() else {}

@@ -11,6 +11,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 
 from parallel.errors import UserError
 
@@ -59,6 +60,19 @@ def visible_gpus() -> list[Gpu]:
             f"nvidia-smi: {error}; fix the driver, or take nvidia-smi off PATH"
         ) from error
     return _selected(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def built_for_cpu() -> bool:
+    """Return whether the installed torch is a CPU build, which uses no GPU of the machine."""
+    try:
+        return version("torch").endswith("+cpu")
+    except PackageNotFoundError:  # a container may have it
+        return False
+
+
+def usable_gpus() -> list[Gpu]:
+    """Return the visible GPUs; none where the installed torch is built for the CPU."""
+    return [] if built_for_cpu() else visible_gpus()
 
 
 def driver_error(gpus: list[Gpu], cuda: int) -> str | None:

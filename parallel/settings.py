@@ -6,7 +6,8 @@ This module never imports torch: `pipeline` validates a configuration on login n
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
@@ -292,35 +293,42 @@ def one_of(sizes: list[int]) -> str:
     return f"use one of {sizes[:SHOWN_SIZES]}{larger}"
 
 
-def chunk_layers(model: ModelSettings, layout: LayoutSettings) -> list[range]:
+def chunk_layers(model: ModelSettings, layout: LayoutSettings) -> Sequence[range]:
     """Return the layers of every model chunk, in the model's order.
 
     Chunk `rank + pipeline * n` is the n-th chunk of a pipeline rank. All chunks of a stage have
     equally many layers, as in megatron-core. A layout with `layout_violations` has no such split;
     its chunks then differ by at most one layer.
     """
-    chunks = layout.pipeline * layout.virtual_pipeline
-    first, last = layout.first_stage_layers, layout.last_stage_layers
+    uneven = layout.first_stage_layers, layout.last_stage_layers
+    return _chunk_layers(model.layers, layout.pipeline, layout.virtual_pipeline, *uneven)
+
+
+@lru_cache(maxsize=16)  # asked for once per chunk, of which there may be thousands
+def _chunk_layers(
+    layers: int, stages: int, virtual: int, first: int | None, last: int | None
+) -> tuple[range, ...]:
+    chunks = stages * virtual
     if first is None and last is None:
-        starts = [model.layers * chunk // chunks for chunk in range(chunks + 1)]
-        return [range(*edges) for edges in pairwise(starts)]
-    sizes = [size // layout.virtual_pipeline for size in _stage_layers(model, layout)]
-    ends = list(accumulate(sizes * layout.virtual_pipeline))
-    return [range(start, end) for start, end in pairwise([0, *ends])]
+        starts = [layers * chunk // chunks for chunk in range(chunks + 1)]
+        return tuple(range(*edges) for edges in pairwise(starts))
+    sizes = [size // virtual for size in _stage_layers(layers, stages, first, last)]
+    ends = list(accumulate(sizes * virtual))
+    return tuple(range(start, end) for start, end in pairwise([0, *ends]))
 
 
-def _stage_layers(model: ModelSettings, layout: LayoutSettings) -> list[int]:
+def _stage_layers(layers: int, stages: int, first: int | None, last: int | None) -> list[int]:
     """Return the layers of every stage of an uneven pipeline."""
-    first, last = layout.first_stage_layers, layout.last_stage_layers
-    between = layout.pipeline - (first is not None) - (last is not None)
-    each = (model.layers - (first or 0) - (last or 0)) // max(1, between)
+    between = stages - (first is not None) - (last is not None)
+    each = (layers - (first or 0) - (last or 0)) // max(1, between)
     ends = [] if first is None else [first], [] if last is None else [last]
     return [*ends[0], *[each] * between, *ends[1]]
 
 
 def _divides_evenly(model: ModelSettings, layout: LayoutSettings) -> bool:
     """Return true if the stages of an uneven pipeline have all layers, in chunks of equal size."""
-    stages = _stage_layers(model, layout)
+    first, last = layout.first_stage_layers, layout.last_stage_layers
+    stages = _stage_layers(model.layers, layout.pipeline, first, last)
     whole = sum(stages) == model.layers and min(stages) > 0
     return whole and not any(size % layout.virtual_pipeline for size in stages)
 

@@ -10,10 +10,9 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 
 from parallel.errors import UserError
-from parallel.gpus import Gpu, visible_gpus
+from parallel.gpus import Gpu
 from parallel.settings import EngineSettings, LayoutSettings
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -210,16 +209,6 @@ def own_first(own: Sequence[int], visible: Sequence[int]) -> list[int]:
 def local_device(local_rank: str, visible: int) -> int:
     """Return the number of a rank's device; one that Slurm bound to a single GPU sees only 0."""
     return int(local_rank) % visible
-
-
-def usable_gpus() -> list[Gpu]:
-    """Return the visible GPUs; none where the installed torch is built for the CPU."""
-    try:
-        if version("torch").endswith("+cpu"):
-            return []
-    except PackageNotFoundError:  # a container may have it
-        pass
-    return visible_gpus()
 
 
 def share_cores(engine: EngineSettings, cores: Sequence[int] | None = None) -> Cores:

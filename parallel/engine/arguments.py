@@ -1,16 +1,25 @@
-"""vLLM's arguments on each kind of device: one table, of two columns and what both share.
+"""vLLM's configuration on each kind of device: one table, of two columns and what both share.
 
 On a CPU a response's bits must not depend on its neighbors or on a compiler; on a GPU speed counts.
 """
 
 from __future__ import annotations
 
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+
+from parallel.determinism import engine_environment
+from parallel.engine.environment import process_environment
 from parallel.engine.memory import CACHE_BLOCK, cache_bytes, engine_memory
 from parallel.engine.nodes import meeting_point, node_rank
 from parallel.errors import UserError
 from parallel.gpus import Gpu, visible_gpus
+from parallel.network import address_of
 from parallel.settings import EngineJob
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -122,3 +131,43 @@ def own_gpus(job: EngineJob) -> list[Gpu]:
     It sees the node's others only to map the trainer's memory on them (`parallel.slots`).
     """
     return visible_gpus()[: job.engine.ranks // job.nodes]
+
+
+@contextmanager
+def configuration(job: EngineJob) -> Iterator[Any]:
+    """Yield vLLM's configuration; the model's is in a directory that lasts as long."""
+    os.environ.update(process_environment())  # for an engine that no launcher started
+    os.environ.update(engine_environment(job.deterministic))
+    if job.nodes > 1:
+        os.environ["VLLM_HOST_IP"] = address_of(job.interface)  # of vLLM's message queues
+    from vllm import EngineArgs
+    from vllm.platforms import current_platform
+
+    from parallel.hugging_face.config import hugging_face_config
+
+    with tempfile.TemporaryDirectory(prefix="braid-engine-") as directory:
+        hugging_face_config(job.model).save_pretrained(directory)
+        cuda = current_platform.is_cuda()
+        arguments = engine_arguments(job, directory, cuda=cuda)
+        config = EngineArgs(**arguments).create_engine_config()
+        _prepare_cpu(config, job)
+        yield config
+
+
+def _prepare_cpu(config: Any, job: EngineJob) -> None:
+    """On a CPU, use the fused norms, fork vLLM's processes, and bind each rank to its cores.
+
+    vLLM would spawn each process, which then takes 15 s for its imports.
+    """
+    if config.device_config.device_type != "cpu":
+        return
+    from parallel.cpu import vllm_kernels as cpu_kernels
+
+    cpu_kernels.prefer(config.kernel_config)
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+    if (ranks := job.engine.tensor // job.nodes) > 1:
+        cores = sorted(os.sched_getaffinity(0))
+        shares = np.array_split(cores, ranks)
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(
+            ",".join(map(str, share if len(share) else cores[:1])) for share in shares
+        )

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from parallel.determinism import engine_environment
-from parallel.engine.arguments import engine_arguments
-from parallel.engine.environment import process_environment
+from parallel.engine.arguments import configuration
 from parallel.engine.sampling_masks import kept_sets
 from parallel.engine.wire import (
     EnginePlace,
@@ -30,7 +25,6 @@ from parallel.engine.wire import (
     kept_limits,
 )
 from parallel.families import routed_layers
-from parallel.network import address_of
 from parallel.settings import EngineJob
 
 PARTS = {"weights", "kv_cache"}  # of `Wake`
@@ -263,43 +257,3 @@ class _RunningRequest:
     def note(self, tokens: int, version: int | None) -> None:
         """Record that `tokens` tokens were sampled, the new ones with weights `version`."""
         self.versions += [version] * (tokens - len(self.versions))
-
-
-@contextmanager
-def configuration(job: EngineJob) -> Iterator[Any]:
-    """Yield vLLM's configuration; the model's is in a directory that lasts as long."""
-    os.environ.update(process_environment())  # for an engine that no launcher started
-    os.environ.update(engine_environment(job.deterministic))
-    if job.nodes > 1:
-        os.environ["VLLM_HOST_IP"] = address_of(job.interface)  # of vLLM's message queues
-    from vllm import EngineArgs
-    from vllm.platforms import current_platform
-
-    from parallel.hugging_face.config import hugging_face_config
-
-    with tempfile.TemporaryDirectory(prefix="braid-engine-") as directory:
-        hugging_face_config(job.model).save_pretrained(directory)
-        cuda = current_platform.is_cuda()
-        arguments = engine_arguments(job, directory, cuda=cuda)
-        config = EngineArgs(**arguments).create_engine_config()
-        _prepare_cpu(config, job)
-        yield config
-
-
-def _prepare_cpu(config: Any, job: EngineJob) -> None:
-    """On a CPU, use the fused norms, fork vLLM's processes, and bind each rank to its cores.
-
-    vLLM would spawn each process, which then takes 15 s for its imports.
-    """
-    if config.device_config.device_type != "cpu":
-        return
-    from parallel.cpu import vllm_kernels as cpu_kernels
-
-    cpu_kernels.prefer(config.kernel_config)
-    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-    if (ranks := job.engine.tensor // job.nodes) > 1:
-        cores = sorted(os.sched_getaffinity(0))
-        shares = np.array_split(cores, ranks)
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(
-            ",".join(map(str, share if len(share) else cores[:1])) for share in shares
-        )

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from parallel.gpus import built_for_cpu
+
 GPU_FILE = Path("/dev/nvidiactl")  # the driver's: torch is not imported here
 
 COMMON = {
@@ -31,4 +33,5 @@ ON_CPU = {"TORCHDYNAMO_DISABLE": "1"}
 
 def process_environment() -> dict[str, str]:
     """Return the environment of the engine processes on this machine's devices."""
-    return COMMON | ({} if GPU_FILE.exists() else ON_CPU)
+    on_gpus = GPU_FILE.exists() and not built_for_cpu()
+    return COMMON | ({} if on_gpus else ON_CPU)

@@ -6,7 +6,7 @@ ends badly ends the engine's Slurm step, and the launcher restarts the whole eng
 
 from __future__ import annotations
 
-from parallel.engine.core import configuration
+from parallel.engine.arguments import configuration
 from parallel.settings import EngineJob
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from parallel.errors import UserError
-from parallel.slots import share_gpus, usable_gpus
+from parallel.gpus import usable_gpus
+from parallel.slots import share_gpus
 from pipeline.commands import common
 from pipeline.commands.common import (
     CONFIG,

@@ -16,7 +16,8 @@ from rich.console import Console
 
 from parallel.errors import UserError
 from parallel.files import write_atomically
-from parallel.slots import share_gpus, usable_gpus
+from parallel.gpus import usable_gpus
+from parallel.slots import share_gpus
 from pipeline.config.rules import evaluation_rules
 from pipeline.launch.launcher import Launcher, run_to_the_end
 from pipeline.launch.placement import Programs, ThisMachine

@@ -12,7 +12,8 @@ from functools import partial
 from rich.console import Console
 
 from parallel.errors import UserError
-from parallel.slots import MachineGpus, share_cores, share_gpus, usable_gpus
+from parallel.gpus import usable_gpus
+from parallel.slots import MachineGpus, share_cores, share_gpus
 from pipeline.launch.launcher import JobFailed, Launcher, Work
 from pipeline.launch.placement import ForkServers, Programs, ThisMachine
 from pipeline.launch.processes import POLL_SECONDS, Signals, Stopped

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from parallel.engine.memory import GIB, engine_share, gib
 from parallel.errors import UserError
-from parallel.gpus import visible_gpus
+from parallel.gpus import usable_gpus
 from parallel.memory import forward_activations, head_bytes, routed_bytes
 from parallel.phases import (
     EngineOnGpus,
@@ -51,7 +51,7 @@ def gpus_of(cluster: ClusterSettings | None) -> GpusOf:
     if cluster is not None:
         return lambda kind: _of_profile(cluster.of_kind(kind))
     try:
-        found = visible_gpus()
+        found = usable_gpus()
     except UserError:
         found = []
     here = NodeGpus(len(found), min(gpu.total_bytes for gpu in found)) if found else None

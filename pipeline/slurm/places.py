@@ -15,7 +15,7 @@ from pipeline.config.cluster import ClusterSettings
 SLOTS_OF_A_NODE = "the cluster's ranks_per_node"
 
 
-class EnginePlace(NamedTuple):
+class PlacedEngine(NamedTuple):
     """The nodes of an engine, and its slots on each of them."""
 
     nodes: list[str]
@@ -28,7 +28,7 @@ class Places:
 
     rank_nodes: list[str]
     ranks_per_node: int
-    engines: list[EnginePlace]
+    engines: list[PlacedEngine]
 
     @property
     def nodes(self) -> list[str]:
@@ -103,7 +103,7 @@ def place(
             f"{' '.join(size_options(layout, sampling, cluster))}"
         )
     engines = [
-        EnginePlace([nodes[node] for node in each.nodes], list(each.slots))
+        PlacedEngine([nodes[node] for node in each.nodes], list(each.slots))
         for each in (engine_slots(layout, engine, per_node) if samples else ())
     ]
     return Places(list(nodes[: -(-layout.ranks // per_node)]), per_node, engines)

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from parallel.mismatch import mismatch_bounds
 from stages.audit import recorded
 from stages.audit.model import Model, parent_model
 from stages.audit.recorded import NotAuditable, RecordedRun, RecordedSample, document, naming
 from stages.audit.rows import Comparison, number
 from stages.audit.stage_audit import kind_of
 
+DEFAULT_BOUND = 1e-4  # nats, where engine.max_logprob_difference is null; audited runs are fp32
 COMPARED = 32  # answers of a model in a domain whose log-probabilities are recomputed
 # Rewards that say nothing about whether the answer is right.
 WATCHING = ("overlong", "length", "format", "language")
@@ -73,8 +73,7 @@ def _logprobs(
             apart = max(apart, float((found - theirs).abs().max()))
             engine, own = engine + float(theirs.sum()), own + float(found.sum())
             tokens += len(found)
-    # The audit reads runs in fp32 only; null is that precision's default.
-    bound = run.settings["engine"]["max_logprob_difference"] or mismatch_bounds("fp32").largest
+    bound = run.settings["engine"]["max_logprob_difference"] or DEFAULT_BOUND
     return Comparison(quantity, engine / tokens, own / tokens, apart, bound)
 
 

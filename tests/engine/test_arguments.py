@@ -12,6 +12,7 @@ import pytest
 
 from parallel.engine import arguments, environment
 from parallel.engine.arguments import engine_arguments
+from parallel.engine.memory import engine_memory
 from parallel.errors import UserError
 from parallel.gpus import Gpu
 from parallel.settings import EngineJob
@@ -101,16 +102,30 @@ def test_vllm_accepts_a_gpu_s_arguments(capability: str) -> None:
 def test_a_gpu_s_memory_is_what_is_free_or_what_the_launcher_grants(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Of the GPUs that the process sees the first are the engine's; it only maps the others."""
     fuller = Gpu(1, "GPU-1", GPU.name, GPU.total_bytes, 50 * GIB, "580.0", "9.0")
-    monkeypatch.setattr(arguments, "visible_gpus", lambda: [GPU, fuller])
-    found = engine_arguments(job(tensor=2, kv_cache_mebibytes=9), "directory", cuda=True)
-    assert found["gpu_memory_utilization"] == 49 / 80
-    assert found["kv_cache_memory_bytes"] == 9 << 20
-    granted = engine_arguments(job({"gpu_memory_bytes": 20 * GIB}), "directory", cuda=True)
-    assert granted["gpu_memory_utilization"] == 20 / 80
+    full = Gpu(2, "GPU-2", GPU.name, GPU.total_bytes, 0, "580.0", "9.0")
+    monkeypatch.setattr(arguments, "visible_gpus", lambda: [GPU, fuller, full])
+    for asked, free in (
+        (job(tensor=2, kv_cache_mebibytes=9), 50 * GIB),
+        (job({"gpu_memory_bytes": 20 * GIB}), 70 * GIB),
+    ):
+        expected = engine_memory(WIDE, asked.engine, 80 * GIB, free, asked.gpu_memory_bytes)
+        found = engine_arguments(asked, "directory", cuda=True)
+        assert found["gpu_memory_utilization"] == expected.gpu_memory_utilization
+        assert found["kv_cache_memory_bytes"] == expected.kv_cache_memory_bytes
+    with pytest.raises(UserError, match=r"exceed the 0\.50 GiB that it may use"):
+        engine_arguments(job({"gpu_memory_bytes": GIB // 2}), "directory", cuda=True)
     monkeypatch.setattr(arguments, "visible_gpus", list)
     with pytest.raises(UserError, match="sees no GPU; check CUDA_VISIBLE_DEVICES"):
         engine_arguments(job(), "directory", cuda=True)
+
+
+def test_an_engine_that_shares_gpus_can_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arguments, "visible_gpus", lambda: [GPU])
+    for placement in ("shared", "own"):
+        found = engine_arguments(job(placement=placement), "directory", cuda=True)
+        assert found["enable_sleep_mode"] == (placement == "shared")
 
 
 @pytest.mark.parametrize("setting", [{"weights": "fp8"}, {"tensor": 2, "expert_parallel": True}])

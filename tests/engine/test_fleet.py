@@ -27,6 +27,7 @@ from parallel.engine.wire import (
     RankReport,
     Refit,
     Refitted,
+    Wake,
     model_digest,
 )
 from parallel.settings import EngineSettings, LayoutSettings
@@ -87,7 +88,12 @@ class InProcessEngine:
         self.instance += 1
         places = [EnginePlace(host_identity(), [])]
         digest = model_digest(MODEL)
-        return EngineDescription(PROTOCOL, f"{self.instance}", places, digest, 1, 64, 4, None)
+        return EngineDescription(
+            PROTOCOL, f"{self.instance}", places, digest, 1, False, 64, 4, None
+        )
+
+    def wake(self, part: Wake) -> None:
+        assert part == Wake("weights")
 
     def give_up(self, reason: str) -> None:
         self.reason = reason
@@ -214,7 +220,7 @@ def test_memory_is_shared_again_where_it_moved(monkeypatch: pytest.MonkeyPatch) 
     assert kept is not policy.weights
     assert [bool(asked.shared) for asked in engine.requests] == [True, False, True]
     assert not any(asked.release for asked in engine.requests)
-    monkeypatch.setattr(engines, "_releases", True)  # as on GPUs that engines and trainer share
+    monkeypatch.setattr(engines, "sleeps", True)  # as on GPUs that engines and trainer share
     for step in (4, 5):
         engines.refit(policy, step)  # type: ignore[arg-type]
         check(engine.loaded, 5.0)

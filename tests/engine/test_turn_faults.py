@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from parallel.engine import fleet, server
+from parallel.engine import arguments, fleet, server
 from parallel.engine.client import EngineError, EngineRefused
 from parallel.engine.fleet import Fleet, put_to_sleep
 from parallel.gpus import Gpu
@@ -127,7 +127,7 @@ def test_an_engine_starts_when_its_gpus_have_room(
         other = Gpu(1, "GPU-1", "H100", 80 * GIB, 0, "", "")  # not the engine's
         return [here, other]
 
-    monkeypatch.setattr(server, "visible_gpus", gpus)
+    monkeypatch.setattr(arguments, "visible_gpus", gpus)
     monkeypatch.setattr("parallel.gpus.POLL_SECONDS", 0.001)
     server.wait_for_room(engine_job(8 * GIB))
     assert free == [9 * GIB]

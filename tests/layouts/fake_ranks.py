@@ -94,6 +94,10 @@ def install() -> None:
     from parallel.cpu import megatron
 
     megatron.SCOPED_PACKAGES = (*megatron.SCOPED_PACKAGES, "transformer_engine")
+    has_cuda = torch.cuda.is_available
+    torch.cuda.is_available = lambda: True
+    assert device.layer_specs() == "transformer_engine"  # decided once, for the whole process
+    torch.cuda.is_available = has_cuda
     megatron.activate()
     torch.cuda.is_available = lambda: True
     torch.cuda.current_device = lambda: 0
@@ -110,8 +114,6 @@ def install() -> None:
     # Fake parameters cannot be replaced; they have their dtype from the start.
     for name in ("to", "bfloat16"):
         setattr(torch.nn.Module, name, lambda self, *_, **__: self)
-    device.layer_specs.cache_clear()
-    assert device.layer_specs() == "transformer_engine"
 
 
 def _everyone_has(object_list: list[Any], obj: Any, **_: Any) -> None:

@@ -15,8 +15,9 @@ GPU_LINES = "\n".join(
 def put_nvidia_smi(
     monkeypatch: pytest.MonkeyPatch, directory: Path, prints: str = GPU_LINES, status: int = 0
 ) -> None:
-    """Put an nvidia-smi on PATH that prints these lines."""
+    """Put an nvidia-smi on PATH that prints these lines, beside a torch that is built for CUDA."""
     program = directory / "nvidia-smi"
     program.write_text(f"#!/bin/sh\ncat <<'END'\n{prints}\nEND\nexit {status}\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{directory}:/usr/bin:/bin")
+    monkeypatch.setattr("parallel.gpus.built_for_cpu", lambda: False)

@@ -17,6 +17,7 @@ from parallel.model import gpt
 from parallel.settings import LayoutSettings
 from pipeline.config.validate import load
 from pipeline.launch.launcher import write_engine_job
+from pipeline.launch.placement import ThisMachine
 from stages.directory import EngineDirectory
 from stages.settings import RunSettings, StageJob
 from tests.fake_engines import MODEL
@@ -87,7 +88,7 @@ def test_another_rank_has_its_environment_as_it_was(tmp_path: Path) -> None:
 def test_a_deterministic_engine_on_gpus_is_batch_invariant(
     deterministic: bool, gpus: list[str], expected: dict[str, str]
 ) -> None:
-    with mock.patch.object(determinism, "visible_gpus", return_value=gpus):
+    with mock.patch.object(determinism, "usable_gpus", return_value=gpus):
         assert determinism.engine_environment(deterministic) == expected
 
 
@@ -95,8 +96,8 @@ def test_a_deterministic_engine_on_gpus_is_batch_invariant(
 def test_an_engine_job_says_whether_the_run_is_deterministic(
     deterministic: bool, tmp_path: Path
 ) -> None:
-    directory = EngineDirectory(tmp_path)
-    job = write_engine_job(directory, run_settings(deterministic), 0, "lo")
+    directory, settings = EngineDirectory(tmp_path), run_settings(deterministic)
+    job = write_engine_job(directory, settings, 0, ThisMachine(settings.engine))
     assert json.loads(job.read_text())["deterministic"] is deterministic
 
 

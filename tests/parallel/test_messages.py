@@ -105,7 +105,7 @@ def check(
     whole, rank = numbered(settings), 0
     for size in fleet.engines:
         for place in range(size):
-            for name, box in needed(settings, size, place):
+            for name, box in needed(settings, size, place, fleet.expert_parallel):
                 assert np.array_equal(loaded[rank][name].numpy(), whole[name][at(box)])
             rank += 1
 

@@ -40,10 +40,10 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(on_gpus.__file__).parents[1]))
 
 
-def test_an_engine_sees_its_slots_and_a_rank_all_gpus() -> None:
+def test_an_engine_sees_its_slots_first_and_a_rank_all_gpus() -> None:
     step = {"CUDA_VISIBLE_DEVICES": "2,3,6,7", "SLURM_LOCALID": "1"}
     engine, _ = task("2,3", **step)
-    assert engine["CUDA_VISIBLE_DEVICES"] == "6,7"
+    assert engine["CUDA_VISIBLE_DEVICES"] == "6,7,2,3"  # the others for a refit by mapped memory
     assert engine["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     rank, _ = task("rank", **step)
     assert rank["CUDA_VISIBLE_DEVICES"] == "2,3,6,7"

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from parallel import gpus as gpus_module
 from parallel.errors import UserError
-from parallel.gpus import Gpu
+from parallel.gpus import Gpu, usable_gpus
 from parallel.settings import EngineSettings, LayoutSettings
 from parallel.slots import (
     EngineSlots,
@@ -19,7 +20,6 @@ from parallel.slots import (
     local_device,
     nodes_needed,
     share_gpus,
-    usable_gpus,
 )
 from tests.parallel.test_gpus import put_nvidia_smi
 
@@ -140,7 +140,9 @@ def test_a_rank_bound_to_one_gpu_takes_it() -> None:
 
 def test_a_torch_for_the_cpu_uses_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    decide = gpus_module.built_for_cpu
     put_nvidia_smi(monkeypatch, tmp_path)
+    monkeypatch.setattr(gpus_module, "built_for_cpu", decide)
     for version, found in (("2.13.0+cpu", 0), ("2.13.0+cu130", 4), ("2.13.0", 4)):
-        monkeypatch.setattr("parallel.slots.version", lambda _, version=version: version)
+        monkeypatch.setattr(gpus_module, "version", lambda _, version=version: version)
         assert len(usable_gpus()) == found

@@ -75,7 +75,7 @@ def test_chunks_hold_the_layers_that_megatron_builds(layers: int) -> None:
     legal = every_layout(layers)
     assert len(legal) == {1: 1, 5: 31, 12: 212}[layers]
     for layout in legal:
-        found = chunk_layers(model(layers), layout)
+        found = list(chunk_layers(model(layers), layout))
         assert found == megatron_layers(layers, layout), layout
         assert [layer for chunk in found for layer in chunk] == list(range(layers)), layout
 

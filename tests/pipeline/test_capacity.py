@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from parallel.errors import UserError
-from parallel.network import LOOPBACK
 from parallel.settings import EngineJob
 from pipeline.config.validate import load, load_cluster
 from pipeline.launch.launcher import write_engine_job
+from pipeline.launch.placement import ThisMachine
 from pipeline.report.capacity import check_capacity
 from pipeline.report.gpu_memory import NodeGpus, gpus_of
 from pipeline.report.memory import memory_report
@@ -211,7 +211,8 @@ def test_an_engine_s_job_says_what_it_may_use_of_a_gpu(
     directory.path.mkdir()
 
     def allowed(*overrides: str) -> int | None:
-        path = write_engine_job(directory, qwen(*overrides), 0, LOOPBACK)
+        settings = qwen(*overrides)
+        path = write_engine_job(directory, settings, 0, ThisMachine(settings.engine))
         return EngineJob.model_validate_json(path.read_text()).gpu_memory_bytes
 
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -24,8 +24,8 @@ from tests.pipeline.fake_launcher import fake_programs
 @pytest.fixture
 def eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr("parallel.slots.visible_gpus", lambda: gpus(8))
-    monkeypatch.setattr("parallel.slots.version", lambda _: "2.13.0+cu130")
+    monkeypatch.setattr("parallel.gpus.visible_gpus", lambda: gpus(8))
+    monkeypatch.setattr("parallel.gpus.built_for_cpu", lambda: False)
 
 
 @pytest.mark.usefixtures("eight_gpus")
@@ -82,4 +82,7 @@ def test_each_process_sees_its_gpus(run: RunDirectory, config: Path) -> None:
     ):
         run_to_the_end(launcher.execute(job, view))
     assert json.loads((directory.path / "gpus").read_text()) == "4,5,6,7"
-    assert [(run.engine(each).path / "gpus_0").read_text() for each in (0, 1)] == ["5", "6"]
+    assert [(run.engine(each).path / "gpus_0").read_text() for each in (0, 1)] == [
+        "5,4,6,7",
+        "6,4,5,7",
+    ]

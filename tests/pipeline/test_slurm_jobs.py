@@ -23,7 +23,7 @@ from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import compile_graph
 from pipeline.run.run import Run
 from pipeline.slurm.places import (
-    EnginePlace,
+    PlacedEngine,
     Places,
     check_reachable,
     cpus_of,
@@ -60,10 +60,10 @@ def test_engines_that_share_are_dealt_out_over_the_ranks_nodes() -> None:
         ["n1", "n2"],
         4,
         [
-            EnginePlace(first, [0, 1]),
-            EnginePlace(second, [0, 1]),
-            EnginePlace(first, [2, 3]),
-            EnginePlace(second, [2, 3]),
+            PlacedEngine(first, [0, 1]),
+            PlacedEngine(second, [0, 1]),
+            PlacedEngine(first, [2, 3]),
+            PlacedEngine(second, [2, 3]),
         ],
     )
 
@@ -75,9 +75,9 @@ def test_engines_on_separate_devices_follow_the_last_rank_on_one_node_each() -> 
     assert nodes_needed(layout, engine, 4) == 3
     found = place(NODES[:3], layout, engine, cluster, samples=True)
     engines = [
-        EnginePlace(["n2"], [0, 1]),
-        EnginePlace(["n2"], [2, 3]),
-        EnginePlace(["n3"], [0, 1]),
+        PlacedEngine(["n2"], [0, 1]),
+        PlacedEngine(["n2"], [2, 3]),
+        PlacedEngine(["n3"], [0, 1]),
     ]
     assert found == Places(["n1"], 4, engines)
     assert place(NODES[:3], layout, engine, cluster, samples=False).engines == []

@@ -35,10 +35,10 @@ def seen(braid: Braid, profile: str, *overrides: str) -> tuple[list[str], list[l
     return ranks, engines
 
 
-def test_each_engine_sees_its_own_gpus(gpu_braid: Braid) -> None:
+def test_each_engine_sees_its_own_gpus_first(gpu_braid: Braid) -> None:
     ranks, engines = seen(gpu_braid, PROFILE, "engine.count=2", "engine.placement=own")
     assert ranks == [ALL, ALL]  # LOCAL_RANK chooses
-    assert engines == [["2"], ["3"]]
+    assert engines == [["2,0,1,3"], ["3,0,1,2"]]
 
 
 @pytest.mark.combinations
@@ -57,7 +57,7 @@ def test_slots_are_positions_among_a_job_s_gpus(gpu_braid: Braid) -> None:
     cluster.wait_until(lambda: cluster.state(job) == "RUNNING")
     ranks, engines = seen(gpu_braid, HALF, "engine.count=2", "engine.placement=shared")
     assert ranks == ["2,3", "2,3"]
-    assert engines == [["2"], ["3"]]
+    assert engines == [["2,3"], ["3,2"]]
 
 
 @pytest.mark.combinations
