@@ -52,6 +52,7 @@ def pretend(capability: tuple[int, int]) -> None:
         "get_cuda_runtime_major": 13,
         "num_compute_units": 132,
         "is_fully_connected": True,
+        "is_cumem_allocator_available": True,  # a compiled library of the GPU wheel
     }
     methods = {
         name: classmethod(lambda *_, answer=answer, **__: answer)
@@ -90,6 +91,7 @@ def configured(job: EngineJob) -> dict[str, Any]:
         "mask": config.model_config.return_sampling_mask,
         "memory": config.cache_config.gpu_memory_utilization,
         "cache": config.cache_config.kv_cache_memory_bytes,
+        "sleeps": config.model_config.enable_sleep_mode,
         "routes": config.model_config.enable_return_routed_experts,
     }
 
@@ -100,7 +102,7 @@ def main() -> None:
     major, minor = map(int, sys.argv[1].split("."))
     pretend((major, minor))
     gpu = Gpu(0, "GPU-0", "NVIDIA H100 80GB HBM3", 80 * GIB, 70 * GIB, "580.0", sys.argv[1])
-    arguments.visible_gpus = lambda: [gpu]  # type: ignore[assignment]
+    arguments.visible_gpus = lambda: [gpu] * 4  # type: ignore[assignment]
     for line in sys.stdin:
         print("configured", json.dumps(configured(EngineJob.model_validate_json(line))))
 

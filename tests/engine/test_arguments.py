@@ -31,6 +31,12 @@ def job(further: dict[str, Any] | None = None, **engine: Any) -> EngineJob:
     return job.model_copy(update=further or {})
 
 
+def memory_of(asked: EngineJob) -> dict[str, Any]:
+    """Return the memory of a job's engine on GPUs of 80 GiB, 70 GiB of them free."""
+    found = engine_memory(asked.model, asked.engine, 80 * GIB, 70 * GIB)
+    return {"memory": found.gpu_memory_utilization, "cache": found.kv_cache_memory_bytes}
+
+
 def test_a_cpu_s_arguments_are_what_they_were() -> None:
     """They decide the bits of a run."""
     found = engine_arguments(job(), "directory", cuda=False)
@@ -87,11 +93,12 @@ def test_vllm_accepts_a_gpu_s_arguments(capability: str) -> None:
         "placement": "linear",
         "quantization": None,
         "mask": False,
-        "memory": 69 / 80,
-        "cache": None,
+        **memory_of(jobs[0]),
+        "sleeps": True,
         "routes": True,
     }
     assert quantized == plain | {
+        **memory_of(jobs[1]),
         "expert_parallel": True,
         "executor": "mp",
         "quantization": "OnlineQuantizationConfig",
@@ -102,7 +109,7 @@ def test_vllm_accepts_a_gpu_s_arguments(capability: str) -> None:
 def test_a_gpu_s_memory_is_what_is_free_or_what_the_launcher_grants(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of the GPUs that the process sees the first are the engine's; it only maps the others."""
+    """The first GPUs that the process sees are the engine's; it only maps the others."""
     fuller = Gpu(1, "GPU-1", GPU.name, GPU.total_bytes, 50 * GIB, "580.0", "9.0")
     full = Gpu(2, "GPU-2", GPU.name, GPU.total_bytes, 0, "580.0", "9.0")
     monkeypatch.setattr(arguments, "visible_gpus", lambda: [GPU, fuller, full])
@@ -135,7 +142,10 @@ def test_a_cpu_s_engine_refuses_what_only_a_gpu_can(setting: dict[str, Any]) -> 
 
 
 def test_compilation_is_off_on_a_cpu_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(environment, "built_for_cpu", lambda: False)
     monkeypatch.setattr(environment, "GPU_FILE", tmp_path / "none")
     assert environment.process_environment()["TORCHDYNAMO_DISABLE"] == "1"
     monkeypatch.setattr(environment, "GPU_FILE", tmp_path)
     assert "TORCHDYNAMO_DISABLE" not in environment.process_environment()
+    monkeypatch.setattr(environment, "built_for_cpu", lambda: True)
+    assert environment.process_environment()["TORCHDYNAMO_DISABLE"] == "1"
