@@ -28,7 +28,7 @@ BUILT_HERE := $(HASHED) --no-build-isolation
 define environment
 	@$(PYTHON) -m venv $(1)
 	@$(1)/bin/pip install $(HASHED) --disable-pip-version-check -r $(3) \
-	  || { echo "where the hash of torch is wrong, pip found no CPU build: see README.md" >&2; exit 1; }
+	  || { echo "cannot install $(3), as it says above; where the hash of torch is wrong, pip found no CPU build: see README.md" >&2; exit 1; }
 	@$(1)/bin/uv pip install $(BUILT_HERE) --compile-bytecode --python $(1)/bin/python -r $(2) \
 	  || { echo "uv cannot install $(2), as it says above; trying pip" >&2; \
 	       $(1)/bin/pip install $(BUILT_HERE) -r $(2); }
@@ -79,7 +79,7 @@ PYTEST := $(BIN)/python -m pytest -n 3 --no-loadscope-reorder
 quick: $(TESTS_INSTALLED)  ## unit and pipeline tests, without ranks or engines (4 minutes)
 	$(PYTEST) tests/pipeline tests/stages tests/parallel tests/repository
 
-test: $(TESTS_INSTALLED) style  ## style, types, and a test of every property (9 to 14 minutes)
+test: $(TESTS_INSTALLED) style  ## style, types, and a test of every property (9 to 16 minutes)
 	$(PYTEST) tests
 
 test-all: $(TESTS_INSTALLED) style  ## all of it: further layouts, families, seeds, kills, and Slurm
@@ -110,7 +110,7 @@ mutants: $(INSTALLED)  ## mistakes made on purpose in a clone: do the tests catc
 # With the environment of `make install-gpu` where it is, else with the machine's own Python and torch and
 # the packages of `make gpu-bundle`. What is missing is skipped, and named.
 GPU_BUNDLE := build/gpu-bundle
-GPU_BIN := $(wildcard .venv-gpu/bin)
+GPU_BIN := $(if $(wildcard $(GPU_INSTALLED)),$(GPU_VENV)/bin)
 GPU_PYTHON := $(if $(GPU_BIN),$(GPU_BIN)/python,env PYTHONPATH=$(GPU_BUNDLE) python3)
 
 gpu-check:  ## on a CUDA device: parity with a CPU, losses, refit by IPC, same bits (5 minutes); all tests of one rank
@@ -120,7 +120,7 @@ gpu-check:  ## on a CUDA device: parity with a CPU, losses, refit by IPC, same b
 gpu-bench:  ## on a CUDA device: tokens/s and MFU of layers of Qwen3-30B-A3B, memory, losses (4 minutes)
 	$(GPU_PYTHON) -m tests.gpu bench
 
-gpu-bundle: $(INSTALLED)  ## pack megatron-core and the like for a machine with a GPU and no registry (15 MB)
+gpu-bundle: $(INSTALLED)  ## pack megatron-core and the like for a machine with a GPU and no registry (26 MiB)
 	$(BIN)/python -m tests.gpu.bundle $(GPU_BUNDLE)
 
 golden: $(INSTALLED)  ## rewrite the messages of tests/pipeline/golden; then read their diff

@@ -56,7 +56,7 @@ class RankMemory:
 class Tensors:
     """A rank's share of some weights, as (elements of a tensor, number of such tensors).
 
-    Experts have buffers of their own, since they are copied over other ranks than dense weights.
+    Experts have separate buffers, since they are copied over other ranks than dense weights.
     """
 
     dense: list[tuple[int, int]]

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from parallel.errors import UserError, report_error
-from parallel.gpus import Gpu, visible_gpus
+from parallel.gpus import Gpu, built_for_cpu, visible_gpus
 from parallel.slots import ORDER, VISIBLE, check_gpu_count, gpu_environment, own_first
 
 RANK = "rank"
@@ -43,6 +43,11 @@ def main() -> None:
     which, caches, *arguments = sys.argv[1:]
     try:
         gpus = visible_gpus()
+        if gpus and built_for_cpu():
+            raise UserError(
+                f"{sys.executable} has a torch for CPUs, and this task is to run on GPUs; submit from "
+                "the environment of `make install-gpu`, or set gpus_per_node: 0"
+            )
         slots = slots_of(which, len(gpus))
         check_gpu_count(gpus, max(slots) + 1, socket.gethostname(), "this task needs")
         chosen = ORDER if which == RANK else _environment_of_engine(slots, len(gpus))

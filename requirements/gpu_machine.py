@@ -8,10 +8,12 @@ built. Exits with one line per obstacle.
 
 from __future__ import annotations
 
+import platform
 import shutil
 import sys
 import sysconfig
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[1]
@@ -42,6 +44,11 @@ def main() -> None:
 
 
 def _obstacles() -> Iterator[str]:
+    if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
+        here = f"{platform.system()} on {platform.machine()}"
+        yield f"the set has wheels for Linux on x86-64, not for {here}"
+    if find_spec("ensurepip") is None:
+        yield "no ensurepip, which a virtual environment needs; install python3-venv"
     if not (3, 11) <= sys.version_info < (3, 14):
         version = ".".join(map(str, sys.version_info[:2]))
         yield f"Python {version} is not 3.11 to 3.13; run `make install-gpu PYTHON=python3.12`"

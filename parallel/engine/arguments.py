@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from parallel.determinism import engine_environment
-from parallel.engine.environment import process_environment
+from parallel.engine.environment import has_gpus, process_environment
 from parallel.engine.memory import CACHE_BLOCK, cache_bytes, engine_memory
 from parallel.engine.nodes import meeting_point, node_rank
 from parallel.errors import UserError
@@ -136,7 +136,7 @@ def own_gpus(job: EngineJob) -> list[Gpu]:
 @contextmanager
 def configuration(job: EngineJob) -> Iterator[Any]:
     """Yield vLLM's configuration; the model's is in a directory that lasts as long."""
-    os.environ.update(process_environment())  # for an engine that no launcher started
+    os.environ.update(process_environment(has_gpus()))  # for an engine that no launcher started
     os.environ.update(engine_environment(job.deterministic))
     if job.nodes > 1:
         os.environ["VLLM_HOST_IP"] = address_of(job.interface)  # of vLLM's message queues

@@ -31,7 +31,11 @@ COMMON = {
 ON_CPU = {"TORCHDYNAMO_DISABLE": "1"}
 
 
-def process_environment() -> dict[str, str]:
-    """Return the environment of the engine processes on this machine's devices."""
-    on_gpus = GPU_FILE.exists() and not built_for_cpu()
+def process_environment(on_gpus: bool) -> dict[str, str]:
+    """Return the environment of engine processes on GPUs, or on a CPU."""
     return COMMON | ({} if on_gpus else ON_CPU)
+
+
+def has_gpus() -> bool:
+    """Return whether an engine that starts in this environment runs on GPUs; cheap."""
+    return GPU_FILE.exists() and not built_for_cpu()

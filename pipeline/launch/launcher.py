@@ -14,7 +14,7 @@ from pathlib import Path
 
 from parallel.errors import UserError
 from parallel.files import write_atomically
-from parallel.gpus import usable_gpus
+from parallel.gpus import visible_gpus
 from parallel.phases import engine_gpu_bytes
 from parallel.settings import EngineJob
 from pipeline.launch.placement import Placement, Programs
@@ -356,7 +356,9 @@ def write_engine_job(
         nodes=placement.nodes_per_engine,
         seed=settings.seed,
         gpu_memory_bytes=engine_gpu_bytes(
-            settings.layout, settings.engine, [gpu.total_bytes for gpu in usable_gpus()]
+            settings.layout,
+            settings.engine,
+            [gpu.total_bytes for gpu in (visible_gpus() if placement.on_gpus else ())],
         ),
         deterministic=settings.deterministic,
         sampling_mask=any(

@@ -32,7 +32,7 @@ PRELOADS = {"stages.main": "stages.preload", "parallel.engine.server": "parallel
 ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 OWN_ENVIRONMENT = {
     "stages.main": {"OMP_NUM_THREADS": "1"},
-    "parallel.engine.server": process_environment(),
+    "parallel.engine.server": process_environment(on_gpus=False),
 }
 
 
@@ -206,7 +206,7 @@ class ThisMachine:
         return ranks
 
     def start_engine(self, name: str, index: int, command: Sequence[str], log: Path) -> Process:
-        environment = process_environment() | environment_of(self.interface)
+        environment = process_environment(self.on_gpus) | environment_of(self.interface)
         if self._gpus:
             own = self._gpus.engines[index]
             environment |= self._visible(own_first(own, self._gpus.stage))

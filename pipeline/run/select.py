@@ -30,7 +30,8 @@ MAY_CHANGE = f"""\
   rewards: workers, timeout_seconds, memory_mebibytes, max_failed_fraction
   engine: {", ".join(ENGINE_KEYS[:6])},
           {", ".join(ENGINE_KEYS[6:10])},
-          {", ".join(ENGINE_KEYS[10:])}
+          {", ".join(ENGINE_KEYS[10:13])},
+          {", ".join(ENGINE_KEYS[13:])}
   every expert, mixed: guards
   every loop: {", ".join(LOOP_KEYS)}"""
 

@@ -115,7 +115,7 @@ class SlurmJob:
         ]
         if len(place.nodes) > 1:
             options.append("--kill-on-bad-exit=1")  # vLLM cannot replace one of its nodes
-        environment = process_environment() | environment_of(self.interface)
+        environment = process_environment(self.on_gpus) | environment_of(self.interface)
         slots = ",".join(map(str, place.slots))
         return self._step(name, options, slots, command, log.parent, [log], environment)
 

@@ -142,10 +142,10 @@ def test_a_cpu_s_engine_refuses_what_only_a_gpu_can(setting: dict[str, Any]) -> 
 
 
 def test_compilation_is_off_on_a_cpu_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(environment, "built_for_cpu", lambda: False)
-    monkeypatch.setattr(environment, "GPU_FILE", tmp_path / "none")
-    assert environment.process_environment()["TORCHDYNAMO_DISABLE"] == "1"
-    monkeypatch.setattr(environment, "GPU_FILE", tmp_path)
-    assert "TORCHDYNAMO_DISABLE" not in environment.process_environment()
-    monkeypatch.setattr(environment, "built_for_cpu", lambda: True)
-    assert environment.process_environment()["TORCHDYNAMO_DISABLE"] == "1"
+    """By the device that the engine runs on, whatever torch its launcher has."""
+    assert environment.process_environment(on_gpus=False)["TORCHDYNAMO_DISABLE"] == "1"
+    assert "TORCHDYNAMO_DISABLE" not in environment.process_environment(on_gpus=True)
+    for file, for_cpu, found in (("none", False, False), ("", True, False), ("", False, True)):
+        monkeypatch.setattr(environment, "GPU_FILE", tmp_path / file)
+        monkeypatch.setattr(environment, "built_for_cpu", lambda for_cpu=for_cpu: for_cpu)
+        assert environment.has_gpus() == found
