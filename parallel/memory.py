@@ -33,18 +33,22 @@ LOSS_CHUNK_BYTES, LOSS_CHUNKS = 512 << 20, 3
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes one rank holds while a stage runs; `frozen` are models that no optimizer changes."""
+    """Bytes one rank holds while a stage runs; `frozen` are models that no optimizer changes.
+
+    `host_optimizer` is the optimizer's state in host memory, besides all that the total counts.
+    """
 
     parameters: int
     gradients: int = 0
     optimizer: int = 0
     frozen: int = 0
     activations: int = 0
+    host_optimizer: int = 0
 
     @property
     def total(self) -> int:
-        """All of them together."""
-        return sum(astuple(self))
+        """All of them together, without the state in host memory."""
+        return sum(astuple(self)) - self.host_optimizer
 
     def beside(self, other: RankMemory) -> RankMemory:
         """Add a model that trains in turn with this one: only one at a time has activations."""
@@ -77,6 +81,7 @@ def training_memory(
     averages: int = 0,
     values: bool = False,
     precision_aware: bool = False,
+    cpu_offload: float = 0.0,
 ) -> list[RankMemory]:
     """Return the memory of one rank of every pipeline rank while it trains, first rank first.
 
@@ -86,7 +91,7 @@ def training_memory(
         frozen_models: references and teachers held beside the policy.
         averages: of the policy's weights over its updates, which are kept in fp32.
         values: true for a critic's model, whose head gives one value and no logits.
-        precision_aware: as in OptimizerSettings.
+        precision_aware, cpu_offload: as in OptimizerSettings.
     """
     if algorithm != "adam":  # megatron-core's distributed optimizer has only Adam
         layout = layout.model_copy(update={"distributed_optimizer": False})
@@ -98,13 +103,15 @@ def training_memory(
         sizes = [_buffers(chunk, layout) for chunk in chunks]
         buffered, updated = (sum(each) for each in zip(*sizes, strict=True))
         weights = sum(chunk.elements for chunk in chunks)
+        on_host = round(cpu_offload * states * updated)
         found.append(
             RankMemory(
                 parameters=precision * buffered,
                 gradients=FP32 * buffered,
-                optimizer=states * updated,
+                optimizer=states * updated - on_host,
                 frozen=weights * (precision * frozen_models + FP32 * averages),
                 activations=_activations(model, layout, rank, micro_batch_tokens, values),
+                host_optimizer=on_host,
             )
         )
     return found

@@ -3,7 +3,8 @@
 With `engine.placement: own` nothing moves but frozen models. With `shared`, engine and trainer take
 turns: while the engine samples, the trainer's weights and optimizer state are on the host; while
 the trainer computes, the engine sleeps. Gradients are zero between updates and are not copied.
-Frozen models are on the host, and come to the GPU one at a time.
+Frozen models are on the host, and come to the GPU one at a time. The optimizer state of
+`optimizer.cpu_offload` is always on the host.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ def checkpoint_copies(models: RankModels) -> dict[str, int]:
     (distrib_optimizer.py, `fully_reshardable`).
     """
     trained = [each for each in (models.policy, models.critic) if each is not None]
-    saved = sum(each.parameters + each.optimizer for each in trained)
+    saved = sum(each.parameters + each.optimizer + each.host_optimizer for each in trained)
     loaded = sum(3 * each.gradients for each in trained)
     return {"checkpoint being saved": saved, "checkpoint being loaded": loaded}
 
@@ -178,9 +179,11 @@ def _host(models: RankModels, moves: bool) -> dict[str, int]:
     """Return a rank's bytes on the host; pinned copies are kept while their original is away."""
     trained = [each for each in (models.policy, models.critic) if each is not None]
     found = {"frozen models": models.frozen * models.frozen_models}
+    state = sum(each.host_optimizer for each in trained)
     if moves:
         found["trainer weights"] = sum(each.parameters for each in trained)
-        found["optimizer state"] = sum(each.optimizer for each in trained)
+        state += sum(each.optimizer for each in trained)
+    found["optimizer state"] = state
     return _present(found)
 
 

@@ -175,6 +175,11 @@ class OptimizerSettings(Settings):
         description="keep Adam's moments in bf16 and the master weights in fp32: 8 bytes per "
         "parameter instead of 12; needs TransformerEngine",
     )
+    cpu_offload: Fraction = Field(
+        0.0,
+        description="share of Adam's moments and fp32 master weights in host memory, where the GPU "
+        "updates them over the bus; changes no bit",
+    )
 
 
 class EngineSettings(Settings):
@@ -400,16 +405,17 @@ def _recompute_violations(
 def optimizer_violations(
     optimizer: OptimizerSettings, model: ModelSettings, layout: LayoutSettings
 ) -> Iterator[tuple[str, str]]:
-    """Yield why the model's optimizer cannot be precision-aware, as (field, message)."""
-    if not optimizer.precision_aware:
-        return
-    for broken, needs in (
-        (optimizer.algorithm != "adam", "algorithm: adam"),
-        (model.precision != "bf16", "model.precision: bf16"),
-        (not layout.distributed_optimizer, "layout.distributed_optimizer: true"),
-    ):
-        if broken:
-            yield "precision_aware", f"requires {needs}"
+    """Yield what the optimizer's options need and do not have, as (field, message)."""
+    asked = {"precision_aware": optimizer.precision_aware, "cpu_offload": optimizer.cpu_offload > 0}
+    for field in (name for name, wanted in asked.items() if wanted):
+        low = field == "precision_aware" and model.precision != "bf16"
+        for broken, needs in (
+            (optimizer.algorithm != "adam", "algorithm: adam"),
+            (low, "model.precision: bf16"),
+            (not layout.distributed_optimizer, "layout.distributed_optimizer: true"),
+        ):
+            if broken:
+                yield field, f"requires {needs}"
 
 
 def layout_violations(model: ModelSettings, layout: LayoutSettings) -> list[tuple[str, str]]:

@@ -38,6 +38,7 @@ from torch import distributed as dist
 
 from parallel.boxes import boxes
 from parallel.distributed import layout_sizes
+from parallel.model.host_state import allocate
 from parallel.model.offload import STATE
 from parallel.model.policy import Policy, TrainedPolicy
 
@@ -129,11 +130,16 @@ def optimizer_to_load(policy: TrainedPolicy) -> State:
     """Return what this rank loads of the optimizer; all but its tensors stays unchanged."""
     _materialised(policy)
     model = weights(policy)
-    # No is_loading for a plain optimizer: megatron-core 0.16.1 (optimizer.py) would then allocate
-    # the state of Adam only.
-    state = policy.optimizer.sharded_state_dict(
-        model, is_loading=_distributed(policy), metadata=dict(METADATA)
-    )
+    if _distributed(policy):
+        # Not `sharded_state_dict`, which has TransformerEngine's Adam allocate its state again, on
+        # the device, also of parameters whose state is on the host.
+        state: State = {
+            number: part.sharded_param_state_fully_reshardable(model, True, dict(METADATA))
+            for number, part in enumerate(policy.optimizer.chained_optimizers)
+        }
+    else:
+        # Without is_loading: megatron-core 0.16.1 (optimizer.py) would allocate Adam's state only.
+        state = policy.optimizer.sharded_state_dict(model, metadata=dict(METADATA))
     # The distributed optimizer's master weights get the names of the plain one's, which keeps fp32
     # copies of 16-bit weights only: an fp32 weight is its own master, and is read as such again.
     dtypes = {shard.key: shard.data.dtype for shard in filter(_is_weight, nested_values(model))}
@@ -151,7 +157,11 @@ def optimizer_to_load(policy: TrainedPolicy) -> State:
 def restore_optimizer(policy: TrainedPolicy, loaded: State, updates: int) -> None:
     """Restore loaded tensors and the schedule after `updates` updates."""
     policy.residency.hold(STATE)
-    policy.optimizer.load_state_dict(loaded)
+    if _distributed(policy):
+        for number, part in enumerate(policy.optimizer.chained_optimizers):
+            part.load_parameter_state_from_fully_reshardable(loaded[number])
+    else:
+        policy.optimizer.load_state_dict(loaded)
     for group in policy.optimizer.param_groups:
         if "betas" in group:  # Adam counts its updates
             group["step"] = updates
@@ -186,16 +196,9 @@ def _materialised(policy: TrainedPolicy) -> list[Any]:
     """
     policy.residency.hold(STATE)
     for part in policy.optimizer.chained_optimizers:
-        inner = part.optimizer
-        names = ("exp_avg", "exp_avg_sq") if "betas" in inner.defaults else ("momentum_buffer",)
-        for parameter in (each for group in inner.param_groups for each in group["params"]):
-            if part.config.use_precision_aware_optimizer:  # of dtypes that only it knows
-                if not inner.state[parameter]:
-                    inner.initialize_state(parameter, store_param_remainders=False)
-                continue
-            for name in names:
-                if inner.state[parameter].get(name) is None:
-                    inner.state[parameter][name] = torch.zeros_like(parameter)
+        for group in part.optimizer.param_groups:
+            for parameter in group["params"]:
+                allocate(part, parameter)
     return policy.optimizer.chained_optimizers
 
 

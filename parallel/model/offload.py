@@ -30,26 +30,49 @@ STATE: frozenset[Part] = frozenset({"weights", "optimizer"})  # of a checkpoint
 NONE: frozenset[Part] = frozenset()
 
 ALIGNMENT = 256  # bytes, of a storage's copy
+HOST_REGISTER_MAPPED = 2  # CUDA's cudaHostRegisterMapped
 ROOM_SECONDS = 120.0  # for an engine to leave the device: it sleeps, or its process ends
 
 
 class HostMemory:
-    """A block of host memory that CUDA copies to and from without staging."""
+    """A block of host memory that CUDA copies to and from without staging.
 
-    def __init__(self, size: int, pinned: bool) -> None:
+    CUDA's kernels may read and write it too where it is `mapped`.
+    """
+
+    def __init__(self, size: int, pinned: bool, mapped: bool = False) -> None:
         self.bytes = torch.empty(size, dtype=torch.uint8)
         self._registered = False
         if not pinned:
             return
         # Not torch's pinned allocator, which rounds every block up to a power of two.
         runtime: Any = torch.cuda.cudart()
-        failed = int(runtime.cudaHostRegister(self.bytes.data_ptr(), size, 0))
+        flags = HOST_REGISTER_MAPPED if mapped else 0
+        failed = int(runtime.cudaHostRegister(self.bytes.data_ptr(), size, flags))
         self._registered = not failed
+        if failed and mapped:
+            raise UserError(
+                f"optimizer.cpu_offload: CUDA cannot pin {size >> 20} MiB of host memory (error"
+                f" {failed}); raise the limit of locked memory (ulimit -l), or lower the share"
+            )
         if failed:
             report_notice(
                 f"offload: CUDA cannot pin {size >> 20} MiB of host memory (error {failed}); copies"
                 " to and from the device are slower"
             )
+
+    def on_device(self) -> torch.Tensor:
+        """Return the bytes of mapped memory as a tensor of the device, in the same place."""
+        if device().type != "cuda":
+            return self.bytes
+        # CUDA gives registered memory the host's address; torch takes it as memory of the device.
+        self.__cuda_array_interface__ = {
+            "shape": tuple(self.bytes.shape),
+            "typestr": "|u1",
+            "data": (self.bytes.data_ptr(), False),
+            "version": 3,
+        }
+        return torch.as_tensor(self, device=device())
 
     def close(self) -> None:
         """Unpin the memory."""
@@ -74,7 +97,7 @@ class _Parked:
         same = [each._cdata for each in storages] == [each._cdata for each in self.storages]
         if copy and not (self.current and same):
             self.storages, self.sizes = storages, [each.nbytes() for each in storages]
-            total = sum(_aligned(size) for size in self.sizes)
+            total = sum(aligned(size) for size in self.sizes)
             if self.memory is None or len(self.memory.bytes) < total:
                 if self.memory is not None:
                     self.memory.close()
@@ -109,7 +132,7 @@ class _Parked:
         offset = 0
         for storage, size in zip(self.storages, self.sizes, strict=True):
             yield _bytes(storage, size), self.memory.bytes[offset : offset + size]
-            offset += _aligned(size)
+            offset += aligned(size)
 
 
 class Residency:
@@ -119,10 +142,18 @@ class Residency:
     """
 
     def __init__(
-        self, chunks: Sequence[Any], modules: Sequence[Any] = (), optimizer: Any = None
+        self,
+        chunks: Sequence[Any],
+        modules: Sequence[Any] = (),
+        optimizer: Any = None,
+        on_host: torch.Tensor | None = None,
     ) -> None:
-        """Take a model's chunks; of one that trains also its DDP modules and its optimizer."""
+        """Take a model's chunks; of one that trains also its DDP modules and its optimizer.
+
+        Optimizer state in `on_host` is host memory, whatever its device: it stays there.
+        """
         self._chunks, self._modules, self._optimizer = chunks, modules, optimizer
+        self._on_host = on_host
         self.trains = optimizer is not None
         self.share = DeviceShare()
         self._parked: dict[Part, _Parked] = {part: _Parked() for part in ALL}
@@ -172,10 +203,11 @@ class Residency:
     def _storages(self) -> dict[Part, list[torch.UntypedStorage]]:
         """Return the device's storages of every part; a storage of two parts is of the first.
 
-        An fp32 weight is its own master in the optimizer, and megatron-core's CPU Adam keeps its
-        state on the host, where it stays.
+        An fp32 weight is its own master in the optimizer.
         """
         seen: set[int] = set()
+        if self._on_host is not None:
+            seen.add(self._on_host.untyped_storage()._cdata)
 
         def own(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
             found = []
@@ -329,7 +361,7 @@ def _bytes(storage: torch.UntypedStorage, size: int) -> torch.Tensor:
     return empty.set_(storage, 0, (size,), (1,))
 
 
-def _aligned(size: int) -> int:
+def aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 

@@ -29,6 +29,7 @@ from parallel.device import device
 from parallel.hugging_face import weights as hugging_face_weights
 from parallel.model import routing
 from parallel.model.gpt import build_bridge, build_chunks, initialize
+from parallel.model.host_state import HostState
 from parallel.model.offload import ALL, STATE, Residency
 from parallel.model.routing import RouterAgreement, RouterMemory
 from parallel.model.vocabulary import HeadLogits
@@ -207,7 +208,8 @@ class TrainedPolicy(Policy):
             model, None, **keywords
         )
         config.grad_scale_func = self.optimizer.scale_loss
-        self.residency = Residency(self.chunks, self.modules, self.optimizer)
+        self.host_state = HostState(self.optimizer, optimizer.cpu_offload)
+        self.residency = Residency(self.chunks, self.modules, self.optimizer, self.host_state.bytes)
         if buckets.overlap_grad_reduce:
             # Buckets are summed in the backward pass of the last micro-batch alone.
             syncs = [module.no_sync for module in self.modules]

@@ -91,6 +91,8 @@ def _notes(settings: RunSettings, ranks: list[RankMemory], cached: int) -> Itera
         f"{model.precision}, on {layout_text(layout)}"
     )
     yield f"all ranks of the largest stage: {human(everywhere)}"
+    if on_host := max(rank.host_optimizer for rank in ranks):
+        yield f"besides, on the host of the fullest rank: {human(on_host)} of optimizer state"
     if settings.rounds > 1:
         yield f"each of the {settings.rounds:,} rounds needs as much as the first"
     yield (

@@ -75,4 +75,5 @@ def _trained(
         averages,
         values,
         optimizer.precision_aware,
+        optimizer.cpu_offload,
     )

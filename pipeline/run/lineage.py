@@ -43,7 +43,7 @@ WHOLE_BYTES, END_BYTES = 1 << 20, 1 << 16
 
 # Keys that later versions gave to every optimizer, with the value that means what was done before:
 # without it a manifest of before would make its finished stage stale.
-ADDED = {"precision_aware": False}
+ADDED = {"precision_aware": False, "cpu_offload": 0.0}
 OPTIMIZER = ".algorithm"  # ends a key that only optimizers have
 
 

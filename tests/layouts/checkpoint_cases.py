@@ -41,6 +41,7 @@ class Kind:
 
 KINDS = {
     "adam_distributed": Kind(ADAM, distributed=True),
+    "adam_on_host": Kind(ADAM.model_copy(update={"cpu_offload": 0.5}), distributed=True),
     "adam": Kind(ADAM),
     "sgd": Kind(SGD),
 }

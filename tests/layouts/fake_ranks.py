@@ -101,8 +101,9 @@ def install() -> None:
     megatron.activate()
     torch.cuda.is_available = lambda: True
     torch.cuda.current_device = lambda: 0
-    routing: Any = importlib.import_module("parallel.model.routing")
-    routing.device = lambda: torch.device("cpu")
+    for name in ("routing", "offload", "host_state"):
+        module: Any = importlib.import_module(f"parallel.model.{name}")
+        module.device = lambda: torch.device("cpu")
     create = dist.new_group
     # Of gloo's groups, which would wait for the other ranks.
     dist.new_group = lambda *arguments, backend=None, **keywords: create(*arguments, **keywords)
@@ -249,11 +250,14 @@ def ranks(
     return found
 
 
-def bf16_moments_round_trip(model: dict[str, Any], directory: str) -> dict[str, Any]:
+def bf16_moments_round_trip(
+    model: dict[str, Any], directory: str, saved: float = 0.0, loaded: float = 0.0
+) -> dict[str, Any]:
     """Save the state of a precision-aware optimizer and load it into another; one real rank.
 
-    Returns the dtypes of its tensors, the names that the checkpoint lacks or that differ after
-    loading, and the largest difference of the masters from weights changed afterwards.
+    Shares of `saved` and `loaded` are in host memory. Returns the dtypes of the tensors, the names
+    that the checkpoint lacks or that differ after loading, the largest difference of the masters
+    from weights changed afterwards, and the share of the elements that is then in host memory.
     """
     from megatron.core import dist_checkpointing, parallel_state
 
@@ -269,15 +273,22 @@ def bf16_moments_round_trip(model: dict[str, Any], directory: str) -> dict[str, 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         parallel_state.initialize_model_parallel(create_gloo_process_groups=True)
-        optimizer = OptimizerSettings(learning_rate=1e-3, precision_aware=True)
-        arguments = (ModelSettings(**model), LayoutSettings(), optimizer, 10, RoutingLossSettings())
-        first, second = TrainedPolicy(*arguments), TrainedPolicy(*arguments)
+        sizes = ModelSettings(**model), LayoutSettings()
+        first, second = (
+            TrainedPolicy(
+                *sizes,
+                OptimizerSettings(learning_rate=1e-3, precision_aware=True, cpu_offload=share),
+                10,
+                RoutingLossSettings(),
+            )
+            for share in (saved, loaded)
+        )
         for tensor in _adam_tensors(first).values():
             tensor.copy_(torch.randn(tensor.shape))
         dist_checkpointing.save({"optimizer": state.optimizer_to_save(first)}, directory)
         wanted = {"optimizer": state.optimizer_to_load(second)}
-        loaded = dist_checkpointing.load(wanted, directory)
-        state.restore_optimizer(second, loaded["optimizer"], updates=3)
+        found = dist_checkpointing.load(wanted, directory)
+        state.restore_optimizer(second, found["optimizer"], updates=3)
         ours, theirs = _adam_tensors(first), _adam_tensors(second)
         different = [name for name in ours if not torch.equal(ours[name], theirs[name])]
         with torch.no_grad():
@@ -288,11 +299,15 @@ def bf16_moments_round_trip(model: dict[str, Any], directory: str) -> dict[str, 
         for part in second.optimizer.chained_optimizers:
             for weight, tensors in part.optimizer.state.items():
                 moved = max(moved, float((tensors["master_param"] - weight).abs().max()))
+        host = second.host_state.bytes.untyped_storage()._cdata
+        everything = list(_adam_tensors(second).values())
+        on_host = [each for each in everything if each.untyped_storage()._cdata == host]
         return {
             "dtypes": {name.split()[0]: str(tensor.dtype) for name, tensor in theirs.items()},
             "different": different,
             "steps": sorted({group["step"] for group in second.optimizer.param_groups}),
             "master_difference": moved,
+            "on_host": sum(each.numel() for each in on_host) / sum(e.numel() for e in everything),
         }
     finally:
         parallel_state.destroy_model_parallel()

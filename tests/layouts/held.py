@@ -28,10 +28,13 @@ def held(
         for buffer in module.buffers + module.expert_parallel_buffers
     ]
     rank = parallel_state.get_pipeline_model_parallel_rank()
+    on_host = policy.host_state.bytes
+    elsewhere = [*parameters, on_host]
     return rank, RankMemory(
         parameters=_bytes(parameters),
         gradients=_bytes(buffer.grad_data for buffer in buffers),
-        optimizer=_bytes(_optimizer_state(policy), besides=parameters),
+        optimizer=_bytes(_optimizer_state(policy), besides=elsewhere),
+        host_optimizer=on_host.nbytes,
     )
 
 

@@ -69,6 +69,7 @@ KEPT = {  # in `make test`: every parallelism, and every kind of optimizer
     ("PP2_to_uneven", "adam_distributed"),
     ("TP2EP2_to_EP2PP2", "adam_distributed"),
     ("ETP2_to_EP2", "adam_distributed"),
+    ("DP2_to_DP1", "adam_on_host"),
     ("EP2_to_EP1", "adam"),
     ("EP2_to_EP1", "sgd"),
 }

@@ -120,15 +120,23 @@ def test_a_precision_aware_optimizer_keeps_8_bytes_per_parameter(ask: Ask) -> No
     assert aware["bytes"]["gradients"] == plain["bytes"]["gradients"]
 
 
-def test_a_checkpoint_keeps_moments_in_bf16_exactly(ask: Ask, tmp_path: Path) -> None:
-    """TransformerEngine's own Adam; its masters follow weights that are loaded."""
+@pytest.mark.parametrize(("saved", "loaded"), [(0.0, 0.0), (0.5, 0.0), (0.0, 1.0), (1.0, 0.5)])
+def test_a_checkpoint_keeps_moments_in_bf16_exactly(
+    saved: float, loaded: float, ask: Ask, tmp_path: Path
+) -> None:
+    """TransformerEngine's own Adam, with shares of its state in host memory.
+
+    Its masters follow weights that are loaded, and loading leaves every tensor where it is.
+    """
     model = FAMILIES["qwen3_moe"].model_copy(update={"precision": "bf16"})
-    found = ask("bf16_moments_round_trip", model=settings(model), directory=str(tmp_path))
+    shares = {"saved": saved, "loaded": loaded}
+    found = ask("bf16_moments_round_trip", model=settings(model), directory=str(tmp_path), **shares)
     moments = dict.fromkeys(("exp_avg", "exp_avg_sq"), "torch.bfloat16")
     assert found["dtypes"] == {**moments, "master_param": "torch.float32"}
     assert found["different"] == []
     assert found["steps"] == [3]
     assert found["master_difference"] == 0.0
+    assert loaded <= found["on_host"] <= (0.8 if loaded == 0.5 else loaded)
 
 
 @pytest.mark.parametrize("family", tiered(FAMILIES, {"qwen3_moe", "deepseek_v3"}))

@@ -158,3 +158,21 @@ def test_bf16_moments_need_adam_bf16_and_a_distributed_optimizer(
     layout = LayoutSettings(distributed_optimizer=distributed)
     found = list(optimizer_violations(optimizer, model(precision=precision), layout))
     assert found == [("precision_aware", f"requires {each}") for each in needs]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "distributed", "share", "needs"),
+    [
+        ("sgd", True, 0.5, ["algorithm: adam"]),
+        ("adam", False, 1.0, ["layout.distributed_optimizer: true"]),
+        ("adam", True, 1.0, []),
+        ("sgd", False, 0.0, []),
+    ],
+)
+def test_state_on_the_host_needs_adam_and_a_distributed_optimizer(
+    algorithm: str, distributed: bool, share: float, needs: list[str]
+) -> None:
+    optimizer = OptimizerSettings(learning_rate=1e-3, algorithm=algorithm, cpu_offload=share)
+    layout = LayoutSettings(distributed_optimizer=distributed)
+    found = list(optimizer_violations(optimizer, model(precision="fp32"), layout))
+    assert found == [("cpu_offload", f"requires {each}") for each in needs]

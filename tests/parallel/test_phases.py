@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from parallel.engine.memory import GIB, RESERVE_BYTES, engine_share
@@ -119,6 +121,23 @@ def test_its_optimizer_state_by_setting() -> None:
     assert elements == pytest.approx(3.82e9, rel=0.01)
     assert models().policy.optimizer == 12 * elements
     assert models(precision_aware=True).policy.optimizer == 8 * elements
+
+
+def test_state_of_cpu_offload_is_on_the_host_in_every_phase() -> None:
+    """And on no GPU, whoever else has it; a checkpoint copies it as any other."""
+    [rank] = training_memory(QWEN3_30B, LAYOUT, "adam", 8192, 1, cpu_offload=0.75)
+    plain, some = models(), replace(models(), policy=rank)
+    on_host = rank.host_optimizer
+    assert on_host == round(0.75 * plain.policy.optimizer) > 30 * GIB
+    for placement in ("shared", "own"):
+        engine = ENGINE.model_copy(update={"placement": placement})
+        without, given = found(plain, engine), found(some, engine)
+        for name, phase in given.items():
+            moved = without[name].gpu.get("optimizer state", 0)
+            assert phase.gpu.get("optimizer state", 0) == (moved - on_host if moved else 0)
+            everything = plain.policy.optimizer if placement == "shared" else on_host
+            assert phase.host["optimizer state"] == everything
+    assert checkpoint_copies(some) == checkpoint_copies(plain)
 
 
 def test_a_checkpoint_takes_copies_on_the_host() -> None:

@@ -21,6 +21,11 @@ from tests.pipeline.violations import edited, errors, judge, own, rewards
             "merge.optimizer.precision_aware=true",
             "merge.optimizer.precision_aware: requires model.precision: bf16",
         ),
+        (
+            "merge.optimizer.cpu_offload=0.5\tlayout.distributed_optimizer=false",
+            "merge.optimizer.cpu_offload: requires layout.distributed_optimizer: true",
+        ),
+        ("merge.optimizer.cpu_offload=1.5", "merge.optimizer.cpu_offload: should be less than or"),
         ("layout.ranks=66", "domains: the sum of demonstrations.sequences_per_step is 64, less"),
         ("layout.ranks=34", "merge.sampling.prompts_per_step: 32 prompts x 1 samples in 1 updates"),
         ("evaluation.problems=1", "evaluation.problems: 1 is less than the 2 data-parallel ranks"),

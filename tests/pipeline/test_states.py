@@ -111,14 +111,15 @@ def test_a_manifest_with_the_former_key_of_domains_makes_nothing_stale(
     assert states(run, settings) == before
 
 
+@pytest.mark.parametrize("added", ["precision_aware", "cpu_offload"])
 def test_a_manifest_from_before_a_key_makes_nothing_stale(
-    run: RunDirectory, settings: RunSettings, trained: dict[str, Stage]
+    added: str, run: RunDirectory, settings: RunSettings, trained: dict[str, Stage]
 ) -> None:
     before = states(run, settings)
     for name in before:
         manifest = run.stage(name).manifest
         found = json.loads(manifest.read_text())
-        keys = [key for key in found["settings"] if key.endswith(".precision_aware")]
+        keys = [key for key in found["settings"] if key.endswith(f".{added}")]
         assert keys or name not in trained
         for key in keys:
             del found["settings"][key]

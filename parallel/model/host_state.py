@@ -1,0 +1,94 @@
+"""Adam's state in host memory, which the device's own kernels read and write.
+
+megatron-core 0.16.1 offloads Adam with HybridDeviceOptimizer, which updates with another Adam on
+the host: its bits differ from the device's. It also loads a checkpoint by a step on random
+gradients, keeps its moments in fp32, and without precision-aware Adam leaves the master weights on
+the device. Here the tensors alone move: CUDA maps pinned host memory into the device's address
+space, and the optimizer, its gradients, clipping and checkpoints see tensors of the device as
+before. An update gives the same bits, whatever share of the state is on the host; it reads and
+writes that share over the bus once a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallel.device import device
+from parallel.model.offload import HostMemory, aligned
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class HostState:
+    """The state of a share of Adam's parameters: moments and fp32 master weights, on the host.
+
+    An fp32 weight is its own master and stays on the device. The parameters are whole tensors, the
+    first of each of the optimizer's parts, until they have at least the share of its elements.
+    """
+
+    def __init__(self, optimizer: Any, share: float) -> None:
+        """Move the state, and allocate it where Adam has not yet; `share` 0 moves nothing."""
+        self.bytes = torch.empty(0, dtype=torch.uint8, device=device())
+        self._used = 0
+        if not share:
+            return
+        chosen = [(p, each) for p in optimizer.chained_optimizers for each in _first(p, share)]
+        size = sum(_size(part, parameter) for part, parameter in chosen)
+        self._memory = HostMemory(size, pinned=device().type == "cuda", mapped=True)
+        self.bytes = self._memory.on_device()
+        for part, parameter in chosen:
+            allocate(part, parameter)
+            state = part.optimizer.state[parameter]
+            for name in list(state):
+                state[name] = self._placed(state[name])
+            if _has_master(part, parameter):
+                parameter.data = self._placed(parameter.data)
+        assert self._used == size
+
+    def _placed(self, tensor: Tensor) -> Tensor:
+        """Return a copy in host memory, a tensor of the device."""
+        start, self._used = self._used, self._used + aligned(tensor.nbytes)
+        part = self.bytes[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        return part.copy_(tensor)
+
+
+def allocate(part: Any, parameter: Tensor) -> None:
+    """Allocate the state of one parameter of a part of the optimizer, unless it is allocated."""
+    inner = part.optimizer
+    if part.config.use_precision_aware_optimizer:  # of dtypes that only it knows
+        if not inner.state[parameter]:
+            inner.initialize_state(parameter, store_param_remainders=False)
+        return
+    for name in MOMENTS if "betas" in inner.defaults else ("momentum_buffer",):
+        if inner.state[parameter].get(name) is None:
+            inner.state[parameter][name] = torch.zeros_like(parameter)
+
+
+def _first(part: Any, share: float) -> Iterator[Tensor]:
+    """Yield the first parameters of a part, until they have the share of its elements."""
+    parameters = [each for group in part.optimizer.param_groups for each in group["params"]]
+    wanted = share * sum(each.numel() for each in parameters)
+    taken = 0
+    for each in parameters:
+        if taken >= wanted:
+            return
+        taken += each.numel()
+        yield each
+
+
+def _size(part: Any, parameter: Tensor) -> int:
+    """Return the bytes that a parameter's state takes in host memory."""
+    dtypes = [torch.float32] * (2 + _has_master(part, parameter))
+    if part.config.use_precision_aware_optimizer:  # the master is in Adam's state
+        dtypes = [part.config.exp_avg_dtype, part.config.exp_avg_sq_dtype, torch.float32]
+    return sum(aligned(parameter.numel() * dtype.itemsize) for dtype in dtypes)
+
+
+def _has_master(part: Any, parameter: Tensor) -> bool:
+    """Return whether a parameter of the optimizer is an fp32 copy of a 16-bit weight."""
+    copies = part.shard_fp32_from_float16_groups
+    return any(each is parameter for group in copies for each in group)
