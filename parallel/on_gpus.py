@@ -43,13 +43,13 @@ def main() -> None:
     which, caches, *arguments = sys.argv[1:]
     try:
         gpus = visible_gpus()
-        if gpus and built_for_cpu():
-            raise UserError(
-                f"{sys.executable} has a torch for CPUs, and this task is to run on GPUs; submit from "
-                "the environment of `make install-gpu`, or set gpus_per_node: 0"
-            )
         slots = slots_of(which, len(gpus))
         check_gpu_count(gpus, max(slots) + 1, socket.gethostname(), "this task needs")
+        if gpus and built_for_cpu():
+            raise UserError(
+                f"{sys.executable} has a torch for CPUs, and this task is to run on GPUs; submit "
+                "from the environment of `make install-gpu`, or set gpus_per_node: 0"
+            )
         chosen = ORDER if which == RANK else _environment_of_engine(slots, len(gpus))
         kept = cache_environment(Path(caches)) if caches else {}
     except UserError as error:

@@ -40,9 +40,10 @@ def _below(block: str, names: str) -> tuple[str, ...]:
 
 
 _TRAINING = ("seed", "deterministic", "model")
-_SAMPLING = (*_TRAINING, "engine.max_model_tokens")
+_SAMPLED = _below("engine", "max_model_tokens weights")
+_SAMPLING = (*_TRAINING, *_SAMPLED)
 _POLICY = "sampling rollout objective routing optimizer updates_per_rollout loop.steps stop"
-_MEASURING = ("seed", "model", "engine.max_model_tokens")
+_MEASURING = ("seed", "model", *_SAMPLED)
 _MEASURED = "prompts rewards sampling.max_response_tokens"
 
 KINDS: dict[Kind, StageKind] = {
@@ -109,8 +110,6 @@ ENGINE_KEYS = (
     *("start_timeout_seconds", "request_timeout_seconds", "hang_timeout_seconds", "max_restarts"),
     *("transport", "check_refit", "expert_parallel"),
     *("max_logprob_difference", "max_mean_logprob_difference", "max_high_ratio"),
-    # Rollouts differ no more than by an upgrade of vLLM, and their samples are weighted for it.
-    "weights",
 )
 LOOP_KEYS = (
     "micro_batch_tokens",

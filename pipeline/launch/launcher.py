@@ -347,6 +347,8 @@ def write_engine_job(
     directory: EngineDirectory, settings: RunSettings, index: int, placement: Placement
 ) -> Path:
     """Write one engine's job, with the run's seed; return its path."""
+    gpus = visible_gpus() if placement.on_gpus else []  # whatever torch the launcher itself has
+    sizes = [gpu.total_bytes for gpu in gpus]
     job = EngineJob(
         model=settings.model,
         engine=settings.engine,
@@ -355,11 +357,7 @@ def write_engine_job(
         interface=placement.interface,
         nodes=placement.nodes_per_engine,
         seed=settings.seed,
-        gpu_memory_bytes=engine_gpu_bytes(
-            settings.layout,
-            settings.engine,
-            [gpu.total_bytes for gpu in (visible_gpus() if placement.on_gpus else ())],
-        ),
+        gpu_memory_bytes=engine_gpu_bytes(settings.layout, settings.engine, sizes),
         deterministic=settings.deterministic,
         sampling_mask=any(
             block.sampling.top_k > 0 or block.sampling.top_p < 1

@@ -41,10 +41,12 @@ TOKENIZER_FILES = (
 WHOLE_BYTES, END_BYTES = 1 << 20, 1 << 16
 
 
-# Keys that later versions gave to every optimizer, with the value that means what was done before:
-# without it a manifest of before would make its finished stage stale.
-ADDED = {"precision_aware": False, "cpu_offload": 0.0}
-OPTIMIZER = ".algorithm"  # ends a key that only optimizers have
+# Keys that later versions gave to a block, by a key that only such blocks have, with the value that
+# means what was done before: without it a manifest of before would make its finished stage stale.
+ADDED: dict[str, dict[str, Any]] = {
+    "algorithm": {"precision_aware": False, "cpu_offload": 0.0},  # of optimizers
+    "max_model_tokens": {"weights": "model"},  # of the engine
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,8 +127,11 @@ def _renamed(recorded: dict[str, Any]) -> dict[str, Any]:
 
 def _completed(recorded: dict[str, Any]) -> dict[str, Any]:
     """Return a manifest's settings with the keys that its version did not have yet."""
-    blocks = [key.removesuffix(OPTIMIZER) for key in recorded if key.endswith(OPTIMIZER)]
-    added = {f"{block}.{key}": value for block in blocks for key, value in ADDED.items()}
+    added = {
+        f"{block}.{key}": value
+        for block, _, known in (each.rpartition(".") for each in recorded)
+        for key, value in ADDED.get(known, {}).items()
+    }
     return {**added, **recorded}
 
 

@@ -62,7 +62,14 @@ def test_a_slot_that_the_node_lacks_is_one_line_of_the_log(
     assert " has 4 visible GPUs, and this task needs 5; " in said
     _, said = task("rank", code=1, PATH=path, SLURM_LOCALID="6")
     assert " has 4 visible GPUs, and this task needs 7; " in said
-    task("rank", PATH=path, SLURM_LOCALID="6", CUDA_VISIBLE_DEVICES="3")  # bound to one
+    bound = {"PATH": path, "SLURM_LOCALID": "6", "CUDA_VISIBLE_DEVICES": "3"}  # to one
+    _, said = task("rank", code=1, **bound)
+    assert "has a torch for CPUs, and this task is to run on GPUs; submit from the env" in said
+    built = tmp_path / "torch-2.13.0+cu130.dist-info"
+    built.mkdir()
+    (built / "METADATA").write_text("Name: torch\nVersion: 2.13.0+cu130\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ['PYTHONPATH']}")
+    task("rank", **bound)
 
 
 def test_compiled_kernels_stay_on_the_node(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from parallel.errors import UserError
 from parallel.settings import EngineJob
+from parallel.slots import MachineGpus
 from pipeline.config.validate import load, load_cluster
 from pipeline.launch.launcher import write_engine_job
 from pipeline.launch.placement import ThisMachine
@@ -212,12 +213,16 @@ def test_an_engine_s_job_says_what_it_may_use_of_a_gpu(
 
     def allowed(*overrides: str) -> int | None:
         settings = qwen(*overrides)
-        path = write_engine_job(directory, settings, 0, ThisMachine(settings.engine))
+        placement = ThisMachine(settings.engine, gpus=MachineGpus([], []) if on_gpus else None)
+        path = write_engine_job(directory, settings, 0, placement)
         return EngineJob.model_validate_json(path.read_text()).gpu_memory_bytes
 
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert allowed() is None
     put_nvidia_smi(monkeypatch, tmp_path)  # four GPUs of 81,559 MiB
+    on_gpus = False
+    assert allowed() is None
+    on_gpus = True
+    # A launcher beside a container may have a torch for CPUs.
+    monkeypatch.setattr("parallel.gpus.built_for_cpu", lambda: True)
     # The trainer's context and communicators, and contexts of the three other engine ranks.
     assert allowed() == (81_559 << 20) - (1 << 30) - 4 * (1 << 29)
     assert allowed("engine.placement=own") is None

@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from parallel.errors import UserError
+from parallel.slots import share_gpus
 from pipeline.config.validate import load
 from pipeline.launch.launcher import Launcher, run_to_the_end
 from pipeline.launch.placement import ThisMachine
@@ -19,6 +20,7 @@ from pipeline.run.directory import RunDirectory
 from stages.settings import StageJob
 from tests.parallel.test_slots import gpus
 from tests.pipeline.fake_launcher import fake_programs
+from tests.runs import REPOSITORY
 
 
 @pytest.fixture
@@ -86,3 +88,16 @@ def test_each_process_sees_its_gpus(run: RunDirectory, config: Path) -> None:
         "5,4,6,7",
         "6,4,5,7",
     ]
+
+
+@pytest.mark.parametrize(("placement", "count"), [("shared", 1), ("own", 2)])
+def test_the_first_hour_s_runs_fit_their_gpus(placement: str, count: int) -> None:
+    """The commands of docs/gpu.md."""
+    lines = (REPOSITORY / "docs" / "gpu.md").read_text().splitlines()
+    runs = [line.split()[2:] for line in lines if line.startswith(".venv-gpu/bin/braid run ")]
+    chosen = [run for run in runs if ("engine.placement=own" in run) == (placement == "own")]
+    assert chosen
+    for config, *changes in chosen:
+        settings = load(REPOSITORY / config, changes)
+        assert settings.engine.placement == placement
+        assert share_gpus(settings.layout, settings.engine, gpus(count)) is not None
