@@ -24,7 +24,7 @@ from parallel.errors import UserError, report_error
 from parallel.gpus import Gpu, built_for_cpu, visible_gpus
 from parallel.slots import ORDER, VISIBLE, check_gpu_count, gpu_environment, own_first
 
-RANK = "rank"
+RANK = "rank"  # slots of a rank: all GPUs are visible, and LOCAL_RANK chooses
 DRIVER = Path("/proc/driver/nvidia/gpus")  # a directory per GPU, named after its PCI address
 DEVICES = Path("/sys/bus/pci/devices")
 # Where programs keep kernels that they compiled: by default in the home, which all nodes share.

@@ -19,11 +19,10 @@ from typing import Protocol
 from parallel.engine.environment import GPU_FILE, process_environment
 from parallel.forkserver import PR_SET_CHILD_SUBREAPER, prctl
 from parallel.network import LOOPBACK, address_of, environment_of
+from parallel.on_gpus import RANK
 from parallel.settings import EngineSettings
 from parallel.slots import VISIBLE, MachineGpus, gpu_environment, own_first, share_cores
 from pipeline.launch.processes import Child, PendingFork, Process, RequestFork, kill, python_module
-
-EACH_RANK = "rank"  # slots of `parallel.on_gpus`: all GPUs are visible, and LOCAL_RANK chooses
 
 # The module that a command runs with `python -m`, and the module that imports all it needs.
 PRELOADS = {"stages.main": "stages.preload", "parallel.engine.server": "parallel.engine.preload"}
@@ -190,7 +189,7 @@ class ThisMachine:
         }
         if self._gpus:
             common |= self._visible(self._gpus.stage)
-            command = on_gpus(command, EACH_RANK)
+            command = on_gpus(command, RANK)
         # Engines of a stage that does not sample are idle, so the ranks may use every core.
         shared = beside_engines and self._gpus is None
         cores = share_cores(self._engine, self._cores).ranks if shared else None

@@ -12,8 +12,9 @@ from pathlib import Path
 from parallel.engine.environment import process_environment
 from parallel.errors import NOTICE_MARK, STATUS_DESCRIPTOR, UserError
 from parallel.network import address_of, environment_of
+from parallel.on_gpus import RANK
 from pipeline.config.cluster import ClusterSettings, ContainerSettings
-from pipeline.launch.placement import EACH_RANK, free_port, on_gpus
+from pipeline.launch.placement import free_port, on_gpus
 from pipeline.launch.processes import (
     POLL_SECONDS,
     Child,
@@ -101,7 +102,7 @@ class SlurmJob:
             **environment_of(self.interface),
         }
         logs = [directory / f"rank_{rank}.log" for rank in range(world)]
-        return [self._step("rank", options, EACH_RANK, command, directory, logs, rendezvous)]
+        return [self._step("rank", options, RANK, command, directory, logs, rendezvous)]
 
     def start_engine(self, name: str, index: int, command: Sequence[str], log: Path) -> Process:
         place = self._places.engines[index]
