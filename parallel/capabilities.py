@@ -1,12 +1,13 @@
 """The table of what the trainer uses of a machine: kernels, overlap, and the dispatcher.
 
-A CPU, CUDA without TransformerEngine, and fp32 on any device all run megatron-core's plain
-operations, so that their results can be compared. Fused kernels are used with CUDA,
-TransformerEngine and bf16. Never imports torch.
+A CPU and CUDA without TransformerEngine run megatron-core's plain operations, and so does fp32 with
+TransformerEngine but for its layers, so that their results can be compared. Fused kernels are used
+with CUDA, TransformerEngine and bf16. Importing it imports no torch.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -45,8 +46,15 @@ def this_machine() -> Machine:
         cuda=cuda,
         transformer_engine=layer_specs() == "transformer_engine",
         deep_ep=cuda and find_spec("deep_ep") is not None,
-        gpus=torch.cuda.device_count() if cuda else 1,
+        # A rank that Slurm bound to one GPU sees no other of its node.
+        gpus=max(torch.cuda.device_count(), ranks_of_node()) if cuda else 1,
     )
+
+
+def ranks_of_node() -> int:
+    """Return the ranks of this node as torchrun or srun started them; 1 where neither says."""
+    said = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE") or "1"
+    return int(said)
 
 
 def transformer_flags(

@@ -43,7 +43,9 @@ def gpu_ordinals() -> dict[str, int]:
     if not torch.cuda.is_available():
         return {}
     count = torch.cuda.device_count()
-    return {str(torch.cuda.get_device_properties(each).uuid): each for each in range(count)}
+    # torch leaves out the prefix that the driver and CUDA_VISIBLE_DEVICES use.
+    uuids = (str(torch.cuda.get_device_properties(each).uuid) for each in range(count))
+    return {f"GPU-{uuid.removeprefix('GPU-')}": each for each, uuid in enumerate(uuids)}
 
 
 @functools.cache

@@ -15,7 +15,7 @@ import numpy as np
 
 from parallel.determinism import engine_environment
 from parallel.engine.environment import has_gpus, process_environment
-from parallel.engine.memory import CACHE_BLOCK, cache_bytes, engine_memory
+from parallel.engine.memory import BATCHED_TOKENS, CACHE_BLOCK, cache_bytes, engine_memory
 from parallel.engine.nodes import meeting_point, node_rank
 from parallel.errors import UserError
 from parallel.gpus import Gpu, visible_gpus
@@ -23,7 +23,6 @@ from parallel.network import address_of
 from parallel.settings import EngineJob
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-BATCHED_TOKENS = 8192  # tokens per step
 
 
 def engine_arguments(job: EngineJob, directory: str, *, cuda: bool) -> dict[str, Any]:

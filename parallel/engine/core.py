@@ -106,10 +106,10 @@ class Core:
         vLLM's level 2: it saves the model's buffers, which no refit brings, and keeps all
         addresses, so that CUDA graphs stay valid. On a CPU vLLM frees nothing.
         """
-        self.weight_version = None
-        self.drain()
         self.abort(list(self._requests))
-        self._drained = []  # nobody waits for what ends now
+        self.drain()  # steps that were scheduled before; their tokens have the present weights
+        self._drained = []  # nobody waits for what ended
+        self.weight_version = None
         if self._asleep == PARTS:
             return
         for part in self._asleep:  # vLLM does nothing where a part is asleep already

@@ -191,8 +191,10 @@ class Fleet:
             return None
         self._joined = joining
         sizes = tuple(self.descriptions[client].tensor for client in members)
-        hosts = self._topology().hosts(self.settings.transport)
-        return EngineSizes(sizes, hosts=hosts, expert_parallel=self.settings.expert_parallel)
+        topology = self._topology()
+        hosts = topology.hosts(self.settings.transport)
+        forwarding, whole = topology.forwards(hosts), self.settings.expert_parallel
+        return EngineSizes(sizes, forwarding, whole, hosts)
 
     def _topology(self) -> Topology:
         """Return the places of all ranks. Main rank only."""
@@ -233,7 +235,10 @@ class Fleet:
         def ask(client: EngineClient) -> None:
             place = members.index(client)
             fleet, whole = list(sizes.engines), sizes.expert_parallel
-            client.join(Join(layout, fleet, whole, place, numbers, meetings, JOIN_SECONDS))
+            join = Join(
+                layout, fleet, whole, sizes.forwarding, place, numbers, meetings, JOIN_SECONDS
+            )
+            client.join(join)
 
         def open_outbox() -> None:
             self._outbox = Outbox(plan, rank, parameters, meetings, device())
@@ -259,7 +264,8 @@ class Fleet:
             return {}
         if not any_rank(self.sleeps or addresses(parameters) != self._shared_at)[0]:
             return {}
-        mapped = hosts.trainers[dist.get_rank()] in hosts.engines
+        rank = dist.get_rank()
+        mapped = any(hosts.map(rank, message.engine_rank) for message in self._plan.send(rank))
         found = gather(share(parameters) if mapped else None)
         self._shared_at = addresses(parameters)
         return {rank: shared for rank, shared in enumerate(found) if shared is not None}

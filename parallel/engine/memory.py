@@ -33,7 +33,7 @@ COMMUNICATOR_BYTES = GIB
 GRAPH_BYTES = 3 * GIB // 2
 # Left free on every GPU: peaks of kernels and libraries that no estimate has.
 RESERVE_BYTES = GIB
-BATCHED_TOKENS = 8192  # of a step on a GPU, or one for every sequence
+BATCHED_TOKENS = 8192  # tokens of a step; on a GPU at least one for every sequence
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ class RefitExtension:
         layout = LayoutSettings.model_validate(join.layout)
         rank = sum(join.fleet[: join.engine]) + self._tensor_rank
         hosts = Hosts(*map(tuple, join.hosts)) if join.hosts else None
-        fleet = EngineSizes(tuple(join.fleet), hosts=hosts, expert_parallel=join.expert_parallel)
+        fleet = EngineSizes(tuple(join.fleet), join.forwarding, join.expert_parallel, hosts)
         plan = Plan(self._settings, layout, fleet)
         self._inbox = Inbox(self._settings, layout, plan, rank, join.meetings, self._device)
 

@@ -95,6 +95,10 @@ class Topology:
             for host in dict.fromkeys(place.host for place in self.engines)
         ]
 
+    def forwards(self, hosts: Hosts | None) -> bool:
+        """Return whether engines may feed one another: all ranks must then be in one group."""
+        return len(self.groups(hosts)) == 1
+
     def _obstacle(self, place: EnginePlace) -> str:
         """Return why an engine rank cannot map its host's trainer ranks, "" where it can."""
         near = [each for each in self.trainers if each.host == place.host]

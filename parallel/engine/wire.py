@@ -154,6 +154,7 @@ class Join(msgspec.Struct, frozen=True):
     layout: dict[str, Any]
     fleet: list[int]
     expert_parallel: bool
+    forwarding: bool
     engine: int
     hosts: tuple[list[int], list[int]] | None
     meetings: list[Meeting]

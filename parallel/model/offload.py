@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -43,7 +43,7 @@ class HostMemory:
     def __init__(self, size: int, pinned: bool, mapped: bool = False) -> None:
         self.bytes = torch.empty(size, dtype=torch.uint8)
         self._registered = False
-        if not pinned:
+        if not pinned or not size:
             return
         # Not torch's pinned allocator, which rounds every block up to a power of two.
         runtime: Any = torch.cuda.cudart()
@@ -56,6 +56,9 @@ class HostMemory:
                 f" {failed}); raise the limit of locked memory (ulimit -l), or lower the share"
             )
         if failed:
+            # The runtime keeps the error, and torch would raise it after its next kernel.
+            with suppress(RuntimeError):
+                torch.zeros(1, device=device())
             report_notice(
                 f"offload: CUDA cannot pin {size >> 20} MiB of host memory (error {failed}); copies"
                 " to and from the device are slower"

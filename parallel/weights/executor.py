@@ -45,7 +45,10 @@ class _Groups:
 
     def of(self, rank: int) -> Messages:
         """Return the group with another rank."""
-        return next(each for each in self._all if each.reaches(rank))
+        for each in self._all:
+            if each.reaches(rank):
+                return each
+        raise RuntimeError(f"refit: no process group with rank {rank}")
 
     def close(self) -> None:
         """Leave all groups."""

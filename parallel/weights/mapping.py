@@ -116,6 +116,10 @@ def _share_gpu(storage: Any) -> DeviceMemory:
         )
     description = [*storage._share_cuda_()]
     [uuid] = [gpu for gpu, ordinal in gpu_ordinals().items() if ordinal == description[0]]
+    # torch counts a handle as used until an importer has unmapped it, and would keep the memory of
+    # one whose importer died. A refit ends its mappings before the memory is freed.
+    _, _, _, _, counter, place, *_ = description
+    torch.UntypedStorage._release_ipc_counter(counter, place, device=storage.device)
     return DeviceMemory(uuid, description)
 
 

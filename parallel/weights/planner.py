@@ -39,11 +39,12 @@ class Hosts(NamedTuple):
 
 @dataclass(frozen=True)
 class EngineSizes:
-    """The ranks of each engine, numbered across engines; whether all have whole experts.
+    """The ranks of each engine, numbered across engines.
 
-    With `forwarding`, trainers feed no more engine ranks than there are trainers, and every other
-    engine is fed by an earlier one of its size. With `hosts`, engine ranks map what ranks of their
-    host hold; these are fed by the trainers, and do not count.
+    With `expert_parallel` the ranks of an engine share the experts, each whole. With `forwarding`,
+    trainers feed no more engine ranks than there are trainers, and every other engine is fed by an
+    earlier one of its size. With `hosts`, engine ranks map what ranks of their host hold; these are
+    fed by the trainers, and do not count.
     """
 
     engines: tuple[int, ...]

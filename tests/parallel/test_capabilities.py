@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from parallel import device, memory
 from parallel.capabilities import (
     Machine,
     check_capabilities,
@@ -176,3 +177,7 @@ def test_state_on_the_host_needs_adam_and_a_distributed_optimizer(
     layout = LayoutSettings(distributed_optimizer=distributed)
     found = list(optimizer_violations(optimizer, model(precision="fp32"), layout))
     assert found == [("cpu_offload", f"requires {each}") for each in needs]
+
+
+def test_the_memory_model_counts_the_chunks_of_the_loss() -> None:
+    assert device.LOSS_CHUNK_BYTES["cuda"] == memory.LOSS_CHUNK_BYTES

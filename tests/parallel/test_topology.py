@@ -13,9 +13,11 @@ from parallel.engine.client import EngineError
 from parallel.engine.topology import Topology, TrainerPlace
 from parallel.engine.wire import EnginePlace
 from parallel.errors import UserError, is_lost_peer
+from parallel.settings import LayoutSettings
 from parallel.weights import mapping
 from parallel.weights.mapping import DeviceMemory, SharedMemory, mapped, share
-from parallel.weights.planner import Hosts
+from parallel.weights.planner import EngineSizes, Hosts, Plan
+from tests.parallel.test_weight_plan import model
 
 MIB = 1 << 20
 
@@ -47,6 +49,24 @@ def test_ranks_on_one_gpu_are_never_in_one_group() -> None:
     assert COLOCATED.groups(COLOCATED.hosts("auto")) == [[2, 3, 4], [0, 1, 5]]
     own = topology(trainers(("a", "A0"), ("a", "A1")), ("a", ["A2", "A0", "A1"]), ("b", ["B0"]))
     assert own.groups(own.hosts("auto")) == [[0, 1, 2, 3]]
+
+
+def test_every_message_of_a_plan_is_within_a_group() -> None:
+    """A trainer's host and two more, whose engines share no group: none feeds another."""
+    layout, tensor = LayoutSettings(ranks=2), 2
+    places = [("a", ["A0", "A1"]), ("a", ["A1", "A0"])]
+    places += [(host, [f"{host}{each}"]) for host in "bc" for each in range(tensor)]
+    ways = topology(trainers(("a", "A0"), ("a", "A1")), *places)
+    hosts = ways.hosts("auto")
+    groups = ways.groups(hosts)
+    assert len(groups) == 3 and not ways.forwards(hosts)
+    plan = Plan(model("qwen3_moe"), layout, EngineSizes((tensor,) * 3, False, hosts=hosts))
+    for rank in range(3 * tensor):
+        for bucket in plan.receive(rank):
+            senders = {each.trainer_rank for each in bucket.messages}
+            assert bucket.forwarded_from is None and not bucket.forward_to
+            sent = {each for each in senders if not plan.fleet.mapped(each, rank)}
+            assert all(any({each, 2 + rank} <= set(group) for group in groups) for each in sent)
 
 
 def test_an_engine_that_shares_a_gpu_but_cannot_map_is_an_error() -> None:
@@ -106,10 +126,17 @@ def test_a_gpu_s_memory_is_shared_with_its_uuid(monkeypatch: pytest.MonkeyPatch)
     parameter = mock.Mock(wraps=torch.ones(2, 3), dtype=torch.float32, shape=(2, 3))
     parameter.untyped_storage = Exported
     monkeypatch.setattr(mapping, "gpu_ordinals", lambda: {"GPU-a": 0, "GPU-b": 1})
+    released: list[Any] = []
+    monkeypatch.setattr(
+        torch.UntypedStorage,
+        "_release_ipc_counter",
+        lambda *counter, device: released.append((*counter, device)),
+    )
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
     [memory] = share({"a": parameter}).storages
     assert isinstance(memory, DeviceMemory)
     assert memory.gpu == "GPU-b"
+    assert released == [(b"counter", 0, Exported.device)]  # else it would never be freed
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     with pytest.raises(UserError, match="cannot map memory of expandable segments; remove"):
         share({"a": parameter})

@@ -35,6 +35,7 @@ WITHOUT_TORCH = {
     "parallel.gpus",
     "parallel.memory",
     "parallel.network",
+    "parallel.on_gpus",
     "parallel.slots",
     "parallel.phases",
     "parallel.engine.environment",
