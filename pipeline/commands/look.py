@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from pipeline.run.ledger import took
 from pipeline.run.metrics import read_models
 from pipeline.run.run import Run
 from pipeline.slurm.queue import is_queued, queue_of, states_now
+from pipeline.slurm.submit import check_engines
 from pipeline.text import reason, say, shown, visible
 from stages.directory import EngineDirectory
 from stages.rewards.reward import cautions
@@ -52,7 +53,8 @@ from stages.settings import RunSettings
     CONFIG_HELP + "  braid validate configs/quickstart.yaml domains.chain_sum.loop.steps=80\n"
     "  braid validate configs/quickstart.yaml --cluster configs/clusters/mine.yaml\n\n"
     "Also checks that every stage fits into the GPUs' memory, where it is known: that of this\n"
-    "machine's GPUs, or gpu_memory_gib of the cluster's profile.\n\n"
+    "machine's GPUs, or gpu_memory_gib of the cluster's profile; with --cluster also that its\n"
+    "nodes can hold the engines, as `braid submit` does.\n\n"
     'JSON: {"valid": true, "stages", "domains", "warnings"} or {"valid": false, "errors"}; with\n'
     "--resolved the settings.",
     Argument("--resolved", action="store_true", help="print it with every default written out"),
@@ -77,10 +79,13 @@ def validate(arguments: Namespace) -> None:
         return
     stages = Run(arguments.runs_dir / settings.name, settings).stages
     try:
+        _check_engines(arguments, settings, stages)
         check_capacity(settings, stages, common.known_gpus(arguments))
     except UserError as error:
         if arguments.json:
-            print_json(arguments, {"valid": False, "errors": str(error).splitlines()[1:]})
+            lines = str(error).splitlines()
+            errors = [line for line in lines if not line.endswith(":")]  # a title's
+            print_json(arguments, {"valid": False, "errors": errors})
         raise
     warnings = [
         *cautions({name: each.rewards for name, each in settings.domains.items()}),
@@ -95,6 +100,12 @@ def validate(arguments: Namespace) -> None:
         return
     domains_text = ", ".join(settings.domains)
     say(f"{arguments.config} is valid: {len(stages)} stages, domains {domains_text}", *warnings)
+
+
+def _check_engines(arguments: Namespace, settings: RunSettings, stages: Sequence[Stage]) -> None:
+    """Raise UserError where `braid submit` would refuse the engines on `--cluster`'s nodes."""
+    if arguments.cluster:
+        check_engines(settings, load_cluster(arguments.cluster), stages)
 
 
 def _too_few_gpus(settings: RunSettings) -> Iterator[str]:
@@ -139,9 +150,11 @@ def plan(arguments: Namespace) -> None:
             print_json(arguments, {"stages": held})
         else:
             print(*memory_report(settings, gpus), sep="\n")
+        _check_engines(arguments, settings, stages)
         check_capacity(settings, stages, gpus)
         return
     run = common.load_configured_run(arguments)
+    _check_engines(arguments, run.settings, run.stages)
     check_capacity(run.settings, run.stages, common.known_gpus(arguments))
     states = states_now(run)
     if arguments.dot:
