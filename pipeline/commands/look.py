@@ -11,7 +11,6 @@ from typing import Any
 
 from parallel.errors import UserError
 from parallel.gpus import usable_gpus
-from parallel.slots import share_gpus
 from pipeline.commands import common
 from pipeline.commands.common import (
     CONFIG,
@@ -28,6 +27,7 @@ from pipeline.commands.common import (
 from pipeline.config.read import ConfigError
 from pipeline.config.rules import policy_cautions
 from pipeline.config.validate import dump_resolved, load_cluster
+from pipeline.launch.runner import machine_shares
 from pipeline.report import explain
 from pipeline.report import status as report
 from pipeline.report.capacity import check_capacity
@@ -90,7 +90,7 @@ def validate(arguments: Namespace) -> None:
     warnings = [
         *cautions({name: each.rewards for name, each in settings.domains.items()}),
         *policy_cautions(settings),
-        *_too_few_gpus(settings),
+        *_refused_here(settings, stages),
     ]
     if arguments.json:
         names = [stage.name for stage in stages]
@@ -108,15 +108,17 @@ def _check_engines(arguments: Namespace, settings: RunSettings, stages: Sequence
         check_engines(settings, load_cluster(arguments.cluster), stages)
 
 
-def _too_few_gpus(settings: RunSettings) -> Iterator[str]:
+def _refused_here(settings: RunSettings, stages: Sequence[Stage]) -> Iterator[str]:
     """Yield why `braid run` would refuse the configuration on this machine, if it has GPUs.
 
     It may be meant for a cluster, whose profile `braid submit` checks.
     """
     try:
-        share_gpus(settings.layout, settings.engine, usable_gpus())
+        if usable_gpus():
+            machine_shares(1, settings, stages)
     except UserError as error:
-        yield f"braid run is refused on this machine: {error}"
+        for line in str(error).splitlines():
+            yield f"braid run is refused on this machine: {line}"
 
 
 @command(

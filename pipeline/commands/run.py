@@ -83,8 +83,9 @@ def run(arguments: Namespace) -> None:
     check_owner(run, arguments.trust_run)
     other, fork = common.forked(arguments, run)
     check_selection(run, arguments.only, arguments.rerun, fork.reused)
-    check_capacity(run.settings, run.chosen(arguments.only), gpus_of(None))
-    machine_shares(arguments.parallel, run.settings)
+    wanted = run.chosen(arguments.only)
+    check_capacity(run.settings, wanted, gpus_of(None))
+    machine_shares(arguments.parallel, run.settings, wanted)
     if arguments.dry_run:
         _show_dry_run(run, arguments, fork.reused)
         return
@@ -116,8 +117,9 @@ def resume(arguments: Namespace) -> None:
     """Resume a run."""
     run = common.load_trusted_run(arguments, check_environment=True)
     check_selection(run, arguments.only, arguments.rerun)
-    check_capacity(run.settings, run.chosen(arguments.only), gpus_of(None))
-    machine_shares(arguments.parallel, run.settings)
+    wanted = run.chosen(arguments.only)
+    check_capacity(run.settings, wanted, gpus_of(None))
+    machine_shares(arguments.parallel, run.settings, wanted)
     warn_of_readers(run)
     with run.lock():
         check_not_queued(run)
