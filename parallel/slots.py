@@ -115,30 +115,34 @@ def check_engine_size(engine: EngineSettings, per_node: int, limit: str) -> None
 
 
 def share_gpus(
-    layout: LayoutSettings, engine: EngineSettings, gpus: Sequence[Gpu], offset: int = 0
+    layout: LayoutSettings, engine: EngineSettings | None, gpus: Sequence[Gpu], offset: int = 0
 ) -> MachineGpus | None:
     """Return the GPUs of a stage and its engines on this machine; None where there are none.
 
-    `gpus` are those that they may use, the first at position `offset` of the visible ones.
+    `engine` is None for a stage without sampling. `gpus` are those that they may use, the first at
+    position `offset` of the visible ones.
 
     Raises:
         UserError: there are too few, or those that would be used are of several types.
     """
     if not gpus:
         return None
-    engines = engine.count * engine.ranks
-    own = engine.placement == "own"
-    needed = layout.ranks + engines if own else max(layout.ranks, engines)
+    needed, beside, fewer = layout.ranks, "", "ranks"
+    if engine is not None:
+        engines, own = engine.count * engine.ranks, engine.placement == "own"
+        needed = layout.ranks + engines if own else max(layout.ranks, engines)
+        beside = (
+            f" {'and' if own else 'in turn with'} {engine.count} engines of {engine.ranks} "
+            f"(engine.placement: {engine.placement})"
+        )
+        fewer = "ranks or engines"
     if needed > len(gpus):
-        together = "and" if own else "in turn with"
         raise UserError(
-            f"{needed} GPUs are needed, {len(gpus)} available here: layout.ranks = {layout.ranks} "
-            f"{together} {engine.count} engines of {engine.ranks} (engine.placement: "
-            f"{engine.placement}), one GPU for each rank; use fewer ranks or engines, or submit "
-            "to a cluster"
+            f"{needed} GPUs are needed, {len(gpus)} available here: layout.ranks = {layout.ranks}"
+            f"{beside}, one GPU for each rank; use fewer {fewer}, or submit to a cluster"
         )
     check_alike(gpus[:needed], "this machine")
-    slots = engine_slots(layout, engine, len(gpus))
+    slots = [] if engine is None else engine_slots(layout, engine, len(gpus))
     return MachineGpus(
         stage=list(range(offset, offset + len(gpus))),
         engines=[[offset + slot for slot in each.slots] for each in slots],

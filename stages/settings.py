@@ -11,6 +11,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from parallel.errors import UserError
 from parallel.network import LOOPBACK
 from parallel.settings import (
     Count,
@@ -343,6 +344,12 @@ def turn_violations(run: RunSettings) -> Iterator[tuple[str, str]]:
                 " but with engine.placement: shared engines leave their GPUs to it; set"
                 f" {name}: {fix}, or engine.placement: own",
             )
+
+
+def check_turns(run: RunSettings) -> None:
+    """Raise UserError with every one of `turn_violations`, each on its line."""
+    if found := [f"{key}: {message}" for key, message in turn_violations(run)]:
+        raise UserError("\n".join(found))
 
 
 class StageJob(Settings):

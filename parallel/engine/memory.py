@@ -60,6 +60,11 @@ class EngineShare:
     least_cache: int
     whole_cache: int
 
+    @property
+    def least(self) -> int:
+        """The fewest bytes of a GPU that it starts in."""
+        return self.weights + self.workspace + self.process + RESERVE_BYTES + self.least_cache
+
     def cache(self, available: int | None) -> int:
         """Return the bytes of the cache in what is available to the engine, None being enough."""
         if available is None:

@@ -27,6 +27,7 @@ from aiohttp import web
 from parallel.engine.arguments import own_gpus
 from parallel.engine.core import Core
 from parallel.engine.follower import LostWorkers, follow
+from parallel.engine.memory import engine_share
 from parallel.engine.nodes import node_rank
 from parallel.engine.wire import (
     BEAT,
@@ -44,12 +45,14 @@ from parallel.engine.wire import (
     model_digest,
 )
 from parallel.errors import report_error
-from parallel.gpus import wait_for_memory
+from parallel.gpus import built_for_cpu, wait_for_memory
 from parallel.network import address_of
 from parallel.settings import EngineJob
 
 BEAT_SECONDS = 1.0  # between heartbeats
 LIFE_SECONDS = 0.5  # between checks that the processes live
+LAUNCHER_SECONDS = 60.0  # the launcher counts a start from the spawn, before the imports
+RELEASE_SECONDS = 60.0  # in which the driver frees the memory of a process that ended
 
 Answer = TypeVar("Answer")
 
@@ -283,23 +286,28 @@ def main() -> None:
 
 
 def wait_for_room(job: EngineJob) -> None:
-    """Wait until the engine's GPUs have the memory that it may use.
+    """Wait until the engine's GPUs have the least memory that it starts in.
 
     An engine that restarts while the trainer computes finds its GPUs full, until the trainer's turn
-    ends. Exits where that takes longer than a start may.
+    ends. Exits where that takes longer than a start may, and before the launcher ends the start. On
+    GPUs of its own only an earlier process of it is in the way, and it ends soon.
     """
-    needed, seconds = job.gpu_memory_bytes, job.engine.start_seconds
-    if needed is None or job.engine.placement != "shared":
+    needed, shared = engine_share(job.model, job.engine).least, job.engine.placement == "shared"
+    if job.gpu_memory_bytes is not None:
+        needed = min(needed, job.gpu_memory_bytes)
+    elif shared or built_for_cpu():
         return
 
     def free() -> list[int]:
         return [gpu.free_bytes for gpu in own_gpus(job)]
 
-    if not wait_for_memory(free, needed, seconds):
+    most = job.engine.start_seconds
+    seconds = max(most - LAUNCHER_SECONDS, most / 10) if shared else min(RELEASE_SECONDS, most / 10)
+    if not wait_for_memory(free, needed, seconds) and shared:
         report_error(
             f"the engine needs {needed >> 20} MiB of each GPU, and {min(free()) >> 20} MiB were"
-            f" free for {seconds} s (engine.start_timeout_seconds); the trainer's turn is longer:"
-            " raise it, or set engine.placement: own"
+            f" free for {seconds:g} s of {most} (engine.start_timeout_seconds); the trainer's turn"
+            " is longer: raise it, or set engine.placement: own"
         )
         sys.exit(1)
 

@@ -161,7 +161,7 @@ GPUS = Argument(
     "--cluster",
     type=Path,
     metavar="FILE",
-    help="a cluster's profile, for the memory of its GPUs (default: this machine's GPUs)",
+    help="a cluster's profile, for its nodes and their GPUs (default: this machine's GPUs)",
 )
 STEP = Argument(
     "--step",

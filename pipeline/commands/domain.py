@@ -18,7 +18,10 @@ from pipeline.commands import common
 from pipeline.commands.common import GROUPS, JSON, TRUST, Argument, command, positive, print_json
 from pipeline.config.validate import dump_differing, load_domain, load_with_domain
 from pipeline.launch import one_off
+from pipeline.report.capacity import check_capacity
+from pipeline.report.gpu_memory import gpus_of
 from pipeline.report.tables import Cell, table, terminal
+from pipeline.run.graph import Stage
 from pipeline.slurm.queue import check_not_queued
 from pipeline.text import say, shown, visible
 from stages.data.settings import (
@@ -83,6 +86,8 @@ def domain_check(arguments: Namespace) -> None:
         run = common.load_trusted_run(arguments)
         one_off.finished_training(run, arguments.stage)
         settings = load_with_domain(run.settings_file, path, arguments.samples)
+        # Like an evaluation it samples, and trains nothing.
+        check_capacity(settings, [Stage("preview", "evaluate")], gpus_of(None))
         model = run.settings.model
         wrong = _check(arguments, run.settings.rewards, model.tokenizer, model.max_positions)
         checkpoint = run.checkpoint_path(arguments.stage)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from parallel.errors import UserError
 from parallel.gpus import usable_gpus
-from parallel.slots import share_gpus
 from pipeline.commands import common
 from pipeline.commands.common import (
     CONFIG,
@@ -28,6 +27,7 @@ from pipeline.commands.common import (
 from pipeline.config.read import ConfigError
 from pipeline.config.rules import policy_cautions
 from pipeline.config.validate import dump_resolved, load_cluster
+from pipeline.launch.runner import machine_shares
 from pipeline.report import explain
 from pipeline.report import status as report
 from pipeline.report.capacity import check_capacity
@@ -40,6 +40,7 @@ from pipeline.run.ledger import took
 from pipeline.run.metrics import read_models
 from pipeline.run.run import Run
 from pipeline.slurm.queue import is_queued, queue_of, states_now
+from pipeline.slurm.submit import check_engines
 from pipeline.text import reason, say, shown, visible
 from stages.directory import EngineDirectory
 from stages.rewards.reward import cautions
@@ -52,7 +53,8 @@ from stages.settings import RunSettings
     CONFIG_HELP + "  braid validate configs/quickstart.yaml domains.chain_sum.loop.steps=80\n"
     "  braid validate configs/quickstart.yaml --cluster configs/clusters/mine.yaml\n\n"
     "Also checks that every stage fits into the GPUs' memory, where it is known: that of this\n"
-    "machine's GPUs, or gpu_memory_gib of the cluster's profile.\n\n"
+    "machine's GPUs, or gpu_memory_gib of the cluster's profile; with --cluster also that its\n"
+    "nodes can hold the engines, as `braid submit` does.\n\n"
     'JSON: {"valid": true, "stages", "domains", "warnings"} or {"valid": false, "errors"}; with\n'
     "--resolved the settings.",
     Argument("--resolved", action="store_true", help="print it with every default written out"),
@@ -77,15 +79,18 @@ def validate(arguments: Namespace) -> None:
         return
     stages = Run(arguments.runs_dir / settings.name, settings).stages
     try:
+        _check_engines(arguments, settings, stages)
         check_capacity(settings, stages, common.known_gpus(arguments))
     except UserError as error:
         if arguments.json:
-            print_json(arguments, {"valid": False, "errors": str(error).splitlines()[1:]})
+            lines = str(error).splitlines()
+            errors = [line for line in lines if not line.endswith(":")]  # a title's
+            print_json(arguments, {"valid": False, "errors": errors})
         raise
     warnings = [
         *cautions({name: each.rewards for name, each in settings.domains.items()}),
         *policy_cautions(settings),
-        *_too_few_gpus(settings),
+        *_refused_here(settings, stages),
     ]
     if arguments.json:
         names = [stage.name for stage in stages]
@@ -97,15 +102,23 @@ def validate(arguments: Namespace) -> None:
     say(f"{arguments.config} is valid: {len(stages)} stages, domains {domains_text}", *warnings)
 
 
-def _too_few_gpus(settings: RunSettings) -> Iterator[str]:
+def _check_engines(arguments: Namespace, settings: RunSettings, stages: Sequence[Stage]) -> None:
+    """Raise UserError where `braid submit` would refuse the engines on `--cluster`'s nodes."""
+    if arguments.cluster:
+        check_engines(settings, load_cluster(arguments.cluster), stages)
+
+
+def _refused_here(settings: RunSettings, stages: Sequence[Stage]) -> Iterator[str]:
     """Yield why `braid run` would refuse the configuration on this machine, if it has GPUs.
 
     It may be meant for a cluster, whose profile `braid submit` checks.
     """
     try:
-        share_gpus(settings.layout, settings.engine, usable_gpus())
+        if usable_gpus():
+            machine_shares(1, settings, stages)
     except UserError as error:
-        yield f"braid run is refused on this machine: {error}"
+        for line in str(error).splitlines():
+            yield f"braid run is refused on this machine: {line}"
 
 
 @command(
@@ -139,9 +152,11 @@ def plan(arguments: Namespace) -> None:
             print_json(arguments, {"stages": held})
         else:
             print(*memory_report(settings, gpus), sep="\n")
+        _check_engines(arguments, settings, stages)
         check_capacity(settings, stages, gpus)
         return
     run = common.load_configured_run(arguments)
+    _check_engines(arguments, run.settings, run.stages)
     check_capacity(run.settings, run.stages, common.known_gpus(arguments))
     states = states_now(run)
     if arguments.dot:

@@ -36,6 +36,7 @@ from pipeline.report.gpu_memory import gpus_of
 from pipeline.report.tables import Cell, table, terminal
 from pipeline.run import gates
 from pipeline.run.directory import TRUST_OPTION, check_owner, warn_of_readers
+from pipeline.run.graph import Stage
 from pipeline.run.run import Run
 from pipeline.run.select import MAY_CHANGE, check_selection, check_settings
 from pipeline.slurm.queue import check_not_queued
@@ -83,8 +84,9 @@ def run(arguments: Namespace) -> None:
     check_owner(run, arguments.trust_run)
     other, fork = common.forked(arguments, run)
     check_selection(run, arguments.only, arguments.rerun, fork.reused)
-    check_capacity(run.settings, run.chosen(arguments.only), gpus_of(None))
-    machine_shares(arguments.parallel, run.settings)
+    wanted = run.chosen(arguments.only)
+    check_capacity(run.settings, wanted, gpus_of(None))
+    machine_shares(arguments.parallel, run.settings, wanted)
     if arguments.dry_run:
         _show_dry_run(run, arguments, fork.reused)
         return
@@ -116,8 +118,9 @@ def resume(arguments: Namespace) -> None:
     """Resume a run."""
     run = common.load_trusted_run(arguments, check_environment=True)
     check_selection(run, arguments.only, arguments.rerun)
-    check_capacity(run.settings, run.chosen(arguments.only), gpus_of(None))
-    machine_shares(arguments.parallel, run.settings)
+    wanted = run.chosen(arguments.only)
+    check_capacity(run.settings, wanted, gpus_of(None))
+    machine_shares(arguments.parallel, run.settings, wanted)
     warn_of_readers(run)
     with run.lock():
         check_not_queued(run)
@@ -165,6 +168,7 @@ def evaluate(arguments: Namespace) -> None:
     """Evaluate finished stages again."""
     run, step = common.load_trusted_run(arguments), arguments.step
     changes = {key: each for key in one_off.FLAGS if (each := getattr(arguments, key)) is not None}
+    check_capacity(run.settings, [Stage("evaluate", "evaluate")], gpus_of(None))
     with run.lock():
         check_not_queued(run)
         on, stage, domains = (terminal(), common.PROGRAMS), arguments.stage, arguments.domain

@@ -215,8 +215,7 @@ def _asked(arguments: Namespace) -> _Submission:
     wanted = run.chosen(arguments.only)
     run.chosen(arguments.rerun)
     other, fork = common.forked(arguments, run)
-    submitting.check_engines_fit(run.settings, cluster, run.stages)
-    submitting.check_turns(run.settings, cluster, run.stages)
+    submitting.check_engines(run.settings, cluster, run.stages)
     check_capacity(run.settings, wanted, gpus_of(cluster))
     return _Submission(run, profile, cluster, wanted, arguments.rerun, other, fork.reused)
 

@@ -236,7 +236,8 @@ class EngineSupervisor:
         for engine in self._engines:
             if (failure := engine.failure()) is None:
                 continue
-            if not engine.was_ready and not failure.lost and not self._may_start_again(engine):
+            first = not engine.was_ready and not failure.lost
+            if first and not self._may_start_again(engine, failure):
                 return failure  # an engine that never started would fail again
             bound = self._settings.engine.max_restarts
             if engine.restarts >= bound:
@@ -251,12 +252,14 @@ class EngineSupervisor:
             engine.start()
         return None
 
-    def _may_start_again(self, engine: SupervisedEngine) -> bool:
+    def _may_start_again(self, engine: SupervisedEngine, failure: ProcessFailure) -> bool:
         """Return whether an engine that was never ready gets its one further start, on GPUs.
 
-        The process before it may not have freed the GPU's memory yet. On CPUs nothing is transient.
+        Only one that ended and did not say why: on CPUs nothing is transient, and one that says
+        why, or was not ready in time, would fail again.
         """
-        return self._placement.on_gpus and engine.restarts == 0
+        ended = engine.ended and not failure.stated
+        return self._placement.on_gpus and engine.restarts == 0 and ended
 
     def failed(self) -> ProcessFailure | None:
         """Return the failure of the first engine that has one."""
@@ -306,6 +309,11 @@ class SupervisedEngine:
         if self._process:
             kill([self._process])
             self._process = None
+
+    @property
+    def ended(self) -> bool:
+        """True where its process has ended, by itself or killed."""
+        return self._process is not None and self._process.status() is not None
 
     def failure(self) -> ProcessFailure | None:
         """Return why the engine is unusable; None while it is usable.

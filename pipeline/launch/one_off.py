@@ -191,7 +191,8 @@ def _execute(
         settings=settings,
         **fields,
     )
-    gpus = share_gpus(settings.layout, settings.engine, usable_gpus())
+    engine = settings.engine if job.samples else None
+    gpus = share_gpus(settings.layout, engine, usable_gpus())
     placement = ThisMachine(settings.engine, gpus=gpus)
     with (
         Signals() as signals,

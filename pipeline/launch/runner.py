@@ -27,7 +27,7 @@ from pipeline.run.run import KILLED, Run, missing_output
 from pipeline.run.select import check_dependencies, check_stale
 from pipeline.text import reason
 from stages.directory import StageDirectory
-from stages.settings import RunSettings, StageJob
+from stages.settings import RunSettings, StageJob, check_turns
 
 
 def run_stages(
@@ -39,8 +39,8 @@ def run_stages(
 
     Raises:
         StaleStages: before anything is started.
-        UserError: `only` names no stage, or one with missing dependencies; or there are too few
-            GPUs or CPU cores for `parallel` stages.
+        UserError: `only` names no stage, or one with missing dependencies; or this machine cannot
+            hold `parallel` stages: `machine_shares`.
         JobFailed: a stage failed; the stages that do not depend on it are done.
         GateStopped: a gate stopped, now or before; likewise.
         Stopped: a stop signal was received.
@@ -59,7 +59,7 @@ def run_stages(
             servers.of(programs.stage(run.path))
         if any(stage.needs_engine for stage in unfinished):
             servers.of(programs.engine(run.path))
-        shares = machine_shares(parallel, run.settings)
+        shares = machine_shares(parallel, run.settings, unfinished)
         slots = []
         for directory, share in zip(run.engines_of_slots(parallel), shares, strict=True):
             placement = ThisMachine(run.settings.engine, share.cores, servers, share.gpus)
@@ -145,16 +145,22 @@ class MachineShare:
     gpus: MachineGpus | None
 
 
-def machine_shares(count: int, settings: RunSettings) -> list[MachineShare]:
-    """Return an equal share of this machine for each of `count` stages that run in parallel.
+def machine_shares(
+    count: int, settings: RunSettings, stages: Sequence[Stage]
+) -> list[MachineShare]:
+    """Return an equal share of this machine for each of `count` of the stages at a time.
 
     Raises:
-        UserError: there are fewer GPUs or cores than stages, or too few for a stage's processes.
+        UserError: there are fewer GPUs or cores than stages, or too few for a stage's processes; or
+            engines would need the GPUs of a trainer that computes.
     """
     if gpus := usable_gpus():
         if (part := len(gpus) // count) == 0:
             raise UserError(f"--parallel {count} needs {count} GPUs, {len(gpus)} available")
-        layout, engine = settings.layout, settings.engine
+        if any(stage.takes_turns for stage in stages):
+            check_turns(settings)
+        layout = settings.layout
+        engine = settings.engine if any(stage.needs_engine for stage in stages) else None
         starts = range(0, count * part, part)
         parts = [(gpus[start : start + part], start) for start in starts]
         return [MachineShare(None, share_gpus(layout, engine, *each)) for each in parts]

@@ -83,6 +83,11 @@ class Stage:
     def needs_engine(self) -> bool:
         return KINDS[self.kind].samples
 
+    @property
+    def takes_turns(self) -> bool:
+        """True where it trains on what engines sample, and so computes while they may too."""
+        return self.needs_engine and self.trains
+
 
 class _Builder:
     """A builder of stages, each with the settings that its kind reads."""

@@ -11,15 +11,15 @@ from itertools import takewhile
 from rich.console import Console
 
 from parallel.errors import UserError
-from parallel.gpus import usable_gpus, visible_gpus
-from parallel.slots import check_gpu_count, share_gpus
+from parallel.gpus import visible_gpus
+from parallel.slots import check_gpu_count
 from pipeline.config.cluster import ClusterSettings
 from pipeline.config.validate import load_cluster
 from pipeline.launch.launcher import SAVE_SECONDS, JobFailed, Launcher, run_to_the_end
 from pipeline.launch.placement import Placement, Programs, ThisMachine
 from pipeline.launch.processes import STOP_SIGNALS, TIME_IS_UP, Signals, Stopped
 from pipeline.launch.progress import Screen
-from pipeline.launch.runner import attempt, start_of
+from pipeline.launch.runner import attempt, machine_shares, start_of
 from pipeline.run.directory import LOCK_TIMEOUT_SECONDS
 from pipeline.run.gates import check_stopped
 from pipeline.run.graph import Stage
@@ -127,8 +127,8 @@ def _attempt(
     lock_timeout, save_seconds = LOCK_TIMEOUT_SECONDS, SAVE_SECONDS
     placement: Placement
     if job_id is None:
-        gpus = share_gpus(settings.layout, settings.engine, usable_gpus())
-        placement = ThisMachine(settings.engine, gpus=gpus)
+        [share] = machine_shares(1, settings, [stage])
+        placement = ThisMachine(settings.engine, gpus=share.gpus)
     else:
         listed = os.environ["SLURM_JOB_NODELIST"]
         nodes = call(["scontrol", "show", "hostnames", listed]).split()

@@ -22,7 +22,7 @@ from pipeline.slurm.places import SLOTS_OF_A_NODE, size_options
 from pipeline.slurm.queue import SlurmError, call, comment_of
 from pipeline.text import shown
 from stages.kinds import KINDS
-from stages.settings import RunSettings, turn_violations
+from stages.settings import RunSettings, check_turns
 
 SCRIPTS = Path(__file__).parents[2] / "slurm"
 IN_THE_QUEUE = ("submitted", "running")
@@ -192,22 +192,19 @@ def script_for(stage: Stage) -> Path:
     return SCRIPTS / f"{KINDS[stage.kind].script or stage.kind}.sbatch"
 
 
-def check_engines_fit(
-    settings: RunSettings, cluster: ClusterSettings, stages: Iterable[Stage]
-) -> None:
-    """Raise UserError where no whole number of a kind's nodes holds an engine."""
+def check_engines(settings: RunSettings, cluster: ClusterSettings, stages: Sequence[Stage]) -> None:
+    """Raise UserError where a cluster's nodes cannot hold the engines, or not by turns.
+
+    Whole nodes of a kind must hold an engine, and engines on the trainer's GPUs must leave them
+    while it computes.
+    """
     for kind in dict.fromkeys(stage.kind for stage in stages if stage.needs_engine):
         room = cluster.of_kind(kind).ranks_per_node
         of_kind = f" for {kind}" if room != cluster.ranks_per_node else ""
         check_engine_size(settings.engine, room, SLOTS_OF_A_NODE + of_kind)
 
-
-def check_turns(settings: RunSettings, cluster: ClusterSettings, stages: Iterable[Stage]) -> None:
-    """Raise UserError if engines would need the trainer's GPUs while it computes."""
-    kinds = dict.fromkeys(stage.kind for stage in stages if stage.needs_engine)
-    if any(cluster.of_kind(kind).gpus_per_node for kind in kinds):
-        for key, message in turn_violations(settings):
-            raise UserError(f"{key}: {message}")
+    if any(cluster.of_kind(stage.kind).gpus_per_node for stage in stages if stage.takes_turns):
+        check_turns(settings)
 
 
 def _submission(

@@ -10,6 +10,7 @@ import pytest
 from parallel.engine import arguments, fleet, server
 from parallel.engine.client import EngineError, EngineRefused
 from parallel.engine.fleet import Fleet, put_to_sleep
+from parallel.engine.memory import engine_share
 from parallel.gpus import Gpu
 from parallel.settings import EngineJob, EngineSettings, LayoutSettings
 from tests.engine.engine_settings import ENGINE, MODEL
@@ -120,7 +121,9 @@ def test_an_engine_starts_when_its_gpus_have_room(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """As after a restart while the trainer computes."""
-    free = [GIB, GIB, 9 * GIB]
+    least = engine_share(MODEL, ENGINE).least
+    free = [GIB, least - 1, least]  # no more than it needs, though it may use 8 GiB
+    assert least < 8 * GIB
 
     def gpus() -> list[Gpu]:
         here = Gpu(0, "GPU-0", "H100", 80 * GIB, free[0] if len(free) == 1 else free.pop(0), "", "")
@@ -130,10 +133,46 @@ def test_an_engine_starts_when_its_gpus_have_room(
     monkeypatch.setattr(arguments, "visible_gpus", gpus)
     monkeypatch.setattr("parallel.gpus.POLL_SECONDS", 0.001)
     server.wait_for_room(engine_job(8 * GIB))
-    assert free == [9 * GIB]
-    hasty = ENGINE.model_copy(update={"start_timeout_seconds": 0})
+    assert free == [least]
+    hasty = ENGINE.model_copy(update={"start_timeout_seconds": 1})
+    free[0] = 2 * GIB
     with pytest.raises(SystemExit):
-        server.wait_for_room(engine_job(10 * GIB, hasty))
-    assert "needs 10240 MiB of each GPU, and 9216 MiB were free" in capfd.readouterr().out
-    for settings in (engine_job(None, hasty), engine_job(10 * GIB, OWN)):
-        server.wait_for_room(settings)
+        server.wait_for_room(engine_job(8 * GIB, hasty))
+    said = f"needs {least >> 20} MiB of each GPU, and 2048 MiB were free for 0.1 s of 1 (engine."
+    assert said in capfd.readouterr().out
+    server.wait_for_room(engine_job(None, hasty))  # no GPU is known
+    server.wait_for_room(engine_job(2 * GIB, hasty))  # its start says that it does not fit
+
+
+def test_an_engine_s_wait_for_room_ends_before_its_start_times_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waits: list[tuple[int, float]] = []
+
+    def wait(free: object, needed: int, seconds: float) -> bool:
+        waits.append((needed, seconds))
+        return True
+
+    monkeypatch.setattr(server, "wait_for_memory", wait)
+    for seconds in (1800, 100, 10):
+        changed = ENGINE.model_copy(update={"start_timeout_seconds": seconds})
+        server.wait_for_room(engine_job(80 * GIB, changed))
+    least = engine_share(MODEL, ENGINE).least
+    assert waits == [(least, 1740.0), (least, 40.0), (least, 1.0)]
+
+
+def test_an_engine_of_its_own_waits_a_little_for_the_process_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waits: list[float] = []
+
+    def wait(free: object, needed: int, seconds: float) -> bool:
+        waits.append(seconds)
+        return False  # its start says what is missing
+
+    monkeypatch.setattr(server, "wait_for_memory", wait)
+    server.wait_for_room(engine_job(None, OWN))
+    assert waits == []  # torch is built for the CPU
+    monkeypatch.setattr(server, "built_for_cpu", lambda: False)
+    server.wait_for_room(engine_job(None, OWN.model_copy(update={"start_timeout_seconds": 1800})))
+    assert waits == [60.0]

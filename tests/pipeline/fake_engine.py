@@ -1,6 +1,6 @@
 """An engine that samples nothing: it writes its address and waits, or fails on demand.
 
-python fake_engine.py ENGINE_JOB wait|die|fall|forget
+python fake_engine.py ENGINE_JOB wait|die|refuse|hang|fall|forget
 """
 
 import json
@@ -19,6 +19,11 @@ def main() -> None:
     if action == "die":
         print("RuntimeError: not enough memory for the cache")
         sys.exit(1)
+    if action == "refuse":
+        os.write(int(os.environ["BRAID_STATUS_DESCRIPTOR"]), b"braid-error: it does not fit\n")
+        sys.exit(1)
+    if action == "hang":
+        time.sleep(600)
     if action == "fall":
         os.kill(os.getpid(), signal.SIGKILL)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

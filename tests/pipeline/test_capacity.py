@@ -202,6 +202,16 @@ def test_run_and_resume_compare_with_this_machine_s_gpus(
     put_nvidia_smi(monkeypatch, tmp_path, sizes)
     code, _, err = braid("resume", "small")
     assert code == 1 and "more memory than a GPU has" in err
+    put_nvidia_smi(monkeypatch, tmp_path, sizes.replace("81559", "900"))
+    code, _, err = braid("evaluate", "small")
+    assert code == 1 and "\nevaluate: generate needs " in err
+    sums = tmp_path / "sums.yaml"
+    sums.write_text(
+        "prompts: {dataset: chain_sum}\noptimizer: {learning_rate: 1e-3}\nloop: {steps: 2}\n"
+    )
+    code, _, err = braid("domain", "check", sums, "--run", "small", "--stage", "cold_start")
+    assert code == 1 and "\npreview: generate needs " in err
+    assert not (runs / "small" / "evaluations").exists()
 
 
 def test_an_engine_s_job_says_what_it_may_use_of_a_gpu(

@@ -146,6 +146,25 @@ def test_an_engine_on_gpus_that_was_never_ready_gets_one_further_start(
     assert (job["nodes"], job["engine"]["start_timeout_seconds"]) == (1, 1800)
 
 
+@pytest.mark.parametrize(
+    ("action", "message"),
+    [
+        ("refuse", "it does not fit"),
+        ("hang", r"engine 0 was not ready after 1 s \(engine\.start_timeout_seconds\)"),
+    ],
+)
+def test_an_engine_on_gpus_that_would_fail_alike_is_not_started_again(
+    action: str, message: str, run: RunDirectory, config: Path
+) -> None:
+    settings = with_engine(config, start_timeout_seconds=1, max_restarts=0)
+    gpus = MachineGpus([0], [[0]])
+    with (
+        launched(run, settings, {"sums": "hang"}, action, gpus) as execute,
+        pytest.raises(JobFailed, match=rf"{message}\n  log: "),  # no word of restarts
+    ):
+        execute("sums")
+
+
 def test_the_start_timeout_is_the_device_s_or_the_one_that_is_set() -> None:
     unset, chosen = EngineSettings(), EngineSettings(start_timeout_seconds=7)
     for gpus, seconds in ((False, 300), (True, 1800)):

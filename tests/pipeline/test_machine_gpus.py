@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from parallel.errors import UserError
-from parallel.slots import share_gpus
+from parallel.slots import MachineGpus, share_gpus
 from pipeline.config.validate import load
 from pipeline.launch.launcher import Launcher, run_to_the_end
 from pipeline.launch.placement import ThisMachine
@@ -17,6 +17,7 @@ from pipeline.launch.processes import Signals
 from pipeline.launch.progress import Screen
 from pipeline.launch.runner import machine_shares
 from pipeline.run.directory import RunDirectory
+from pipeline.run.graph import compile_graph
 from stages.settings import StageJob
 from tests.parallel.test_slots import gpus
 from tests.pipeline.fake_launcher import fake_programs
@@ -33,16 +34,17 @@ def eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("eight_gpus")
 def test_stages_in_parallel_share_the_gpus(config: Path) -> None:
     settings = load(config, ["engine.placement=own"])  # two ranks and an engine
-    [alone] = machine_shares(1, settings)
+    stages = compile_graph(settings)
+    [alone] = machine_shares(1, settings, stages)
     assert alone.cores is None and alone.gpus is not None
     assert alone.gpus.stage == list(range(8)) and alone.gpus.engines == [[2]]
-    first, second = (share.gpus for share in machine_shares(2, settings))
+    first, second = (share.gpus for share in machine_shares(2, settings, stages))
     assert first and (first.stage, first.engines) == ([0, 1, 2, 3], [[2]])
     assert second and (second.stage, second.engines) == ([4, 5, 6, 7], [[6]])
     with pytest.raises(UserError, match=r"3 GPUs are needed, 2 available here: layout\.ranks = 2"):
-        machine_shares(4, settings)
+        machine_shares(4, settings, stages)
     with pytest.raises(UserError, match="--parallel 9 needs 9 GPUs, 8 available"):
-        machine_shares(9, settings)
+        machine_shares(9, settings, stages)
 
 
 @pytest.mark.usefixtures("eight_gpus")
@@ -60,11 +62,50 @@ def test_more_processes_than_gpus_are_refused_before_anything_is_written(
     assert "is refused" not in "".join(map(str, braid("validate", config)))
 
 
+OVERLAP = [f"domains.{name}.rollout.mode=overlap" for name in ("sums", "words")]
+REFUSED = [f"domains.{name}.rollout.mode: overlap keeps responses" for name in ("sums", "words")]
+
+
+@pytest.mark.usefixtures("eight_gpus")
+def test_responses_in_flight_on_shared_gpus_are_refused_before_anything_starts(
+    braid, config: Path, runs: Path
+) -> None:
+    code, _, err = braid("run", config, *OVERLAP)
+    first, second = err.removeprefix("braid: ").splitlines()
+    assert code == 1 and first.startswith(REFUSED[0]) and second.strip().startswith(REFUSED[1])
+    assert not runs.exists()
+    code, out, err = braid("validate", config, *OVERLAP)
+    assert code == 0
+    assert all(f"braid run is refused on this machine: {line}" in out + err for line in REFUSED)
+    code, _, err = braid("run", config, *OVERLAP, "--only", "cold_start")
+    assert code == 0, err
+    code, _, err = braid("run", config, *OVERLAP, "engine.placement=own", "--dry-run")
+    assert code == 0, err
+    code, _, err = braid("resume", "small")
+    assert code == 1 and REFUSED[0] in err and REFUSED[1] in err
+
+
+@pytest.mark.usefixtures("eight_gpus")
+def test_stages_without_engines_need_no_gpus_for_them(config: Path) -> None:
+    settings = load(config, ["engine.placement=own", "engine.count=7"])
+    stages = {stage.name: stage for stage in compile_graph(settings)}
+    still = [stages["cold_start"], stages["export"]]
+    [share] = machine_shares(1, settings, still)
+    assert share.gpus == MachineGpus(list(range(8)), [])
+    with pytest.raises(
+        UserError, match=r"layout\.ranks = 2, one GPU for each rank; use fewer ranks"
+    ):
+        machine_shares(8, settings, still)
+    with pytest.raises(UserError, match="9 GPUs are needed, 8 available"):
+        machine_shares(1, settings, [*still, stages["evaluate"]])
+
+
 @pytest.mark.usefixtures("eight_gpus")
 def test_each_process_sees_its_gpus(run: RunDirectory, config: Path) -> None:
     changes = ["layout={ranks: 1, expert: 1}", "engine.placement=own", "engine.count=2"]
     settings = load(config, changes)
-    _, share = machine_shares(2, settings)
+    stages = compile_graph(settings)
+    _, share = machine_shares(2, settings, stages)
     placement = ThisMachine(settings.engine, gpus=share.gpus)
     programs = fake_programs({"sums": {"0": "await_engines"}}, "wait")
     directory = run.stage("sums")

@@ -35,8 +35,7 @@ from pipeline.slurm.queue import QueuedJob, SlurmError
 from pipeline.slurm.stage import requeue
 from pipeline.slurm.steps import SlurmJob, Step, contained, passed_on
 from pipeline.slurm.submit import (
-    check_engines_fit,
-    check_turns,
+    check_engines,
     submissions,
     submit,
     write_scripts,
@@ -568,20 +567,44 @@ def test_stage_kinds_may_request_other_nodes(run: RunDirectory, settings: RunSet
     large = settings.model_copy(update={"engine": settings.engine.model_copy(update={"tensor": 3})})
     cluster = ClusterSettings.model_validate({"kinds": {"evaluate": {"ranks_per_node": 2}}})
     with pytest.raises(UserError, match=r"ranks_per_node for evaluate = 2 and are no multiple"):
-        check_engines_fit(large, cluster, stages)
+        check_engines(large, cluster, stages)
 
 
 def test_rollouts_that_shared_gpus_cannot_sample_are_not_submitted(config: Path) -> None:
-    settings = load(config, ["domains.sums.rollout.mode=overlap"])
+    overlap = [f"domains.{name}.rollout.mode=overlap" for name in ("sums", "words")]
+    settings = load(config, overlap)
     stages = compile_graph(settings)
-    check_turns(settings, ClusterSettings(), stages)  # on a CPU
+    check_engines(settings, ClusterSettings(), stages)  # on a CPU
     gpus = ClusterSettings(gpus_per_node=8)
-    with pytest.raises(UserError, match=r"^domains\.sums\.rollout\.mode: overlap keeps responses"):
-        check_turns(settings, gpus, stages)
-    check_turns(load(config), gpus, stages)
-    own = {"placement": "own"}
-    engine = settings.engine.model_copy(update=own)
-    check_turns(settings.model_copy(update={"engine": engine}), gpus, stages)
+    with pytest.raises(UserError) as refused:
+        check_engines(settings, gpus, stages)
+    for line, name in zip(str(refused.value).splitlines(), ("sums", "words"), strict=True):
+        assert line.startswith(f"domains.{name}.rollout.mode: overlap keeps responses")
+    still = [stage for stage in stages if stage.kind in ("sft", "evaluate", "export")]
+    check_engines(settings, gpus, still)  # these keep nothing in flight while they compute
+    check_engines(load(config), gpus, stages)
+    check_engines(load(config, [*overlap, "engine.placement=own"]), gpus, stages)
+
+
+@pytest.mark.parametrize("command", ["validate", "plan", "submit"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("domains.sums.rollout.mode=overlap", "domains.sums.rollout.mode: overlap keeps responses"),
+        ("engine.tensor=4", "engine: 4 ranks exceed the cluster's ranks_per_node = 3"),
+    ],
+)
+def test_a_profile_s_nodes_are_checked_before_the_submission(
+    command: str, change: str, message: str, braid, config: Path, tmp_path: Path
+) -> None:
+    profile = tmp_path / "cluster.yaml"
+    profile.write_text("ranks_per_node: 3\ngpus_per_node: 3\n")
+    code, _, err = braid(command, config, change, "--cluster", profile)
+    assert code == 1 and err.startswith(f"braid: {message}")
+    if command == "validate":
+        out = braid(command, config, change, "--cluster", profile, "--json")[1]
+        found = json.loads(out)
+        assert not found["valid"] and found["errors"][0].startswith(message)
 
 
 @pytest.mark.parametrize(

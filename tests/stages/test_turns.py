@@ -252,17 +252,24 @@ def test_responses_in_flight_are_an_error_when_engines_are_to_sleep(
 def test_modes_that_keep_responses_in_flight_need_engines_of_their_own(
     rollout: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Found on GPUs before the first stage computes anything; on a CPU they are allowed."""
+    """Found on GPUs before the stage computes anything; on a CPU they are allowed."""
     settings = toy_run(sums=toy_domain(rollout=rollout)).model_copy(
         update={"layout": LayoutSettings(), "mixed": None, "merge": None}
     )
-    job = toy_job(tmp_path, settings)
+    job = toy_job(tmp_path, settings, kind="grpo")
     empty_devices(job)
     monkeypatch.setattr("parallel.device.device", lambda: torch.device("cuda", 0))
     with pytest.raises(UserError) as refused:
         empty_devices(job)
     assert message in str(refused.value)
     assert "or engine.placement: own" in str(refused.value)
+    asked: list[bool] = []
+    monkeypatch.setattr("parallel.distributed.on_main", lambda call: call())
+    monkeypatch.setattr(
+        "parallel.engine.fleet.put_to_sleep", lambda *_, wanted: asked.append(wanted)
+    )
+    empty_devices(job.model_copy(update={"kind": "evaluate"}))  # it keeps nothing in flight
+    assert asked == [True]
     own = settings.engine.model_copy(update={"placement": "own"})
     assert not list(turn_violations(settings.model_copy(update={"engine": own})))
     empty_devices(job.model_copy(update={"settings": settings.model_copy(update={"engine": own})}))
