@@ -121,4 +121,4 @@ def own_gpus(job: EngineJob) -> list[Gpu]:
 
     It sees the node's others only to map the trainer's memory on them (`parallel.slots`).
     """
-    return visible_gpus()[: job.engine.ranks // job.nodes]
+    return visible_gpus()[: job.engine.tensor // job.nodes]

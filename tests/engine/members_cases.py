@@ -1,0 +1,60 @@
+"""The cases that a trainer runs against the members of an engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from parallel.distributed import broadcast, is_main
+from parallel.engine.wire import Sampling, Wake
+from parallel.settings import ModelSettings
+from tests.engine.drawing import as_samples, request
+from tests.engine.refit_cases import fleet, mismatch, policy
+
+WEIGHTS = Wake("weights")
+LONG = Sampling(temperature=1.0, max_tokens=200, end_token=1)
+
+
+def refit_in_flight(
+    addresses: tuple[Path, ...], model: str, layout: str, engine: str, versions: list[int]
+) -> dict[str, Any]:
+    """Refit repeatedly while one member alone samples, once after each ended response."""
+    trained, engines = policy(model, layout), fleet(addresses, model, layout, engine)
+    losses = engines.losses
+    trained.start_fresh(versions[0])
+    engines.refit(trained, versions[0])
+    stream = engines.live()[0].generate(request(LONG)) if is_main() else iter(())
+    drawn = []
+    for version in versions[1:]:
+        drawn += [next(stream)] if is_main() else []
+        trained.start_fresh(version)
+        engines.refit(trained, version)
+    drawn += stream
+    seen: set[int] = set()
+    if is_main():
+        settings = ModelSettings.model_validate_json(model)
+        for each in as_samples(drawn, request(LONG), settings):
+            assert each.versions is not None
+            seen |= set(each.versions.tolist())
+    return {
+        "versions": sorted(broadcast(seen)),
+        "losses": engines.losses - losses,
+        "mismatch": mismatch(trained, engines, versions[-1]),
+    }
+
+
+def turn(
+    addresses: tuple[Path, ...], model: str, layout: str, engine: str, version: int
+) -> dict[str, Any]:
+    """Give an engine that sleeps its turns, as on GPUs that it shares with the trainer."""
+    trained, engines = policy(model, layout), fleet(addresses, model, layout, engine)
+    losses, engines.sleeps = engines.losses, True
+    trained.start_fresh(version)
+    for _ in range(2):
+        engines.refit(trained, version)
+        engines.open_caches()
+        engines.sleep()
+    live = engines.live()
+    asleep = [client.describe().weight_version for client in live]
+    engines.sleeps = False
+    return {"losses": engines.losses - losses, "asleep": asleep, "live": len(live)}
