@@ -22,14 +22,14 @@ from parallel.network import address_of
 from parallel.settings import EngineJob
 
 POLL_SECONDS = 0.05
-# vLLM's groups of data parallelism each take the next port: the members' own, that of all ranks,
-# and as many again where an address is in use.
+# vLLM's groups of data parallelism each take the next port: the members' own and that of all ranks,
+# and further ones where an address is in use.
 PORTS = 8
 TRIES = 200
 
 
 class Call(IntEnum):
-    """What a member waits with until all others do: a call that no step may come between."""
+    """A call that begins once all members wait with it, so that no step comes between."""
 
     NONE = 0
     START = 1
@@ -47,7 +47,7 @@ class OutOfStep(RuntimeError):
 
 
 class Agreement(NamedTuple):
-    """What the members agreed: whether any has work, and whether all wait with one call."""
+    """An agreement of all members: whether any has work, and whether all wait with one call."""
 
     working: bool
     waiting: bool
@@ -77,13 +77,16 @@ class Lockstep:
         """Return whether every member succeeded in the refit that all of them took."""
         return self._sums(success)[0] == self._members
 
-    def _sums(self, *told: int) -> list[int]:
+    def _sums(self, *values: int) -> list[int]:
         """Return the sums of what all members tell."""
         import torch
-        import torch.distributed as dist
 
-        sums = torch.tensor(told, dtype=torch.int32)
-        dist.all_reduce(sums, group=self._group)
+        sums = torch.tensor(values, dtype=torch.int32)
+        try:
+            # torch's all_reduce cannot report an error of a group that it does not list.
+            self._group.allreduce([sums]).wait()
+        except RuntimeError as error:
+            raise RuntimeError(f"another member of this engine is gone: {error}") from error
         return [int(each) for each in sums]
 
 

@@ -62,11 +62,11 @@ class EngineDescription(msgspec.Struct, frozen=True):
     places: list[EnginePlace]
     model: str
     tensor: int
-    data: int
     expert_parallel: bool
     max_model_tokens: int
     max_sequences: int
     weight_version: int | None
+    data: int = 1
 
 
 def keeps_part(top_k: int, top_p: float) -> bool:

@@ -73,13 +73,15 @@ def needed_of(
     """Yield the boxes that a rank needs of a bucket's weights, named within the bucket.
 
     Of the `ranks` of an engine with `data` members, each member's share all but the experts, which
-    the ranks of all members share: slices of each, or with `expert_parallel` whole ones.
+    the ranks of all members share: slices of each, or with `expert_parallel` whole ones. Then
+    members of several ranks give each its part of the tokens (vLLM's `use_sequence_parallel_moe`).
     """
     tensor = ranks // data
+    by_tokens = expert_parallel and tensor > 1 and data > 1
     for weight in weights:
         split = (ranks, rank) if weight.experts else (tensor, rank % tensor)
         whole = expert_parallel and weight.experts > 0
-        if whole or (expert_parallel and tensor > 1 and data > 1 and _beside_experts(weight)):
+        if whole or (by_tokens and weight.with_experts):
             split = (1, 0)
         boxes = [_box(part, weight.dimension, *split) for part in weight.parts]
         experts = range(max(1, weight.experts))
@@ -87,16 +89,6 @@ def needed_of(
             for part, box in zip(weight.parts, boxes, strict=True):
                 if all(box[1]):
                     yield part.tensor.format(expert=expert), box
-
-
-def _beside_experts(weight: Weight) -> bool:
-    """Return whether these are shared experts.
-
-    Where tensor-parallel ranks of several members share whole experts, each takes a part of the
-    tokens to its layer's experts (vLLM's `use_sequence_parallel_moe`), the shared ones included,
-    which must then be whole.
-    """
-    return any(".shared_experts." in part.tensor for part in weight.parts)
 
 
 def _any_of(sizes: list[int]) -> str:

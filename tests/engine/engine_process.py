@@ -54,7 +54,7 @@ class Running:
         self.process = Child("engine", command, log, {}, request_fork=self._servers.of(command))
 
     def wait(self, beside: Sequence[Running] = ()) -> None:
-        """Wait until the process has written its address or ended; those beside it start as well."""
+        """Wait until the process has written its address or ended; those beside it start too."""
         log = self.directory / "engine.log"
         deadline = time.monotonic() + START_SECONDS
         try:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from parallel.distributed import broadcast, is_main
+from parallel.distributed import broadcast, is_main, on_main
+from parallel.engine.fleet import Fleet, put_to_sleep
 from parallel.engine.wire import Sampling, Wake
-from parallel.settings import ModelSettings
+from parallel.settings import EngineSettings, LayoutSettings, ModelSettings
 from tests.engine.drawing import as_samples, request
 from tests.engine.refit_cases import fleet, mismatch, policy
 
@@ -47,14 +48,26 @@ def turn(
     addresses: tuple[Path, ...], model: str, layout: str, engine: str, version: int
 ) -> dict[str, Any]:
     """Give an engine that sleeps its turns, as on GPUs that it shares with the trainer."""
-    trained, engines = policy(model, layout), fleet(addresses, model, layout, engine)
-    losses, engines.sleeps = engines.losses, True
+    settings = EngineSettings.model_validate_json(engine)
+    at = LayoutSettings.model_validate_json(layout)
+    trained = policy(model, layout)
+    engines = Fleet(list(addresses), ModelSettings.model_validate_json(model), at, settings)
+    engines.sleeps = True
     trained.start_fresh(version)
     for _ in range(2):
         engines.refit(trained, version)
         engines.open_caches()
         engines.sleep()
-    live = engines.live()
-    asleep = [client.describe().weight_version for client in live]
-    engines.sleeps = False
-    return {"losses": engines.losses - losses, "asleep": asleep, "live": len(live)}
+    asleep = [client.describe().weight_version for client in engines.live()]
+    engines.refit(trained, version)
+    engines.open_caches()
+    awake = [client.describe().weight_version for client in engines.live()]
+    on_main(lambda: put_to_sleep(list(addresses), settings, wanted=False))
+    engines.refit(trained, version)
+    engines.open_caches()
+    return {
+        "losses": engines.losses,
+        "asleep": asleep,
+        "awake": awake,
+        "mismatch": mismatch(trained, engines, version),
+    }

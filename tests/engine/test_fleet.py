@@ -87,7 +87,9 @@ class InProcessEngine:
         self.instance += 1
         places = [EnginePlace(host_identity(), [])]
         digest = model_digest(MODEL)
-        return EngineDescription(PROTOCOL, f"{self.instance}", places, digest, 1, 64, 4, None)
+        return EngineDescription(
+            PROTOCOL, f"{self.instance}", places, digest, 1, False, 64, 4, None
+        )
 
     def give_up(self, reason: str) -> None:
         self.reason = reason
