@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
@@ -188,7 +188,12 @@ class EngineSettings(Settings):
     count: Annotated[int, Field(gt=0, le=10_000)] = Field(
         1, description="engines in parallel, each with a whole model"
     )
-    tensor: Count = Field(1, description="tensor-parallel ranks of each engine")
+    tensor: Count = Field(1, description="tensor-parallel ranks of each engine, or of its members")
+    data: Count = Field(
+        1,
+        description="members of each engine, for attention with data parallelism: each has `tensor`"
+        " ranks, requests and a KV cache of its own; all ranks of the engine share the experts",
+    )
     placement: Literal["shared", "own"] = Field(
         "shared",
         description="shared: alternate with the trainer on its devices; own: dedicated devices "
@@ -203,7 +208,9 @@ class EngineSettings(Settings):
         "each weight sync (CUDA only)",
     )
     max_model_tokens: Tokens = Field(64, description="maximum of prompt and response together")
-    max_sequences: Count = Field(256, description="maximum sequences in flight per engine")
+    max_sequences: Count = Field(
+        256, description="maximum sequences in flight per engine, or per member of one"
+    )
     kv_cache_mebibytes: Mebibytes | None = Field(
         None, description="per engine rank; null fits max_sequences of max_model_tokens"
     )
@@ -244,7 +251,13 @@ class EngineSettings(Settings):
     @property
     def ranks(self) -> int:
         """The ranks of each engine, and so its GPUs."""
-        return self.tensor
+        return self.tensor * self.data
+
+    @property
+    def members(self) -> list[str]:
+        """The names of all engines' members, each a process; of an engine's one, its own."""
+        numbers = product(range(self.count), range(self.data))
+        return [f"{engine}.{each}" if self.data > 1 else f"{engine}" for engine, each in numbers]
 
     @property
     def start_seconds(self) -> int:
@@ -268,13 +281,16 @@ class EngineSettings(Settings):
 class EngineJob(Settings):
     """The job of an engine process, which writes the file `address` when it is ready.
 
-    An engine of several `nodes` is a process on each of them, with the same job.
+    An engine of several `nodes` is a process on each of them, with the same job. Of an engine with
+    `engine.data` members each has a job, and they meet by the file `meeting`.
     """
 
     model: ModelSettings
     engine: EngineSettings
     index: int
+    member: int = 0
     address: Path
+    meeting: Path | None = Field(None, description="where the first of several members publishes")
     interface: str = Field(LOOPBACK, description="interface to listen on, see parallel.network")
     nodes: Count = Field(1, description="over which it spreads; each runs one process of this job")
     seed: int

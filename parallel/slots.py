@@ -23,7 +23,7 @@ ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 @dataclass(frozen=True)
 class EngineSlots:
-    """The slots of one engine: the same numbers on each of its nodes, which are consecutive."""
+    """The slots of an engine, or of one of its members: the same on each of consecutive nodes."""
 
     nodes: range
     slots: range
@@ -34,6 +34,7 @@ class MachineGpus:
     """The GPUs of one machine, as positions among the visible ones.
 
     The ranks see all of `stage`, and rank R runs on its R-th; each engine sees its own first.
+    `engines` and those of `Cores` are by process: of all engines' members, where they have some.
     """
 
     stage: list[int]
@@ -51,20 +52,21 @@ class Cores:
 def engine_slots(
     layout: LayoutSettings, engine: EngineSettings, per_node: int
 ) -> list[EngineSlots]:
-    """Return the slots of every engine, on nodes of `per_node` slots that are numbered from 0.
+    """Return the slots of every engine's members, on nodes of `per_node` slots, numbered from 0.
 
     shared: the engines are dealt out over the nodes in turn, from the first slot of each.
     own: they follow the last rank. An engine larger than a node takes whole nodes; any other is on
     one node. No slot has two engines, whose memory would add up.
 
     Raises:
-        UserError: an engine is larger than a node, and no multiple of it.
+        UserError: an engine is larger than a node, and no multiple of it, or a member would be on
+            several nodes.
     """
     check_engine_size(engine, per_node, "slots per node")
     nodes = -(-engine.ranks // per_node)
     ranks = engine.ranks // nodes  # on each of its nodes
     if engine.placement == "own":
-        return _after_ranks(layout, engine, per_node, nodes, ranks)
+        return _of_members(engine, _after_ranks(layout, engine, per_node, nodes, ranks))
     of_a_node = per_node // ranks  # engines
     width = nodes_needed(layout, engine, per_node) // nodes
     found = []
@@ -73,6 +75,21 @@ def engine_slots(
         first = index // width * ranks
         start = index % width * nodes
         found.append(EngineSlots(range(start, start + nodes), range(first, first + ranks)))
+    return _of_members(engine, found)
+
+
+def _of_members(engine: EngineSettings, engines: list[EngineSlots]) -> list[EngineSlots]:
+    """Return the slots of the members of each engine, which fill it from its first slot."""
+    if engine.data == 1:
+        return engines
+    found = []
+    for each in engines:
+        for node in each.nodes:
+            starts = range(each.slots.start, each.slots.stop, engine.tensor)
+            found += [
+                EngineSlots(range(node, node + 1), range(start, start + engine.tensor))
+                for start in starts
+            ]
     return found
 
 
@@ -105,7 +122,13 @@ def check_engine_size(engine: EngineSettings, per_node: int, limit: str) -> None
     """Raise UserError where an engine neither fits on a node nor fills several; `limit` is named.
 
     An engine of several nodes has the same number of ranks on each: vLLM's executor demands it.
+    Of an engine with members each is on one node.
     """
+    if engine.data > 1 and engine.ranks > per_node and per_node % engine.tensor:
+        raise UserError(
+            f"engine: members of {engine.tensor} ranks do not fill {limit} = {per_node}; use an "
+            f"engine.tensor that divides {per_node}"
+        )
     if engine.ranks <= per_node or engine.ranks % per_node == 0:
         return
     raise UserError(
@@ -226,10 +249,11 @@ def share_cores(engine: EngineSettings, cores: Sequence[int] | None = None) -> C
     """
     cores = sorted(os.sched_getaffinity(0) if cores is None else cores)
     if engine.placement == "shared":
-        part = len(cores) // engine.count
-        if engine.count == 1 or part < engine.ranks:
-            return Cores(None, [None] * engine.count)
-        starts = range(0, engine.count * part, part)
+        members = len(engine.members)
+        part = len(cores) // members
+        if members == 1 or part < engine.tensor:
+            return Cores(None, [None] * members)
+        starts = range(0, members * part, part)
         return Cores(None, [cores[start : start + part] for start in starts])
     first = len(cores) - engine.count * engine.ranks
     if first < 1:
@@ -238,5 +262,5 @@ def share_cores(engine: EngineSettings, cores: Sequence[int] | None = None) -> C
             f"each of {engine.count} x {engine.ranks} engine ranks and at least one for the "
             f"trainer, {len(cores)} available; use fewer engines, or shared"
         )
-    starts = range(first, len(cores), engine.ranks)
-    return Cores(cores[:first], [cores[start : start + engine.ranks] for start in starts])
+    starts = range(first, len(cores), engine.tensor)
+    return Cores(cores[:first], [cores[start : start + engine.tensor] for start in starts])

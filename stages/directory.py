@@ -99,4 +99,5 @@ class EngineDirectory:
     job = Below("engine.json")  # which the engine's process reads
     log = Below("engine.log")
     address = Below("address.json")  # which the engine writes when it is ready
+    meeting = Below("members.json")  # where the first of an engine's members publishes
     restart = Below(RESTART_REQUEST)  # the reason why a rank requests a restart

@@ -106,7 +106,7 @@ KINDS: dict[Kind, StageKind] = {
 }
 # Settings that no kind reads: they affect a result by rounding at most.
 ENGINE_KEYS = (
-    *("count", "tensor", "placement", "max_sequences", "kv_cache_mebibytes"),
+    *("count", "tensor", "data", "placement", "max_sequences", "kv_cache_mebibytes"),
     *("start_timeout_seconds", "request_timeout_seconds", "hang_timeout_seconds", "max_restarts"),
     *("transport", "check_refit", "expert_parallel"),
     *("max_logprob_difference", "max_mean_logprob_difference", "max_high_ratio"),

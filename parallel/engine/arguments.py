@@ -15,6 +15,7 @@ import numpy as np
 
 from parallel.determinism import engine_environment
 from parallel.engine.environment import has_gpus, process_environment
+from parallel.engine.lockstep import member_environment
 from parallel.engine.memory import BATCHED_TOKENS, CACHE_BLOCK, cache_bytes, engine_memory
 from parallel.engine.nodes import meeting_point, node_rank
 from parallel.errors import UserError
@@ -129,7 +130,7 @@ def own_gpus(job: EngineJob) -> list[Gpu]:
 
     It sees the node's others only to map the trainer's memory on them (`parallel.slots`).
     """
-    return visible_gpus()[: job.engine.ranks // job.nodes]
+    return visible_gpus()[: job.engine.tensor // job.nodes]
 
 
 @contextmanager
@@ -137,6 +138,7 @@ def configuration(job: EngineJob) -> Iterator[Any]:
     """Yield vLLM's configuration; the model's is in a directory that lasts as long."""
     os.environ.update(process_environment(has_gpus()))  # for an engine that no launcher started
     os.environ.update(engine_environment(job.deterministic))
+    os.environ.update(member_environment(job))
     if job.nodes > 1:
         os.environ["VLLM_HOST_IP"] = address_of(job.interface)  # of vLLM's message queues
     from vllm import EngineArgs
@@ -160,9 +162,12 @@ def _prepare_cpu(config: Any, job: EngineJob) -> None:
     """
     if config.device_config.device_type != "cpu":
         return
+    from parallel.cpu import vllm_exchange
     from parallel.cpu import vllm_kernels as cpu_kernels
 
     cpu_kernels.prefer(config.kernel_config)
+    if job.engine.data > 1:
+        vllm_exchange.provide()  # workers are forked from this process
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
     if (ranks := job.engine.tensor // job.nodes) > 1:
         cores = sorted(os.sched_getaffinity(0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,7 @@ import msgspec
 import numpy as np
 
 from parallel.engine.arguments import configuration
+from parallel.engine.lockstep import Call, Lockstep, step_or_join
 from parallel.engine.sampling_masks import kept_sets
 from parallel.engine.wire import (
     EnginePlace,
@@ -28,6 +30,7 @@ from parallel.families import routed_layers
 from parallel.settings import EngineJob
 
 PARTS = {"weights", "kv_cache"}  # of `Wake`
+IDLE_SECONDS = 0.01  # between two agreements of members of which none has requests
 
 
 class NoWeights(RuntimeError):
@@ -35,7 +38,11 @@ class NoWeights(RuntimeError):
 
 
 class Core:
-    """An LLMEngine whose weights come from a trainer and may change between two steps."""
+    """An LLMEngine whose weights come from a trainer and may change between two steps.
+
+    As a member of a larger engine it steps when any member has requests, and joins, refits, sleeps
+    and wakes when all members do: `idle` tells that no member had any at the last step.
+    """
 
     def __init__(self, job: EngineJob) -> None:
         from vllm.v1.engine.llm_engine import LLMEngine
@@ -49,6 +56,9 @@ class Core:
         self._count = 0
         with configuration(job) as config:
             self._vllm = LLMEngine.from_vllm_config(config, disable_log_stats=True)
+        group = self._vllm.dp_group
+        self._lockstep = None if group is None else Lockstep(group)
+        self.idle = False
         # Whether the engine sleeps while the trainer computes.
         self.sleeps: bool = config.model_config.enable_sleep_mode
         self._model_config = config.model_config
@@ -70,6 +80,7 @@ class Core:
             self.admit(Generate([Prompt(0, [0], 0)], Sampling(1.0, max_tokens=1, end_token=0)))
             while self._requests:
                 self.step()
+            self._meet(Call.START)
         except Exception as error:
             raise RuntimeError(f"vLLM cannot sample from this model here: {error}") from error
         self.weight_version = None
@@ -81,21 +92,24 @@ class Core:
 
     def join(self, join: Join) -> None:
         """Join a trainer's refits; its ranks join at the same time."""
+        self._meet(Call.JOIN)
         self._on_every_rank("join", msgspec.msgpack.encode(join))
 
     def refit(self, refit: Refit) -> Refitted:
         """Take the new weights and reset the prefix cache.
 
         Requests in flight are kept: vLLM re-prefills their tokens under the new weights and
-        continues. After a failure the engine has no weights until the next refit.
+        continues. After a failure, also of another member, the engine has no weights until the
+        next refit.
         """
+        self._meet(Call.REFIT)
         self.drain()
         scheduled = self._vllm.engine_core.engine_core.scheduler.requests
         for request in self._requests.values():
             tokens = scheduled[request.inside].num_output_tokens
             request.note(tokens, self.weight_version)
         self.weight_version = None
-        reports = self._on_every_rank("refit", msgspec.msgpack.encode(refit))
+        reports = self._refit_together(msgspec.msgpack.encode(refit))
         self._vllm.reset_prefix_cache(reset_running_requests=True)
         self.weight_version = refit.version
         return Refitted([msgspec.msgpack.decode(report, type=RankReport) for report in reports])
@@ -106,6 +120,7 @@ class Core:
         vLLM's level 2: it saves the model's buffers, which no refit brings, and keeps all
         addresses, so that CUDA graphs stay valid. On a CPU vLLM frees nothing.
         """
+        self._meet(Call.SLEEP)
         self.abort(list(self._requests))
         self.drain()  # steps that were scheduled before; their tokens have the present weights
         self._drained = []  # nobody waits for what ended
@@ -119,6 +134,7 @@ class Core:
 
     def wake(self, wake: Wake) -> None:
         """Allocate weights or cache again; requests need a refit first, and both."""
+        self._meet(Call.WAKE)
         if wake.part in self._asleep:
             self._vllm.wake_up([wake.part])
             self._asleep.remove(wake.part)
@@ -154,10 +170,44 @@ class Core:
 
     def step(self) -> list[tuple[str, Generation]]:
         """Sample one token of each request in flight; return the responses that ended, by name."""
+        if self._lockstep is not None:
+            self._step_together(self._lockstep, Call.NONE)
         ended, self._drained = self._drained, []
-        if self.weight_version is None or not self._requests:
+        if self._lockstep is not None or self.weight_version is None or not self._requests:
             return ended  # a refit failed, or a drain ended all requests
-        return ended + self._step()
+        return ended + self._ended(self._vllm.step())
+
+    def _meet(self, call: Call) -> None:
+        """Wait until all members of the engine are here, and step with them until then.
+
+        None of them steps before all have left again: each step begins with an agreement of all.
+        """
+        while self._lockstep is not None and not self._step_together(self._lockstep, call):
+            if self.idle:
+                time.sleep(IDLE_SECONDS)
+
+    def _step_together(self, lockstep: Lockstep, waiting: Call) -> bool:
+        """Step if any member has requests that it can serve, unless all wait; return whether."""
+        able = self.weight_version is not None and bool(self._requests)
+        agreed = lockstep.agree(able, waiting)
+        self.idle = not agreed.working
+        if agreed.working and not agreed.waiting:
+            self._drained += self._ended(step_or_join(self._vllm))
+        return agreed.waiting
+
+    def _refit_together(self, message: bytes) -> list[Any]:
+        """Return every rank's report. Raises RuntimeError where the refit of any member fails.
+
+        A member that has its weights would else compute with the experts of one that has not.
+        """
+        reports: list[Any] | None = None
+        try:
+            reports = self._on_every_rank("refit", message)
+        finally:
+            together = self._lockstep is None or self._lockstep.all_succeeded(reports is not None)
+        if reports is None or not together:
+            raise RuntimeError("the refit of another member of this engine failed")
+        return reports
 
     def drain(self) -> None:
         """Wait for the steps in flight; the next step returns the responses that they ended.
@@ -173,13 +223,13 @@ class Core:
         core.scheduler.set_pause_state(PauseState.PAUSED_ALL)  # steps schedule nothing new
         try:
             while core.batch_queue:
-                self._drained += self._step()
+                self._drained += self._ended(self._vllm.step())
         finally:
             core.scheduler.set_pause_state(PauseState.UNPAUSED)
 
-    def _step(self) -> list[tuple[str, Generation]]:
+    def _ended(self, outputs: list[Any]) -> list[tuple[str, Generation]]:
+        """Return the responses that a step ended, by name."""
         ended = []
-        outputs: list[Any] = self._vllm.step()
         for output in outputs:
             if output.finished and (request := self._requests.pop(output.request_id, None)):
                 [completion] = output.outputs

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,9 @@ class RefitError(EngineError):
 class Fleet:
     """The trainer's link to its engines, on every rank; the main rank calls them.
 
-    An engine that dies is `lost`, and joins again at the first refit after its restart.
+    An engine that dies is `lost`, and joins again at the first refit after its restart. A client is
+    of one process; with `engine.data` the members of an engine have one each, and are lost and join
+    together.
     """
 
     def __init__(
@@ -83,10 +86,17 @@ class Fleet:
         return [client for client in self._joined if client in self.descriptions]
 
     def lost(self, client: EngineClient, reason: str) -> None:
-        """Have the launcher restart this engine. Main rank only."""
+        """Have the launcher restart this engine, with all its members. Main rank only."""
         if self.descriptions.pop(client, None) is not None:
             self.losses += 1
+            for other in self._members_of(client):
+                self.descriptions.pop(other, None)
             client.give_up(reason)
+
+    def _members_of(self, client: EngineClient) -> list[EngineClient]:
+        """Return the clients of all members of a client's engine."""
+        first = self._clients.index(client) // self.settings.data * self.settings.data
+        return self._clients[first : first + self.settings.data]
 
     def refit(self, policy: Policy, version: int) -> dict[str, float]:
         """Send the policy's weights to every live engine; return metrics. Collective.
@@ -169,7 +179,7 @@ class Fleet:
         for client in self._clients:
             # Do not wait for a restart while another engine is live.
             if client in self.descriptions or (
-                self._joined and self.descriptions and not client.newcomer()
+                self._joined and self._others_live(client) and not self._restarted(client)
             ):
                 continue
             described = client.connect()
@@ -178,23 +188,32 @@ class Fleet:
                     f"{client.name} was started for another model than this stage's; stop the"
                     " launcher that owns it, then resume"
                 )
-            if described.expert_parallel != self.settings.expert_parallel:
-                raise EngineError(
-                    f"{client.name} was started with engine.expert_parallel ="
-                    f" {described.expert_parallel}, unlike this stage; stop the launcher that owns"
-                    " it, then resume"
-                )
+            for key in ("expert_parallel", "data"):
+                if (found := getattr(described, key)) != getattr(self.settings, key):
+                    raise EngineError(
+                        f"{client.name} was started with engine.{key} = {found}, unlike this stage;"
+                        " stop the launcher that owns it, then resume"
+                    )
             self.descriptions[client] = described
         members = [client for client in self._clients if client in self.descriptions]
         joining = {client: self.descriptions[client].instance for client in members}
         if joining == self._joined and self._outbox is not None:
             return None
         self._joined = joining
-        sizes = tuple(self.descriptions[client].tensor for client in members)
+        data, whole = self.settings.data, self.settings.expert_parallel
+        sizes = tuple(data * self.descriptions[client].tensor for client in members[::data])
         topology = self._topology()
         hosts = topology.hosts(self.settings.transport)
-        forwarding, whole = topology.forwards(hosts), self.settings.expert_parallel
-        return EngineSizes(sizes, forwarding, whole, hosts)
+        return EngineSizes(sizes, topology.forwards(hosts), whole, data, hosts)
+
+    def _others_live(self, client: EngineClient) -> bool:
+        """Return whether an engine other than the client's is live."""
+        return bool(self.descriptions.keys() - set(self._members_of(client)))
+
+    def _restarted(self, client: EngineClient) -> bool:
+        """Return whether all members of a client's engine are new, or already connected."""
+        members = self._members_of(client)
+        return all(each in self.descriptions or each.newcomer() for each in members)
 
     def _topology(self) -> Topology:
         """Return the places of all ranks. Main rank only."""
@@ -229,16 +248,15 @@ class Fleet:
         )
         meet = any_rank(sends or plan.forwards)[0]
         self._meetings = meetings = on_main(lambda: self._meet(hosts)) if meet else []
-        layout, members = self.layout.model_dump(), list(self._joined)
+        layout, data = self.layout.model_dump(), sizes.data
+        tensor = [self.descriptions[client].tensor for client in self._joined]
+        first = dict(zip(self._joined, accumulate(tensor, initial=0), strict=False))
         numbers = hosts and (list(hosts.trainers), list(hosts.engines))
 
         def ask(client: EngineClient) -> None:
-            place = members.index(client)
-            fleet, whole = list(sizes.engines), sizes.expert_parallel
-            join = Join(
-                layout, fleet, whole, sizes.forwarding, place, numbers, meetings, JOIN_SECONDS
-            )
-            client.join(join)
+            fleet, whole, place = list(sizes.engines), sizes.expert_parallel, first[client]
+            planned = layout, fleet, whole, sizes.forwarding, data, place, numbers
+            client.join(Join(*planned, meetings, JOIN_SECONDS))
 
         def open_outbox() -> None:
             self._outbox = Outbox(plan, rank, parameters, meetings, device())
@@ -350,21 +368,36 @@ def put_to_sleep(addresses: list[Path], settings: EngineSettings, wanted: bool) 
     They may be awake since a killed stage. Where the stage wants them, wait until all have started;
     else ask those that have. Raises EngineError where one that is wanted does not sleep.
     """
-    for address in addresses:
-        client = EngineClient(address, settings)
+    clients = [EngineClient(address, settings) for address in addresses]
+    for first in range(0, len(clients), settings.data):
+        members = clients[first : first + settings.data]
         if wanted:
-            client.connect()
-            try:
-                client.sleep()
-            except EngineError as error:
+            for client in members:
+                client.connect()
+            if failed := _asked_to_sleep(members):
+                client, error = failed
                 client.give_up(str(error))
-                client.connect()  # an engine sleeps when it starts
-        elif (found := client.newcomer()) is not None:
-            client.address = found
-            try:
-                client.sleep()
-            except EngineError as error:  # where it holds the memory, the trainer will say so
-                report_notice(f"an engine that this stage does not need may hold memory: {error}")
+                for each in members:
+                    each.connect()  # an engine sleeps when it starts
+        elif all(found := [client.newcomer() for client in members]):
+            for client, address in zip(members, found, strict=True):
+                client.address = address
+            if failed := _asked_to_sleep(members):
+                # Where it holds the memory, the trainer will say so.
+                what = "an engine that this stage does not need may hold memory"
+                report_notice(f"{what}: {failed[1]}")
+
+
+def _asked_to_sleep(members: list[EngineClient]) -> tuple[EngineClient, EngineError] | None:
+    """Put all members of an engine to sleep, at once; return the first that does not, and why."""
+    with ThreadPoolExecutor(len(members)) as pool:
+        asked = {client: pool.submit(client.sleep) for client in members}
+    failed = {client: error for client, each in asked.items() if (error := each.exception())}
+    for client, error in failed.items():
+        if not isinstance(error, EngineError):
+            raise error
+        return client, error
+    return None
 
 
 def _place(parameters: dict[str, torch.Tensor]) -> TrainerPlace:

@@ -190,7 +190,7 @@ def _weight_bytes(
     if weight.experts:
         whole = sum(math.prod(part.shape) for part in weight.parts) * weight.experts
         return whole // engine.ranks * _bytes_of(weight, model, engine, in_layer)
-    boxes = needed_of((weight,), engine.tensor, 0)
+    boxes = needed_of((weight,), engine.ranks, 0, engine.expert_parallel, engine.data)
     elements = sum(math.prod(sizes) for _, (_, sizes) in boxes)
     return elements * _bytes_of(weight, model, engine, in_layer)
 
@@ -210,10 +210,12 @@ def _workspace(model: ModelSettings, engine: EngineSettings) -> int:
 
     A token's experts each take its hidden state and give one, with the joint projection and the
     gated activation between them; the residual stream and attention take some 8 hidden states.
-    The sampler has logits, probabilities and their order in fp32.
+    The sampler has logits, probabilities and their order in fp32. A rank's experts may get the
+    tokens of all members.
     """
     tokens = max(BATCHED_TOKENS, engine.max_sequences)
     inner = 3 * model.expert_hidden_size // (1 if engine.expert_parallel else engine.ranks)
-    each = model.experts_per_token * (2 * model.hidden_size + inner) + 8 * model.hidden_size
+    routed = engine.data * model.experts_per_token * (2 * model.hidden_size + inner)
+    each = routed + 8 * model.hidden_size
     logits = 3 * FP32 * engine.max_sequences * model.vocabulary_size
     return tokens * each * BYTES[model.precision] + logits

@@ -49,9 +49,8 @@ class RefitExtension:
         Then the plan does not fit this vLLM or this model.
         """
         group = get_tp_group()
-        self._tensor_rank = rank = group.rank_in_group
-        ranks = group.world_size
-        if ranks > 1:  # a single rank is the engine's own process
+        self._tensor_rank = group.rank_in_group
+        if group.world_size > 1:  # a single rank is the engine's own process
             # The kernel kills this worker with the engine. vLLM's workers check that the engine
             # lives only between calls: one that waits in a collective, for ranks that are gone,
             # would stay.
@@ -63,8 +62,11 @@ class RefitExtension:
         self._inbox: Inbox | None = None
         self._device = next(self.model_runner.model.parameters()).device
         copied = set(self._copied())
-        whole = self.vllm_config.parallel_config.enable_expert_parallel
-        planned = set(needed(self._settings, ranks, rank, whole))
+        parallel = self.vllm_config.parallel_config
+        whole, data = parallel.enable_expert_parallel, parallel.data_parallel_size
+        rank = parallel.data_parallel_rank * group.world_size + group.rank_in_group
+        ranks = data * group.world_size
+        planned = set(needed(self._settings, ranks, rank, whole, data))
         if copied != planned:
             examples = [*sorted(copied - planned)[:2], *sorted(planned - copied)[:2]]
             raise RuntimeError(
@@ -84,9 +86,10 @@ class RefitExtension:
         join = msgspec.msgpack.decode(message, type=Join)
         self.leave()
         layout = LayoutSettings.model_validate(join.layout)
-        rank = sum(join.fleet[: join.engine]) + self._tensor_rank
+        rank = join.first_rank + self._tensor_rank
         hosts = Hosts(*map(tuple, join.hosts)) if join.hosts else None
-        fleet = EngineSizes(tuple(join.fleet), join.forwarding, join.expert_parallel, hosts)
+        whole, data = join.expert_parallel, join.data
+        fleet = EngineSizes(tuple(join.fleet), join.forwarding, whole, data, hosts)
         plan = Plan(self._settings, layout, fleet)
         self._inbox = Inbox(self._settings, layout, plan, rank, join.meetings, self._device)
 

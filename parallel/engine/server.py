@@ -25,8 +25,9 @@ import msgspec
 from aiohttp import web
 
 from parallel.engine.arguments import own_gpus
-from parallel.engine.core import Core
+from parallel.engine.core import IDLE_SECONDS, Core
 from parallel.engine.follower import LostWorkers, follow
+from parallel.engine.lockstep import OutOfStep
 from parallel.engine.memory import engine_share
 from parallel.engine.nodes import node_rank
 from parallel.engine.wire import (
@@ -83,7 +84,12 @@ class Engine:
 
     async def ask(self, call: Callable[..., Answer], *arguments: Any) -> Answer:
         """Call in vLLM's thread, after all earlier calls, and return the result."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._thread, call, *arguments)
+        except OutOfStep as error:
+            self.failure = self.failure or StepFailed(str(error))
+            raise
 
     async def describe(self) -> EngineDescription:
         """Return this engine's description."""
@@ -93,6 +99,7 @@ class Engine:
             places=self.core.places,
             model=model_digest(self.model),
             tensor=self.settings.tensor,
+            data=self.settings.data,
             expert_parallel=self.settings.expert_parallel,
             max_model_tokens=self.settings.max_model_tokens,
             max_sequences=self.settings.max_sequences,
@@ -133,9 +140,13 @@ class Engine:
         names = await self.ask(self.core.admit, asked)
         stream: asyncio.Queue[Handed] = asyncio.Queue()
         self._streams.update(dict.fromkeys(names, stream))
+        self.draw()
+        return self._responses(set(names), stream)
+
+    def draw(self) -> None:
+        """Begin to step, unless this engine does."""
         if self._drawing is None or self._drawing.done():
             self._drawing = asyncio.create_task(self._draw())
-        return self._responses(set(names), stream)
 
     async def sleep(self) -> None:
         """Abort all requests and free the memory of weights and cache."""
@@ -146,15 +157,18 @@ class Engine:
         await self.ask(self.core.sleep)
 
     async def _draw(self) -> None:
-        """Step until no request is in flight."""
+        """Step until no request is in flight; as a member of an engine, for ever."""
+        alone = self.settings.data == 1
         try:
-            while self._streams:
-                if self.core.weight_version is None:  # a refit failed; another may follow
+            while self._streams or not alone:
+                if alone and self.core.weight_version is None:  # a refit failed
                     await asyncio.sleep(LIFE_SECONDS)
                     continue
                 for name, generation in await self.ask(self.core.step):
                     if stream := self._streams.pop(name, None):
                         stream.put_nowait((name, generation))
+                if self.core.idle:
+                    await asyncio.sleep(IDLE_SECONDS)
         except Exception as error:
             traceback.print_exception(error)
             self.failure = StepFailed(f"a step of vLLM failed: {error!r}")
@@ -335,6 +349,8 @@ async def _serve(engine: Engine, job: EngineJob) -> None:
     with os.fdopen(descriptor, "wb") as file:
         file.write(msgspec.json.encode(address))
     unfinished.rename(job.address)
+    if job.engine.data > 1:
+        engine.draw()
     while not (engine.failure or engine.core.lost_a_rank()):
         await asyncio.sleep(LIFE_SECONDS)
     engine.core.shutdown()  # vLLM cannot restart a process that ended

@@ -19,7 +19,7 @@ from parallel.settings import ModelSettings
 from parallel.weights.mapping import SharedMemory
 from parallel.weights.transport import Meeting
 
-PROTOCOL = 7  # version of this file, the same at both ends
+PROTOCOL = 8  # version of this file, the same at both ends
 
 LARGEST_MESSAGE = 1 << 30  # bytes of a request, or of one message of a streamed answer
 LENGTH_BYTES = 4  # a frame of a streamed answer begins with its length, big-endian
@@ -66,6 +66,7 @@ class EngineDescription(msgspec.Struct, frozen=True):
     max_model_tokens: int
     max_sequences: int
     weight_version: int | None
+    data: int = 1
 
 
 def keeps_part(top_k: int, top_p: float) -> bool:
@@ -146,16 +147,18 @@ class Generation(msgspec.Struct, frozen=True, tag=True):
 class Join(msgspec.Struct, frozen=True):
     """A request to join the refits of one trainer, with all that `parallel.weights` plans from.
 
-    `engine` is this engine's index in `fleet`, the engines' tensor-parallel sizes. With `hosts`,
-    numbers of the trainer ranks' and the engine ranks' hosts, equal ones map memory; the ranks of
-    each meeting send messages to each other.
+    `fleet` has the ranks of each engine, which are those of its `data` members; `first_rank` is the
+    number of the called process's first rank among all engines' ranks. With `hosts`, numbers of the
+    trainer ranks' and the engine ranks' hosts, equal ones map memory; the ranks of each meeting
+    send messages to each other.
     """
 
     layout: dict[str, Any]
     fleet: list[int]
     expert_parallel: bool
     forwarding: bool
-    engine: int
+    data: int
+    first_rank: int
     hosts: tuple[list[int], list[int]] | None
     meetings: list[Meeting]
     timeout_seconds: float

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from parallel.families import architecture, routed_layers
 from parallel.settings import ModelSettings
@@ -49,7 +49,8 @@ class Weight:
 
     Tensor parallelism splits `dimension`; None replicates the weight on every rank. Along it the
     parts alternate in `groups`; None means one group per rank. With `experts` there is a weight per
-    expert, with {expert} in the names; parameters count experts from 0 on every rank.
+    expert, with {expert} in the names; parameters count experts from 0 on every rank. Those that go
+    `with_experts` are whole on every rank of an engine whose ranks share the tokens of a layer.
     """
 
     parameter: str
@@ -57,6 +58,7 @@ class Weight:
     dimension: int | None = None
     groups: int | None = None
     experts: int = 0
+    with_experts: bool = False
 
 
 class ModelWeights:
@@ -216,7 +218,11 @@ def _experts(model: ModelSettings) -> Iterator[Weight]:
         yield _whole("mlp.router.expert_bias", bias, model.experts)
         width = further.n_shared_experts * model.expert_hidden_size
         units = Units("model.architecture.n_shared_experts x model.expert_hidden_size", width)
-        yield from _perceptron(model, "mlp.shared_experts.", "mlp.shared_experts.", units)
+        # In vLLM 0.30 DeepSeek-V3's take their rank's part of the tokens, as the experts do, and
+        # GLM-4's a slice of all tokens.
+        together = model.family == "deepseek_v3"
+        for weight in _perceptron(model, "mlp.shared_experts.", "mlp.shared_experts.", units):
+            yield replace(weight, with_experts=together)
     units = Units("model.expert_hidden_size", model.expert_hidden_size)
     projections = ("w1", "w3", "w2") if mixtral else PROJECTIONS
     here, there = "mlp.experts.local_experts.{expert}.", f"{theirs}experts.{{expert}}."

@@ -41,15 +41,17 @@ class Hosts(NamedTuple):
 class EngineSizes:
     """The ranks of each engine, numbered across engines.
 
-    With `expert_parallel` the ranks of an engine share the experts, each whole. With `forwarding`,
-    trainers feed no more engine ranks than there are trainers, and every other engine is fed by an
-    earlier one of its size. With `hosts`, engine ranks map what ranks of their host hold; these are
-    fed by the trainers, and do not count.
+    An engine's ranks are those of its `data` members, one member after another. With
+    `expert_parallel` they share the experts, each whole. With `forwarding`, trainers feed no more
+    engine ranks than there are trainers, and every other engine is fed by an earlier one of its
+    size. With `hosts`, engine ranks map what ranks of their host hold; these are fed by the
+    trainers, and do not count.
     """
 
     engines: tuple[int, ...]
     forwarding: bool = True
     expert_parallel: bool = False
+    data: int = 1
     hosts: Hosts | None = None
 
     def mapped(self, trainer: int, engine_rank: int) -> bool:
@@ -162,8 +164,8 @@ class Plan:
                 if source is None
                 else self._first_stages[source]
             )
-        weights, whole = self.description.weights, fleet.expert_parallel
-        self._needed = cache(lambda kind, size, at: dict(needed_of(weights[kind], size, at, whole)))
+        weights, how = self.description.weights, (fleet.expert_parallel, fleet.data)
+        self._needed = cache(lambda kind, size, at: dict(needed_of(weights[kind], size, at, *how)))
         self._shared = cache(self._find_shared)
         self._line = cache(self._find_line)
 

@@ -315,7 +315,11 @@ def diff(arguments: Namespace) -> None:
         metavar="N",
         help="the log of a rank (default: the output of its Slurm job; without one, rank 0)",
     ),
-    Argument("--engine", type=int, metavar="N", help="the log of an engine instead of a rank"),
+    Argument(
+        "--engine",
+        metavar="N",
+        help="the log of an engine instead of a rank; N.M is that of its member M (engine.data)",
+    ),
 )
 def logs(arguments: Namespace) -> None:
     """Show what a stage prints."""
@@ -337,7 +341,7 @@ def logs(arguments: Namespace) -> None:
     directory = run.stage(stage.name)
     follow = is_running if arguments.follow else None
     if arguments.engine is not None:
-        own = EngineDirectory(directory.engines / str(arguments.engine)).log
+        own = EngineDirectory(directory.engines / arguments.engine).log
         log = own if own.exists() else run.engine(arguments.engine).log
         explain.print_growing(lambda: log, follow)
     else:

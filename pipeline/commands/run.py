@@ -350,8 +350,8 @@ def _show_dry_run(run: Run, arguments: Namespace, reused: Mapping[str, str]) -> 
     if not found.ranks:
         say("no command: nothing would start")
         return
-    count = run.settings.engine.count
+    members = run.settings.engine.members
     for index, line in enumerate(found.engines):
-        say(f"engine {index % count}: {line}")
+        say(f"engine {members[index % len(members)]}: {line}")
     say(f"every stage, as ranks 0 to {run.settings.layout.ranks - 1}:")
     say(*(f"  {line}" for line in found.ranks.values()))

@@ -15,8 +15,8 @@ Found = Iterator[tuple[str, str]]
 
 def engine_rules(model: ModelSettings, engine: EngineSettings) -> Found:
     """Yield what an engine cannot hold of a model whose architecture is valid."""
-    yield from engine_violations(model, engine.tensor, engine.expert_parallel)
-    if engine.expert_parallel and engine.tensor == 1:
+    yield from engine_violations(model, engine.tensor, engine.expert_parallel, engine.data)
+    if engine.expert_parallel and engine.ranks == 1:
         yield (
             "engine.expert_parallel",
             "has no effect with engine.tensor = 1, whose rank has all experts; use more ranks, or "

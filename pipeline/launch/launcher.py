@@ -189,7 +189,11 @@ def _failed(ranks: Sequence[Process]) -> list[Process]:
 
 
 class EngineSupervisor:
-    """The engines of a launcher, in numbered directories; `begin` starts them."""
+    """The engines of a launcher, in numbered directories; `begin` starts them.
+
+    The members of an engine with `engine.data` of them start together, and where one fails all do:
+    the others would wait for it in every step.
+    """
 
     def __init__(
         self,
@@ -201,10 +205,10 @@ class EngineSupervisor:
         self._settings = settings
         self._placement = placement
         self._directories = [
-            EngineDirectory(directory / str(index)) for index in range(settings.engine.count)
+            EngineDirectory(directory / member) for member in settings.engine.members
         ]
         self._program = program
-        self._engines: list[SupervisedEngine] = []
+        self._engines: list[list[SupervisedEngine]] = []  # the members of each
 
     @property
     def addresses(self) -> list[Path]:
@@ -217,27 +221,32 @@ class EngineSupervisor:
         Raises:
             UserError: the machine has too few cores for the engines.
         """
-        for engine in self._engines:
-            engine.restarts = 0
-            if failure := engine.failure():
-                report(f"{failure.cause}; restarting it")
-                engine.start()
-        start_seconds = self._settings.engine.start_seconds
-        for index in range(len(self._engines), len(self._directories)):
-            directory = self._directories[index]
-            job = write_engine_job(directory, self._settings, index, self._placement)
-            command = self._program(job)
-            self._engines.append(
-                SupervisedEngine(directory, index, command, self._placement, start_seconds)
-            )
+        for members in self._engines:
+            members[0].restarts = 0
+            if failed := _first_failed(members):
+                report(f"{failed[1].cause}; restarting it")
+                _restart(members)
+        data = self._settings.engine.data
+        for first in range(len(self._engines) * data, len(self._directories), data):
+            self._directories[first].meeting.unlink(missing_ok=True)
+            self._engines.append([self._member(index) for index in range(first, first + data)])
+
+    def _member(self, index: int) -> SupervisedEngine:
+        """Start the process of this number."""
+        directory, engine = self._directories[index], self._settings.engine
+        meeting = self._directories[index - index % engine.data].meeting
+        job = write_engine_job(directory, self._settings, index, self._placement, meeting)
+        command = self._program(job)
+        return SupervisedEngine(directory, index, command, self._placement, engine.start_seconds)
 
     def restart_failed(self, report: Report) -> ProcessFailure | None:
         """Restart the engines that failed; return the failure of one that must not restart."""
-        for engine in self._engines:
-            if (failure := engine.failure()) is None:
+        for members in self._engines:
+            if (failed := _first_failed(members)) is None:
                 continue
-            first = not engine.was_ready and not failure.lost
-            if first and not self._may_start_again(engine, failure):
+            (member, failure), engine = failed, members[0]
+            first = not member.was_ready and not failure.lost
+            if first and not (engine.restarts == 0 and self._may_start_again(member, failure)):
                 return failure  # an engine that never started would fail again
             bound = self._settings.engine.max_restarts
             if engine.restarts >= bound:
@@ -249,7 +258,7 @@ class EngineSupervisor:
                 return replace(failure, cause=f"{failure.cause}; {ended if bound else refused}")
             engine.restarts += 1
             report(f"{failure.cause}; restarting it ({engine.restarts} of at most {bound})")
-            engine.start()
+            _restart(members)
         return None
 
     def _may_start_again(self, engine: SupervisedEngine, failure: ProcessFailure) -> bool:
@@ -263,16 +272,35 @@ class EngineSupervisor:
 
     def failed(self) -> ProcessFailure | None:
         """Return the failure of the first engine that has one."""
-        return next(filter(None, (engine.failure() for engine in self._engines)), None)
+        found = next(filter(None, map(_first_failed, self._engines)), None)
+        return found and found[1]
 
     def stop(self) -> None:
         """End every engine and everything it started."""
-        for engine in self._engines:
-            engine.stop()
+        for members in self._engines:
+            for member in members:
+                member.stop()
+
+
+def _first_failed(
+    members: Sequence[SupervisedEngine],
+) -> tuple[SupervisedEngine, ProcessFailure] | None:
+    """Return the member that failed, of several the one that explains the others; None if none."""
+    found = [(each, failure) for each in members if (failure := each.failure())]
+    return min(found, key=lambda each: lost_another(each[1].tail), default=None)
+
+
+def _restart(members: Sequence[SupervisedEngine]) -> None:
+    """Start all members again, once none is left that the new ones could meet."""
+    for member in members:
+        member.stop()
+    members[0].directory.meeting.unlink(missing_ok=True)
+    for member in members:
+        member.start()
 
 
 class SupervisedEngine:
-    """An engine through all its restarts; `was_ready` means that it has started before."""
+    """An engine or a member of one, through all its restarts; `was_ready`: it started before."""
 
     def __init__(
         self,
@@ -284,9 +312,9 @@ class SupervisedEngine:
     ) -> None:
         self.restarts = 0
         self.was_ready = False
-        self._name = f"engine {index}"
+        self.directory = directory
+        self._name = f"engine {directory.path.name}"
         self._index = index
-        self._directory = directory
         self._command = command
         self._placement = placement
         self._start_seconds = start_seconds
@@ -297,10 +325,10 @@ class SupervisedEngine:
     def start(self) -> None:
         """Stop the previous process, remove its address and start a new one."""
         self.stop()
-        self._directory.address.unlink(missing_ok=True)
-        self._directory.restart.unlink(missing_ok=True)
+        self.directory.address.unlink(missing_ok=True)
+        self.directory.restart.unlink(missing_ok=True)
         self._process = self._placement.start_engine(
-            self._name, self._index, self._command, self._directory.log
+            self._name, self._index, self._command, self.directory.log
         )
         self._started = time.monotonic()
 
@@ -321,10 +349,10 @@ class SupervisedEngine:
         It ended, it was not ready in time, or a rank requested its restart.
         """
         if self._process is None:
-            return ProcessFailure(f"{self._name} could not be started", self._directory.log)
+            return ProcessFailure(f"{self._name} could not be started", self.directory.log)
         ended = self._process.status() is not None
         # Checked after the status: an engine may get ready and end between the two checks.
-        ready = self._directory.address.exists()
+        ready = self.directory.address.exists()
         self.was_ready = self.was_ready or ready
         if ended:
             failure = self._process.failure()
@@ -332,16 +360,16 @@ class SupervisedEngine:
             return replace(failure, cause=f"{self._name}: {failure.cause}") if named else failure
         if ready:
             try:
-                reason = self._directory.restart.read_text(errors="replace")
+                reason = self.directory.restart.read_text(errors="replace")
             except FileNotFoundError:
                 return None
-            return ProcessFailure(f"{self._name}: {' '.join(reason.split())}", self._directory.log)
+            return ProcessFailure(f"{self._name}: {' '.join(reason.split())}", self.directory.log)
         # While the engine starts, a restart request concerns the process before it.
-        self._directory.restart.unlink(missing_ok=True)
+        self.directory.restart.unlink(missing_ok=True)
         if time.monotonic() < self._started + self._start_seconds:
             return None
         seconds = f"{self._start_seconds} s (engine.start_timeout_seconds)"
-        return ProcessFailure(f"{self._name} was not ready after {seconds}", self._directory.log)
+        return ProcessFailure(f"{self._name} was not ready after {seconds}", self.directory.log)
 
 
 def write_stage_job(job: StageJob) -> Path:
@@ -352,15 +380,22 @@ def write_stage_job(job: StageJob) -> Path:
 
 
 def write_engine_job(
-    directory: EngineDirectory, settings: RunSettings, index: int, placement: Placement
+    directory: EngineDirectory,
+    settings: RunSettings,
+    index: int,
+    placement: Placement,
+    meeting: Path | None = None,
 ) -> Path:
-    """Write one engine's job, with the run's seed; return its path."""
+    """Write the job of one engine, or member of one, with the run's seed; return its path."""
+    engine, member = divmod(index, settings.engine.data)
     gpus = visible_gpus() if placement.on_gpus else []  # whatever torch the launcher itself has
     sizes = [gpu.total_bytes for gpu in gpus]
     job = EngineJob(
         model=settings.model,
         engine=settings.engine,
-        index=index,
+        index=engine,
+        member=member,
+        meeting=meeting.absolute() if meeting and settings.engine.data > 1 else None,
         address=directory.address.absolute(),
         interface=placement.interface,
         nodes=placement.nodes_per_engine,

@@ -120,7 +120,7 @@ def _legal(settings: RunSettings) -> bool:
     rules = (
         layout_violations(model, layout),
         family_violations(model, layout),
-        engine_violations(model, engine.tensor),
+        engine_violations(model, engine.tensor, engine.expert_parallel, engine.data),
     )
     return not any(chain.from_iterable(rules))
 
@@ -149,7 +149,8 @@ def _engine_changes(settings: RunSettings, gpus: int) -> Iterator[Change]:
     room = settings.layout.ranks if engine.placement == "shared" else engine.count * engine.ranks
     for size in divisors(model.attention_heads):
         if size > engine.tensor and (size <= gpus or size % gpus == 0):
-            yield {"engine.tensor": size, "engine.count": max(1, room // size)}
+            ranks = size * engine.data
+            yield {"engine.tensor": size, "engine.count": max(1, room // ranks)}
     if model.precision == "bf16" and engine.weights == "model":
         yield {"engine.weights": "fp8"}
 

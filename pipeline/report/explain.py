@@ -188,9 +188,9 @@ def dry_run(
             attempts = 0 if stage.name in again else directory.attempts()
             ranks[stage.name] = shlex.join(programs.stage(directory.job(attempts + 1)))
     engines = [
-        shlex.join(programs.engine(EngineDirectory(directory / str(index)).job))
+        shlex.join(programs.engine(EngineDirectory(directory / member).job))
         for directory in run.engines_of_slots(parallel)
-        for index in range(run.settings.engine.count if samples else 0)
+        for member in (run.settings.engine.members if samples else ())
     ]
     left = estimate(run, states, took(run.events), names)
     return DryRun(states, actions, left, engines, ranks)

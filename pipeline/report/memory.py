@@ -83,8 +83,9 @@ def _notes(settings: RunSettings, ranks: list[RankMemory], cached: int) -> Itera
     everywhere = sum(rank.total for rank in ranks) * (layout.ranks // layout.pipeline)
     cache = engine.ranks * cached
     weights = engine.ranks * engine_weights(model, engine)
-    fitting = tokens_in(cached, model, engine)
-    asked = engine.max_sequences * engine.max_model_tokens
+    fitting = engine.data * tokens_in(cached, model, engine)
+    sequences = engine.data * engine.max_sequences
+    asked = sequences * engine.max_model_tokens
     verdict = "all fit" if fitting >= asked else "the rest waits"
     yield (
         f"model: {_count(whole)} parameters, {_count(active)} of them used by a token, "
@@ -97,7 +98,7 @@ def _notes(settings: RunSettings, ranks: list[RankMemory], cached: int) -> Itera
         yield f"each of the {settings.rounds:,} rounds needs as much as the first"
     yield (
         f"{_engines(engine)}: {human(weights + cache)} = weights {human(weights)} + KV "
-        f"cache {human(cache)},\n  which holds {fitting:,} tokens; {engine.max_sequences} "
+        f"cache {human(cache)},\n  which holds {fitting:,} tokens; {sequences} "
         f"sequences of {engine.max_model_tokens} are {asked:,}: {verdict}"
     )
     yield (

@@ -108,7 +108,7 @@ def estimate(
         start = 0.0 if state.state == "running" else known(starts, stage) or 0.0
         ahead = known(paces, stage)
         seconds[stage.name] = None if ahead is None else start + ahead * (stage.steps - saved)
-    own = engine.count * engine.tensor if engine.placement == "own" else 0
+    own = engine.count * engine.ranks if engine.placement == "own" else 0
     stopped = [name for name, gates in idle.items() if name in gates]
     unknown = [stage.kind for stage in stages if seconds[stage.name] is None]
     devices = run.settings.layout.ranks + own

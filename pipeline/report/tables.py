@@ -73,8 +73,10 @@ def layout_text(layout: LayoutSettings) -> str:
 
 
 def engines_text(engine: EngineSettings) -> str:
-    """Return the engines in words: `2 engines x tensor 4`."""
+    """Return the engines in words: `2 engines x data 2 x tensor 4`."""
     count = f"{engine.count} engine{'s' if engine.count > 1 else ''}"
+    if engine.data > 1:
+        count += f" x data {engine.data}"
     return f"{count} x tensor {engine.tensor}" if engine.tensor > 1 else count
 
 

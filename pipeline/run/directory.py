@@ -73,8 +73,8 @@ class RunDirectory:
             return f"braid submit {shown(self.settings_file)}{elsewhere}"
         return f"braid resume {shown(self.path)}"
 
-    def engine(self, index: int) -> EngineDirectory:
-        return EngineDirectory(self.engines / str(index))
+    def engine(self, member: int | str) -> EngineDirectory:
+        return EngineDirectory(self.engines / str(member))
 
     def engines_of_slots(self, count: int) -> list[Path]:
         """Return the directory of the engines of each of `count` slots."""

@@ -19,6 +19,7 @@ from typing import Any
 
 from parallel.engine import arguments
 from parallel.engine.environment import COMMON
+from parallel.engine.lockstep import member_environment
 from parallel.gpus import Gpu
 from parallel.hugging_face.config import hugging_face_config
 from parallel.settings import EngineJob
@@ -72,6 +73,7 @@ def configured(job: EngineJob) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         hugging_face_config(job.model).save_pretrained(directory)
         chosen = arguments.engine_arguments(job, directory, cuda=True)
+        os.environ.update(member_environment(job))
         config = EngineArgs(**chosen).create_engine_config()
     compilation, scheduler = config.compilation_config, config.scheduler_config
     return {
@@ -93,6 +95,15 @@ def configured(job: EngineJob) -> dict[str, Any]:
         "cache": config.cache_config.kv_cache_memory_bytes,
         "sleeps": config.model_config.enable_sleep_mode,
         "routes": config.model_config.enable_return_routed_experts,
+    } | (_member(config.parallel_config) if job.engine.data > 1 else {})
+
+
+def _member(parallel: Any) -> dict[str, Any]:
+    return {
+        "members": parallel.data_parallel_size,
+        "member": parallel.data_parallel_rank,
+        "first_gpu": parallel.data_parallel_rank_local,
+        "port": parallel.data_parallel_master_port,
     }
 
 

@@ -44,6 +44,7 @@ def refit(
     """Refit with the weights of each seed; return the engines' state after the last."""
     trained = policy(model, layout)
     engines = fleet(addresses, model, layout, engine)
+    data = engines.settings.data
     for seed in seeds:
         trained.start_fresh(seed)
         metrics = engines.refit(trained, seed)
@@ -52,22 +53,23 @@ def refit(
         "wrong": wrong_tensors(trained, engines, ModelSettings.model_validate_json(model)),
         "mismatch": mismatch(trained, engines, seeds[-1]),
         "bound": max(
-            bytes_needed(ModelSettings.model_validate_json(model), size, rank)
+            bytes_needed(ModelSettings.model_validate_json(model), size, rank, data)
             for size in (reports(engines) or [1])
-            for rank in range(size)
+            for rank in range(size * data)
         ),
     }
 
 
 def reports(engines: Any) -> list[int]:
-    """Return the number of ranks of every engine."""
+    """Return the number of ranks of every engine, or member of one."""
     from parallel.distributed import broadcast
 
     return broadcast([len(report.ranks) for report in engines.reports])
 
 
-def bytes_needed(model: ModelSettings, size: int, rank: int) -> int:
-    return sum(4 * int(np.prod(box[1])) for _, box in needed(model, size, rank))
+def bytes_needed(model: ModelSettings, size: int, rank: int, data: int) -> int:
+    boxes = needed(model, size * data, rank, data=data)
+    return sum(4 * int(np.prod(box[1])) for _, box in boxes)
 
 
 def wrong_tensors(trained: Any, engines: Any, model: ModelSettings) -> list[str]:
@@ -77,11 +79,13 @@ def wrong_tensors(trained: Any, engines: Any, model: ModelSettings) -> list[str]
     from parallel.weights.names import bucket
 
     whole = {name: tensor.clone() for name, tensor in trained.weights()}
-    found = []
+    found, data = [], engines.settings.data
     for number, report in enumerate(engines.reports if is_main() else []):
         for rank, landed in enumerate(report.ranks):
             expected: dict[str, int] = {}
-            for name, (offsets, sizes) in needed(model, len(report.ranks), rank):
+            size = len(report.ranks)
+            at = number % data * size + rank
+            for name, (offsets, sizes) in needed(model, size * data, at, data=data):
                 place = tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
                 key = str(bucket(name))
                 value = fingerprint(name, (offsets, sizes), whole[name][place])

@@ -106,6 +106,23 @@ def test_vllm_accepts_a_gpu_s_arguments(capability: str) -> None:
     }
 
 
+def test_vllm_accepts_a_member_of_a_larger_engine(tmp_path: Path) -> None:
+    """All members meet at the port that the first published, and each uses its own GPUs."""
+    meeting = tmp_path / "members.json"
+    meeting.write_text('["10.0.0.7", 29600]')
+    further = {"member": 1, "meeting": meeting}
+    asked = job(further, placement="own", tensor=2, data=4, expert_parallel=True)
+    command = [sys.executable, "-m", "tests.engine.cuda_platform", "9.0"]
+    done = subprocess.run(
+        command, input=f"{asked.model_dump_json()}\n", capture_output=True, text=True, timeout=300
+    )
+    [line] = [each for each in done.stdout.splitlines() if each.startswith("configured ")]
+    found = json.loads(line.partition(" ")[2])
+    expected = {"members": 4, "member": 1, "first_gpu": 0, "port": 29600, "expert_parallel": True}
+    assert expected.items() <= found.items()
+    assert found["executor"] == "mp"
+
+
 def test_a_gpu_s_memory_is_what_is_free_or_what_the_launcher_grants(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -31,7 +31,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {**DENSE_AND_SHARED, **LATENT, "q_lora_rank": None},
     ),
 }
-RANKS = [(2, 1), (8, 3), (8, 7)]  # (ranks, rank); the last has no rows of the vocabulary
+# (ranks, rank, members); the last of one member has no rows of the vocabulary.
+RANKS = [(2, 1, 1), (8, 3, 1), (8, 7, 1), (2, 1, 2), (8, 5, 2), (8, 6, 4)]
 Copied = dict[tuple[str, bool], list[list[tuple[str, Box]]]]  # by model and expert parallelism
 
 
@@ -68,8 +69,9 @@ def copied(tmp_path_factory: pytest.TempPathFactory) -> Copied:
 @pytest.mark.parametrize("whole", [False, True], ids=["expert_tensor", "expert_parallel"])
 @pytest.mark.parametrize("name", MODELS)
 def test_needs_are_what_the_loaders_of_vllm_copy(name: str, whole: bool, copied: Copied) -> None:
-    for (size, rank), found in zip(RANKS, copied[name, whole], strict=True):
-        assert sorted(found) == sorted(needed(model(name), size, rank, whole)), (size, rank)
+    for place, found in zip(RANKS, copied[name, whole], strict=True):
+        size, rank, members = place
+        assert sorted(found) == sorted(needed(model(name), size, rank, whole, members)), place
 
 
 def model(name: str) -> ModelSettings:
@@ -106,16 +108,18 @@ def copies(directory: str) -> Copied:
         config.topk_method = "noaux_tc"  # DeepSeek-V3's, which transformers 5 omits
         config.save_pretrained(path)
         found[name, whole] = []
-        for size, rank in RANKS:
+        for size, rank, members in RANKS:
             engine = EngineArgs(model=path, skip_tokenizer_init=True).create_engine_config()
             with set_current_vllm_config(engine):
                 if not groups.model_parallel_is_initialized():
                     groups.init_distributed_environment(1, 0, "env://", 0, "gloo")
                     groups.initialize_model_parallel(1)
-                group = groups.get_tp_group()
-                engine.parallel_config.tensor_parallel_size = group.world_size = size
+                tensor, data = groups.get_tp_group(), groups.get_dp_group()
+                engine.parallel_config.tensor_parallel_size = size // members
+                engine.parallel_config.data_parallel_size = members
                 engine.parallel_config.enable_expert_parallel = whole
-                group.rank_in_group = rank
+                tensor.world_size, data.world_size = size // members, members
+                data.rank_in_group, tensor.rank_in_group = divmod(rank, size // members)
                 # vLLM looks into its map of the experts while it builds, which meta has not.
                 with torch.device("cpu" if whole else "meta"):
                     built = initialize_model(engine)
@@ -123,6 +127,7 @@ def copies(directory: str) -> Copied:
                     weights = {each: torch.empty(shape) for each, shape in shapes}
                 with torch.no_grad(), Copies(weights) as recorder:
                     built.load_weights(iter(weights.items()))
-                group.world_size, group.rank_in_group = 1, 0
+                for group in (tensor, data):
+                    group.world_size, group.rank_in_group = 1, 0
             found[name, whole].append(recorder.found)
     return found

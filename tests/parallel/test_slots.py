@@ -12,6 +12,7 @@ from parallel.errors import UserError
 from parallel.gpus import Gpu, usable_gpus
 from parallel.settings import EngineSettings, LayoutSettings
 from parallel.slots import (
+    Cores,
     EngineSlots,
     MachineGpus,
     check_gpu_count,
@@ -19,6 +20,7 @@ from parallel.slots import (
     gpu_environment,
     local_device,
     nodes_needed,
+    share_cores,
     share_gpus,
 )
 from tests.parallel.test_gpus import put_nvidia_smi
@@ -146,3 +148,20 @@ def test_a_torch_for_the_cpu_uses_no_gpu(tmp_path: Path, monkeypatch: pytest.Mon
     for version, found in (("2.13.0+cpu", 0), ("2.13.0+cu130", 4), ("2.13.0", 4)):
         monkeypatch.setattr(gpus_module, "version", lambda _, version=version: version)
         assert len(usable_gpus()) == found
+
+
+def test_members_fill_the_slots_of_their_engine() -> None:
+    """DeepSeek-V3's engine of 64 experts' ranks, and small ones: each member is on one node."""
+    layout, engine = sizes(64, tensor=8, data=8)
+    found = engine_slots(layout, engine, 8)
+    assert found == [EngineSlots(range(node, node + 1), range(8)) for node in range(8)]
+    assert nodes_needed(layout, engine, 8) == 8
+    layout, engine = sizes(4, tensor=2, data=2, count=2, placement="own")
+    expected = [[4, 5], [6, 7], [8, 9], [10, 11]]
+    assert [list(each.slots) for each in engine_slots(layout, engine, 12)] == expected
+    with pytest.raises(UserError, match="members of 3 ranks do not fill slots per node = 4; use"):
+        engine_slots(*sizes(12, tensor=3, data=4), 4)
+    shared = share_gpus(*sizes(4, tensor=2, data=2), gpus(4))
+    assert shared == MachineGpus(stage=[0, 1, 2, 3], engines=[[0, 1], [2, 3]])
+    cores = share_cores(EngineSettings(data=2, tensor=2, placement="own"), range(6))
+    assert cores == Cores([0, 1], [[2, 3], [4, 5]])

@@ -76,7 +76,7 @@ def launched(
         yield execute
 
 
-def starts(run: RunDirectory, index: int) -> list[int]:
+def starts(run: RunDirectory, index: int | str) -> list[int]:
     """Return the processes that an engine has been so far."""
     return [int(pid) for pid in (run.engine(index).path / "starts").read_text().split()]
 
@@ -100,6 +100,23 @@ def test_an_engine_that_is_killed_is_restarted_and_the_others_stay(
     assert [job["address"] for job in jobs] == [
         str(run.engine(index).address.absolute()) for index in (0, 1)
     ]
+
+
+def test_members_of_an_engine_are_restarted_together_and_other_engines_stay(
+    run: RunDirectory, config: Path
+) -> None:
+    settings = with_engine(config, count=2, data=2)
+    with launched(run, settings, {"sums": "kill_the_last_engine"}) as execute:
+        run.engine("1.0").path.mkdir(parents=True)
+        run.engine("1.0").meeting.write_text("of the members before")
+        assert execute("sums") == [f"engine 1.1 {KILLED}; restarting it (1 of at most 3)"]
+        assert not run.engine("1.0").meeting.exists()
+    names = ["0.0", "0.1", "1.0", "1.1"]
+    assert [len(starts(run, name)) for name in names] == [1, 1, 2, 2]
+    assert not any(is_alive(pid) for name in names for pid in starts(run, name))
+    jobs = [json.loads(run.engine(name).job.read_text()) for name in names]
+    assert [(job["index"], job["member"]) for job in jobs] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [Path(job["meeting"]).parent.name for job in jobs] == ["0.0", "0.0", "1.0", "1.0"]
 
 
 def test_a_stage_without_engines_learns_which_must_sleep(run: RunDirectory, config: Path) -> None:

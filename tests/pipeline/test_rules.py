@@ -36,6 +36,14 @@ from tests.pipeline.violations import edited, errors, judge, own, rewards
             "engine.expert_parallel: 2 ranks cannot share model.experts = 1; use fewer ranks, or f",
         ),
         ("engine.expert_parallel=true", "has no effect with engine.tensor = 1, whose rank has all"),
+        (
+            "engine={data: 3}\tmodel.expert_hidden_size=64",
+            "engine.data: 3 x engine.tensor = 3 ranks do not divide model.expert_hidden_size = 64;",
+        ),
+        (
+            "engine={data: 2, expert_parallel: true}\tmodel={experts: 1, experts_per_token: 1}",
+            "engine.expert_parallel: 2 ranks cannot share model.experts = 1; use fewer ranks, or f",
+        ),
         ("engine.weights=fp8", "engine.weights: fp8 quantizes bf16 weights, not model.precision ="),
         (
             "engine.weights=fp8\tmodel.precision=bf16\tdomains.sums.objective.correction="
