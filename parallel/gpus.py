@@ -9,7 +9,7 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
@@ -87,12 +87,21 @@ def driver_error(gpus: list[Gpu], cuda: int) -> str | None:
     return None
 
 
-def type_error(gpus: list[Gpu]) -> str | None:
-    """Return which types of GPU are mixed, None if all are alike: ranks wait for the slowest."""
-    names = sorted({f"{gpu.name} ({gpu.total_bytes >> 30} GiB)" for gpu in gpus})
-    if len(names) < 2:
+def type_error(gpus: Sequence[Gpu]) -> str | None:
+    """Return which GPUs are of which types, by position, and the fix; None if all are alike.
+
+    Where they work together, the slowest sets the pace, and the smallest memory the limit.
+    """
+    types: dict[str, list[str]] = {}
+    for position, gpu in enumerate(gpus):
+        types.setdefault(f"{gpu.name} {gpu.total_bytes >> 30} GiB", []).append(str(position))
+    if len(types) < 2:
         return None
-    return f"GPU types are mixed: {', '.join(names)}; select one with CUDA_VISIBLE_DEVICES"
+    listed = " and ".join(f"{name}: {', '.join(each)}" for name, each in types.items())
+    return (
+        f"GPUs of several types ({listed}); choose those of one type with CUDA_VISIBLE_DEVICES, or"
+        " in a cluster's profile with gpu_type or constraint"
+    )
 
 
 def wait_for_memory(free: Callable[[], Iterable[int]], needed: int, seconds: float) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from parallel.errors import UserError
-from parallel.gpus import Gpu
+from parallel.gpus import Gpu, type_error
 from parallel.settings import EngineSettings, LayoutSettings
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -173,19 +173,9 @@ def share_gpus(
 
 
 def check_alike(gpus: Sequence[Gpu], where: str) -> None:
-    """Raise UserError where GPUs that work together are of several types.
-
-    The slowest would set the pace, and the smallest memory the limit, of all ranks.
-    """
-    types: dict[str, list[str]] = {}
-    for position, gpu in enumerate(gpus):
-        types.setdefault(gpu.name, []).append(str(position))
-    if len(types) > 1:
-        listed = "; ".join(f"{name}: {', '.join(each)}" for name, each in types.items())
-        raise UserError(
-            f"{where} has GPUs of several types ({listed}); choose those of one type with "
-            f"{VISIBLE}, or in a cluster's profile with gpu_type or constraint"
-        )
+    """Raise UserError where GPUs that work together are of several types."""
+    if (trouble := type_error(gpus)) is not None:
+        raise UserError(f"{where} has {trouble}")
 
 
 def check_gpu_count(

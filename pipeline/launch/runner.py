@@ -154,20 +154,21 @@ def machine_shares(
         UserError: there are fewer GPUs or cores than stages, or too few for a stage's processes; or
             engines would need the GPUs of a trainer that computes.
     """
+    samples = any(stage.needs_engine for stage in stages)
     if gpus := usable_gpus():
         if (part := len(gpus) // count) == 0:
             raise UserError(f"--parallel {count} needs {count} GPUs, {len(gpus)} available")
         if any(stage.takes_turns for stage in stages):
             check_turns(settings)
-        layout = settings.layout
-        engine = settings.engine if any(stage.needs_engine for stage in stages) else None
+        layout, engine = settings.layout, settings.engine if samples else None
         starts = range(0, count * part, part)
         parts = [(gpus[start : start + part], start) for start in starts]
         return [MachineShare(None, share_gpus(layout, engine, *each)) for each in parts]
     cores = sorted(os.sched_getaffinity(0))
     if (part := len(cores) // count) == 0:
         raise UserError(f"--parallel {count} needs {count} CPU cores, {len(cores)} available")
-    share_cores(settings.engine, cores[:part])
+    if samples:
+        share_cores(settings.engine, cores[:part])
     if count == 1:
         return [MachineShare(None, None)]
     return [MachineShare(cores[slot * part : (slot + 1) * part], None) for slot in range(count)]

@@ -108,7 +108,7 @@ def sections(
     of_gpus = findings.get("torch", {}).get("cuda_build") and _installed("vllm")
     extra = "gpu" if devices or GPU_FILE.exists() or of_gpus else "cpu"
     yield "versions", list(_versions(findings, extra))
-    gpus = list(_gpus(findings.get("torch", {}).get("cuda_build"), cluster))
+    gpus = list(_gpus(findings.get("torch", {}), cluster, extra))
     yield "this machine", gpus + list(_machine(findings, devices, runs, extra))
     if "layer_specs" in findings.get("megatron", {}):
         yield "used here", list(_choices(findings, bool(devices)))
@@ -187,13 +187,19 @@ def _version(requirement: Requirement, findings: Findings, extra: str) -> Row:
     return Row(name, installed)
 
 
-def _gpus(cuda_build: str | None, cluster: ClusterSettings | None) -> Iterator[Row]:
-    """Yield what nvidia-smi says: the driver, types that are mixed, and GPUs that are missing."""
+def _gpus(torch: dict[str, Any], cluster: ClusterSettings | None, extra: str) -> Iterator[Row]:
+    """Yield what nvidia-smi says: the driver, types that are mixed, and GPUs that are missing.
+
+    What is wrong with them keeps no stage from running that runs on the CPU.
+    """
+    cuda_build = torch.get("cuda_build")
+    of_cpu = extra == "cpu" or ("cuda_build" in torch and cuda_build is None)
+    severity: Verdict = "note" if of_cpu else "error"
     try:
         gpus = visible_gpus()
     except UserError as error:
         value, _, fix = str(error).partition("; ")
-        yield Row("driver", value, "error", fix)
+        yield Row("driver", value, severity, fix)
         return
     if gpus:
         cuda = int(cuda_build.partition(".")[0]) if cuda_build else 0
@@ -201,7 +207,7 @@ def _gpus(cuda_build: str | None, cluster: ClusterSettings | None) -> Iterator[R
         for name, trouble in errors.items():
             if trouble is not None:
                 value, _, fix = trouble.partition("; ")
-                yield Row(name, value, "error", fix)
+                yield Row(name, value, severity, fix)
             elif name == "driver":
                 yield Row(name, gpus[0].driver)
     if cluster is not None and len(gpus) < cluster.gpus_per_node:

@@ -68,8 +68,9 @@ def test_mixed_types_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     other = "4, GPU-00000004, NVIDIA A100-SXM4-40GB, 40960, 40000, 580.65.06, 8.0"
     put_nvidia_smi(monkeypatch, tmp_path, f"{GPU_LINES}\n{other}")
     assert type_error(visible_gpus()) == (
-        "GPU types are mixed: NVIDIA A100-SXM4-40GB (40 GiB), NVIDIA H100 80GB HBM3 (79 GiB); "
-        "select one with CUDA_VISIBLE_DEVICES"
+        "GPUs of several types (NVIDIA H100 80GB HBM3 79 GiB: 0, 1, 2, 3 and NVIDIA "
+        "A100-SXM4-40GB 40 GiB: 4); choose those of one type with CUDA_VISIBLE_DEVICES, or in a "
+        "cluster's profile with gpu_type or constraint"
     )
 
 

