@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from parallel.errors import UserError
-from parallel.settings import EngineJob
+from parallel.settings import EngineJob, ModelSettings
 from pipeline.config.validate import load, load_cluster
 from pipeline.launch.launcher import write_engine_job
 from pipeline.launch.placement import ThisMachine
@@ -47,13 +47,18 @@ DEEPSEEK_REFUSED = [
     "merge: update needs 1,442.66 GiB of each GPU, 1,363.46 GiB more than its 79.20 "
     "(optimizer state 941.73, gradients 323.32, trainer weights 161.66, activations 5.52, "
     "trainer process 5.00, engine process 3.00, dispatch and fragments 2.00, frozen model "
-    "0.43); set domains.math.optimizer.precision_aware=true "
-    "merge.optimizer.precision_aware=true layout.ranks=256 layout.expert=256",
+    "0.43); set layout.tensor=8 layout.ranks=256 layout.expert=256",
 ]
 
 
 def qwen(*overrides: str) -> RunSettings:
     return load(CASES / "qwen3_30b_a3b.yaml", overrides, to_start=False)
+
+
+def with_model(settings: RunSettings, model: ModelSettings) -> RunSettings:
+    """Return the settings with another model, whose files are elsewhere."""
+    files = {"tokenizer": "/models/other", "initial_weights": "/models/other"}
+    return settings.model_copy(update={"model": model.model_copy(update=files)})
 
 
 def refused(settings: RunSettings, profile: Path = H100) -> list[str]:
@@ -98,13 +103,13 @@ def test_an_engine_that_cannot_fit_is_refused_by_component() -> None:
 
 
 def test_glm_air_does_not_fit_on_eight_gpus() -> None:
-    settings = qwen().model_copy(update={"model": GLM_AIR})
+    settings = with_model(qwen(), GLM_AIR)
     assert refused(settings) == GLM_REFUSED
 
 
 def test_deepseek_v3_does_not_fit_on_eight_gpus_but_on_256() -> None:
     settings = qwen("engine={count: 1, tensor: 8, max_model_tokens: 8192}", *EXACT)
-    settings = settings.model_copy(update={"model": DEEPSEEK_V3})
+    settings = with_model(settings, DEEPSEEK_V3)
     assert refused(settings) == DEEPSEEK_REFUSED
 
 
@@ -116,11 +121,26 @@ def test_deepseek_v3_does_not_fit_on_eight_gpus_but_on_256() -> None:
         ("layout={ranks: 4, tensor: 4, expert: 4, recompute: full}", "engine.placement=own"),
         ("layout={ranks: 4, tensor: 4, expert: 4}", "engine.count=2", *EXACT),
         ("domains.math.loop.micro_batch_tokens=400000", "layout.recompute=none"),
+        # Engines on more GPUs than have ranks, and few samples for many data-parallel ranks.
+        ("layout={ranks: 4, tensor: 4, expert: 4, recompute: full}", "engine.count=4", *EXACT),
+        (*TOO_MUCH, "domains.math.sampling={prompts_per_step: 4, max_response_tokens: 6144}"),
     ],
 )
 def test_what_is_advised_fits(given: tuple[str, ...]) -> None:
     lines = refused(qwen(*given))
     assert lines and refused(qwen(*given, *advised(lines))) == []
+
+
+def test_full_recomputation_is_advised_without_modules() -> None:
+    layout = "layout={ranks: 8, tensor: 4, expert: 8, recompute: selective, recompute_modules: "
+    lines = refused(qwen(f"{layout}[layernorm]}}", "domains.math.loop.micro_batch_tokens=40000"))
+    assert advised(lines) == ["layout.recompute=full", "layout.recompute_modules=[]"]
+
+
+def test_engines_stay_on_gpus_of_the_node_without_ranks() -> None:
+    layout = "layout={ranks: 4, tensor: 4, expert: 4, recompute: full}"
+    awake, _ = refused(qwen(layout, "engine.kv_cache_mebibytes=60000"))
+    assert advised([awake]) == ["engine.kv_cache_mebibytes=null"]
 
 
 def test_nothing_is_advised_where_nothing_fits(tmp_path: Path) -> None:
