@@ -8,6 +8,7 @@ Frozen models are on the host, and come to the GPU one at a time.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -15,6 +16,7 @@ from typing import Literal
 from parallel.engine.memory import COMMUNICATOR_BYTES, CONTEXT_BYTES, EngineShare
 from parallel.memory import RankMemory
 from parallel.settings import EngineSettings, LayoutSettings
+from parallel.slots import engine_slots
 
 Phase = Literal["generate", "weight sync", "log-probabilities", "update", "optimizer step", "load"]
 Where = Literal["GPU", "trainer's GPU", "engine's GPU"]
@@ -194,23 +196,40 @@ def fullest_phases(ranks: Sequence[RankModels], engines: EngineOnGpus | None) ->
     return [max(same, key=lambda phase: phase.total) for same in zip(*each, strict=True)]
 
 
-def neighbours(layout: LayoutSettings, engine: EngineSettings, gpus: int) -> int:
-    """Return the engine ranks that map the memory of a trainer's GPU without being on it.
+def neighbours(layout: LayoutSettings, engine: EngineSettings, per_node: int) -> int:
+    """Return the most engine ranks that map the memory of a trainer's GPU and are not on it.
 
-    Engines map what is on their node, unless `engine.transport` sends all weights as messages.
+    Engines map what is on their node, unless `engine.transport` sends all weights as messages. An
+    engine that fills no node of `per_node` GPUs maps nothing: it is refused elsewhere.
     """
-    if engine.transport == "messages":
+    if engine.transport == "messages" or (engine.ranks > per_node and engine.ranks % per_node):
         return 0
-    ranks = engine.count * engine.ranks
-    if engine.placement == "shared":
-        return min(ranks, gpus) - 1
-    return min(ranks, max(0, gpus - layout.ranks))
+    slots = [
+        node * per_node + slot
+        for each in engine_slots(layout, engine, per_node)
+        for node in each.nodes
+        for slot in each.slots
+    ]
+    taken, on_node = {*slots}, Counter(slot // per_node for slot in slots)
+    return max(
+        on_node[first // per_node] - all(slot in taken for slot in _ranks(layout, first, per_node))
+        for first in range(0, layout.ranks, per_node)
+    )
+
+
+def _ranks(layout: LayoutSettings, first: int, per_node: int) -> range:
+    """Return the slots of the ranks of a node, from its first."""
+    return range(first, min(first + per_node, layout.ranks))
 
 
 def engine_gpu_bytes(
     layout: LayoutSettings, engine: EngineSettings, total: Sequence[int]
 ) -> int | None:
-    """Return what an engine may use of each of a node's GPUs of these sizes; None is all of it."""
+    """Return what an engine may use of each of a node's GPUs of these sizes; None is all of it.
+
+    GPUs of the node that neither a rank nor an engine is on do not count.
+    """
     if not total or engine.placement == "own":
         return None
-    return min(total) - _process_bytes(neighbours(layout, engine, len(total)))
+    used = total[: max(layout.ranks, engine.count * engine.ranks)]
+    return min(used) - _process_bytes(neighbours(layout, engine, len(total)))

@@ -33,7 +33,7 @@ from stages.settings import RunSettings
 
 @dataclass(frozen=True)
 class NodeGpus:
-    """The GPUs of a node: their number, and the bytes of the smallest."""
+    """The GPUs of a node for ranks and engines: their number, and the bytes of the smallest."""
 
     count: int
     each: int
@@ -118,7 +118,7 @@ def _row(name: str, counts: Sequence[int], style: str = "") -> list[str | Cell]:
 def _of_profile(cluster: ClusterSettings) -> NodeGpus | None:
     if not cluster.gpus_per_node or cluster.gpu_memory_gib is None:
         return None
-    return NodeGpus(cluster.gpus_per_node, round(cluster.gpu_memory_gib * GIB))
+    return NodeGpus(cluster.ranks_per_node, round(cluster.gpu_memory_gib * GIB))
 
 
 def _engines(settings: RunSettings, gpus: NodeGpus) -> EngineOnGpus:

@@ -131,13 +131,24 @@ def test_a_checkpoint_takes_copies_on_the_host() -> None:
 
 def test_engines_map_the_memory_of_their_node_unless_they_get_messages() -> None:
     def mapping(layout: LayoutSettings = LAYOUT, **engine: object) -> int:
-        return neighbours(layout, ENGINE.model_copy(update=engine), gpus=8)
+        return neighbours(layout, ENGINE.model_copy(update=engine), per_node=8)
 
     assert mapping() == 7
     assert mapping(transport="messages") == 0
-    assert mapping(count=2) == 3
+    assert mapping(count=2) == 4  # of a GPU without an engine, all of them
     assert mapping(LAYOUT.model_copy(update={"ranks": 4}), placement="own") == 4
-    assert mapping(placement="own") == 0
+    assert mapping(placement="own") == 0  # the engines are on another node
+
+
+def test_engines_map_only_the_memory_of_their_own_node_of_several() -> None:
+    ranks, wide = (LAYOUT.model_copy(update={"ranks": n}) for n in (16, 12))
+    one = ENGINE.model_copy(update={"count": 1, "tensor": 4})
+    assert neighbours(ranks, one, per_node=8) == 4
+    assert neighbours(ranks, one.model_copy(update={"count": 2}), per_node=8) == 4
+    assert neighbours(ranks, one.model_copy(update={"count": 4}), per_node=8) == 7
+    assert neighbours(ranks, one.model_copy(update={"tensor": 16}), per_node=8) == 7
+    own = one.model_copy(update={"placement": "own", "count": 2})
+    assert neighbours(wide, own, per_node=8) == 4  # of the second node; the other engine is alone
 
 
 def test_an_engine_may_use_what_the_trainer_s_process_leaves() -> None:
@@ -145,3 +156,6 @@ def test_an_engine_may_use_what_the_trainer_s_process_leaves() -> None:
     assert engine_gpu_bytes(LAYOUT, ENGINE, sizes) == 79 * GIB - GIB - 8 * GIB // 2
     assert engine_gpu_bytes(LAYOUT, ENGINE.model_copy(update={"placement": "own"}), sizes) is None
     assert engine_gpu_bytes(LAYOUT, ENGINE, []) is None
+    few = LAYOUT.model_copy(update={"ranks": 4}), ENGINE.model_copy(update={"count": 2})
+    unused = [80 * GIB] * 4 + [16 * GIB]
+    assert engine_gpu_bytes(*few, unused) == 80 * GIB - GIB - 4 * GIB // 2

@@ -264,6 +264,8 @@ def test_a_kind_may_have_other_gpus(tmp_path: Path) -> None:
     [line] = refused(qwen(*TOO_MUCH), profile)
     assert line.startswith("experts.math: update needs 91.05 GiB of each GPU, ")
     assert gpus_of(load_cluster(profile))("distill") == NodeGpus(8, 141 << 30)
+    profile.write_text("ranks_per_node: 4\ngpus_per_node: 8\ngpu_memory_gib: 141\n")
+    assert gpus_of(load_cluster(profile))("distill") == NodeGpus(4, 141 << 30)
     profile.write_text("gpus_per_node: 8\ngpu_memory_gib: 0\n")
     with pytest.raises(UserError, match=r"cluster\.yaml:2: gpu_memory_gib: should be greater"):
         load_cluster(profile)
