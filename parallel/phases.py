@@ -16,7 +16,7 @@ from typing import Literal
 from parallel.engine.memory import COMMUNICATOR_BYTES, CONTEXT_BYTES, EngineShare
 from parallel.memory import RankMemory
 from parallel.settings import EngineSettings, LayoutSettings
-from parallel.slots import engine_slots
+from parallel.slots import engine_slots, gpus_needed
 
 Phase = Literal["generate", "weight sync", "log-probabilities", "update", "optimizer step", "load"]
 Where = Literal["GPU", "trainer's GPU", "engine's GPU"]
@@ -231,5 +231,5 @@ def engine_gpu_bytes(
     """
     if not total or engine.placement == "own":
         return None
-    used = total[: max(layout.ranks, engine.count * engine.ranks)]
+    used = total[: gpus_needed(layout, engine)]
     return min(used) - _process_bytes(neighbours(layout, engine, len(total)))

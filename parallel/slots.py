@@ -114,6 +114,13 @@ def check_engine_size(engine: EngineSettings, per_node: int, limit: str) -> None
     )
 
 
+def gpus_needed(layout: LayoutSettings, engine: EngineSettings) -> int:
+    """Return the number of GPUs of a stage and its engines on one machine, from its first."""
+    engines = engine.count * engine.ranks
+    own = engine.placement == "own"
+    return layout.ranks + engines if own else max(layout.ranks, engines)
+
+
 def share_gpus(
     layout: LayoutSettings, engine: EngineSettings, gpus: Sequence[Gpu], offset: int = 0
 ) -> MachineGpus | None:
@@ -126,11 +133,9 @@ def share_gpus(
     """
     if not gpus:
         return None
-    engines = engine.count * engine.ranks
-    own = engine.placement == "own"
-    needed = layout.ranks + engines if own else max(layout.ranks, engines)
+    needed = gpus_needed(layout, engine)
     if needed > len(gpus):
-        together = "and" if own else "in turn with"
+        together = "and" if engine.placement == "own" else "in turn with"
         raise UserError(
             f"{needed} GPUs are needed, {len(gpus)} available here: layout.ranks = {layout.ranks} "
             f"{together} {engine.count} engines of {engine.ranks} (engine.placement: "

@@ -77,7 +77,7 @@ def validate(arguments: Namespace) -> None:
         return
     stages = Run(arguments.runs_dir / settings.name, settings).stages
     try:
-        check_capacity(settings, stages, common.known_gpus(arguments))
+        check_capacity(settings, stages, common.known_gpus(arguments, settings))
     except UserError as error:
         if arguments.json:
             print_json(arguments, {"valid": False, "errors": str(error).splitlines()[1:]})
@@ -133,7 +133,7 @@ def plan(arguments: Namespace) -> None:
     if arguments.memory:
         settings = common.load_config(arguments, to_start=False)
         stages = Run(arguments.runs_dir / settings.name, settings).stages
-        gpus = common.known_gpus(arguments)
+        gpus = common.known_gpus(arguments, settings)
         if arguments.json:
             held = {each.name: [asdict(r) for r in stage_memory(each, settings)] for each in stages}
             print_json(arguments, {"stages": held})
@@ -142,7 +142,7 @@ def plan(arguments: Namespace) -> None:
         check_capacity(settings, stages, gpus)
         return
     run = common.load_configured_run(arguments)
-    check_capacity(run.settings, run.stages, common.known_gpus(arguments))
+    check_capacity(run.settings, run.stages, common.known_gpus(arguments, run.settings))
     states = states_now(run)
     if arguments.dot:
         say(*explain.dot(run, states))

@@ -32,7 +32,7 @@ from pipeline.launch.runner import machine_shares, run_stages
 from pipeline.report import status as report
 from pipeline.report.capacity import check_capacity
 from pipeline.report.explain import dry_run
-from pipeline.report.gpu_memory import gpus_of
+from pipeline.report.gpu_memory import gpus_here
 from pipeline.report.tables import Cell, table, terminal
 from pipeline.run import gates
 from pipeline.run.directory import TRUST_OPTION, check_owner, warn_of_readers
@@ -83,7 +83,7 @@ def run(arguments: Namespace) -> None:
     check_owner(run, arguments.trust_run)
     other, fork = common.forked(arguments, run)
     check_selection(run, arguments.only, arguments.rerun, fork.reused)
-    check_capacity(run.settings, run.chosen(arguments.only), gpus_of(None))
+    _check_memory(run, arguments)
     machine_shares(arguments.parallel, run.settings)
     if arguments.dry_run:
         _show_dry_run(run, arguments, fork.reused)
@@ -116,7 +116,7 @@ def resume(arguments: Namespace) -> None:
     """Resume a run."""
     run = common.load_trusted_run(arguments, check_environment=True)
     check_selection(run, arguments.only, arguments.rerun)
-    check_capacity(run.settings, run.chosen(arguments.only), gpus_of(None))
+    _check_memory(run, arguments)
     machine_shares(arguments.parallel, run.settings)
     warn_of_readers(run)
     with run.lock():
@@ -300,6 +300,12 @@ def gate_override(arguments: Namespace) -> None:
     with run.lock(shared=True):
         gates.override(run, arguments.stage, arguments.reason)
     say(f"{arguments.stage} is overridden; continue with: {run.resume_command()}")
+
+
+def _check_memory(run: Run, arguments: Namespace) -> None:
+    """Raise UserError where a stage needs more memory than this machine's GPUs have."""
+    gpus = gpus_here(run.settings, arguments.parallel)
+    check_capacity(run.settings, run.chosen(arguments.only), gpus)
 
 
 def _run_stages(run: Run, arguments: Namespace) -> None:

@@ -14,13 +14,13 @@ from pipeline.config.validate import load, load_cluster
 from pipeline.launch.launcher import write_engine_job
 from pipeline.launch.placement import ThisMachine
 from pipeline.report.capacity import check_capacity
-from pipeline.report.gpu_memory import NodeGpus, gpus_of
+from pipeline.report.gpu_memory import NodeGpus, gpus_here, gpus_of
 from pipeline.report.memory import memory_report
 from pipeline.run.graph import compile_graph
 from stages.directory import EngineDirectory
 from stages.settings import RunSettings
 from tests.layouts.real_models import DEEPSEEK_V3, GLM_AIR
-from tests.parallel.test_gpus import put_nvidia_smi
+from tests.parallel.fake_nvidia_smi import GPU_LINES, put_nvidia_smi
 from tests.runs import REPOSITORY
 
 Braid = Callable[..., tuple[int, str, str]]
@@ -251,9 +251,26 @@ def test_gpus_that_are_not_known_refuse_nothing(
         profile.write_text(text)
         assert refused(qwen(*TOO_MUCH), profile) == []
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert gpus_of(None)("grpo") is None
+    assert gpus_here(qwen())("grpo") is None
     put_nvidia_smi(monkeypatch, tmp_path, "NVIDIA-SMI has failed: no driver", 9)  # a login node
-    assert gpus_of(None)("grpo") is None
+    assert gpus_here(qwen())("grpo") is None
+
+
+def test_gpus_that_no_rank_and_no_engine_uses_decide_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    lines = GPU_LINES.splitlines()
+    lines[1] = lines[1].replace("81559", "16384")
+    put_nvidia_smi(monkeypatch, tmp_path, "\n".join(lines))
+    large, small = 81_559 << 20, 16_384 << 20
+    one = qwen(
+        "layout.ranks=1", "layout.tensor=1", "layout.expert=1", "engine.count=1", "engine.tensor=1"
+    )
+    assert gpus_here(one)("grpo") == NodeGpus(4, large)
+    assert gpus_here(one, parallel=2)("grpo") == NodeGpus(2, large)
+    assert gpus_here(one, parallel=4)("grpo") == NodeGpus(1, small)
+    assert gpus_here(qwen())("grpo") == NodeGpus(4, small)
 
 
 def test_a_kind_may_have_other_gpus(tmp_path: Path) -> None:
