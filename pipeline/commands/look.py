@@ -39,6 +39,7 @@ from pipeline.run.graph import Stage
 from pipeline.run.ledger import took
 from pipeline.run.metrics import read_models
 from pipeline.run.run import Run
+from pipeline.run.select import unfinished
 from pipeline.slurm.queue import is_queued, queue_of, states_now
 from pipeline.text import reason, say, shown, visible
 from stages.directory import EngineDirectory
@@ -142,8 +143,9 @@ def plan(arguments: Namespace) -> None:
         check_capacity(settings, stages, gpus)
         return
     run = common.load_configured_run(arguments)
-    check_capacity(run.settings, run.stages, common.known_gpus(arguments, run.settings))
     states = states_now(run)
+    gpus = common.known_gpus(arguments, run.settings)
+    check_capacity(run.settings, unfinished(run.stages, states), gpus)
     if arguments.dot:
         say(*explain.dot(run, states))
         return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,13 @@ from pipeline.report.tables import Cell, table, terminal
 from pipeline.run import gates
 from pipeline.run.directory import TRUST_OPTION, check_owner, warn_of_readers
 from pipeline.run.run import Run
-from pipeline.run.select import MAY_CHANGE, check_selection, check_settings
+from pipeline.run.select import (
+    MAY_CHANGE,
+    check_selection,
+    check_settings,
+    planned_states,
+    unfinished,
+)
 from pipeline.slurm.queue import check_not_queued
 from pipeline.text import hint, say, shown, visible
 
@@ -83,7 +89,7 @@ def run(arguments: Namespace) -> None:
     check_owner(run, arguments.trust_run)
     other, fork = common.forked(arguments, run)
     check_selection(run, arguments.only, arguments.rerun, fork.reused)
-    _check_memory(run, arguments)
+    _check_memory(run, arguments, fork.reused)
     machine_shares(arguments.parallel, run.settings)
     if arguments.dry_run:
         _show_dry_run(run, arguments, fork.reused)
@@ -302,10 +308,11 @@ def gate_override(arguments: Namespace) -> None:
     say(f"{arguments.stage} is overridden; continue with: {run.resume_command()}")
 
 
-def _check_memory(run: Run, arguments: Namespace) -> None:
-    """Raise UserError where a stage needs more memory than this machine's GPUs have."""
+def _check_memory(run: Run, arguments: Namespace, reused: Iterable[str] = ()) -> None:
+    """Raise UserError where a stage that will run needs more memory than this machine's GPUs."""
     gpus = gpus_here(run.settings, arguments.parallel)
-    check_capacity(run.settings, run.chosen(arguments.only), gpus)
+    states = planned_states(run, run.states, reused, arguments.rerun)
+    check_capacity(run.settings, unfinished(run.chosen(arguments.only), states), gpus)
 
 
 def _run_stages(run: Run, arguments: Namespace) -> None:

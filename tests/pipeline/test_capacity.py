@@ -219,8 +219,13 @@ def test_run_and_resume_compare_with_this_machine_s_gpus(
     put_nvidia_smi(monkeypatch, tmp_path, sizes.replace("900", "81559"))
     assert braid("run", config)[0] == 0
     put_nvidia_smi(monkeypatch, tmp_path, sizes)
-    code, _, err = braid("resume", "small")
-    assert code == 1 and "more memory than a GPU has" in err
+    code, _, err = braid("resume", "small", "--from", "merge")
+    assert code == 1 and "more memory than a GPU has:\nmerge: " in err
+    assert braid("resume", "small")[0] == 0  # all is done
+    assert braid("run", config, "--dry-run")[0] == 0
+    assert braid("plan", config)[0] == 0
+    forked = ("--name", "other", "--fork", "small", "--dry-run")
+    assert braid("run", config, *forked)[0] == 0
 
 
 def test_an_engine_s_job_says_what_it_may_use_of_a_gpu(
