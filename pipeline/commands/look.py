@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -52,8 +53,8 @@ from stages.settings import RunSettings
     "check a configuration and list every error in it",
     CONFIG_HELP + "  braid validate configs/quickstart.yaml domains.chain_sum.loop.steps=80\n"
     "  braid validate configs/quickstart.yaml --cluster configs/clusters/mine.yaml\n\n"
-    "Also checks that every stage fits into the GPUs' memory, where it is known: that of this\n"
-    "machine's GPUs, or gpu_memory_gib of the cluster's profile.\n\n"
+    "Also checks that every stage fits into the GPUs' memory, where it is known: gpu_memory_gib\n"
+    "of the cluster's profile; without one, too small GPUs of this machine are a warning.\n\n"
     'JSON: {"valid": true, "stages", "domains", "warnings"} or {"valid": false, "errors"}; with\n'
     "--resolved the settings.",
     Argument("--resolved", action="store_true", help="print it with every default written out"),
@@ -78,7 +79,7 @@ def validate(arguments: Namespace) -> None:
         return
     stages = Run(arguments.runs_dir / settings.name, settings).stages
     try:
-        check_capacity(settings, stages, common.known_gpus(arguments, settings))
+        too_large = _too_large(settings, stages, arguments)
     except UserError as error:
         if arguments.json:
             print_json(arguments, {"valid": False, "errors": str(error).splitlines()[1:]})
@@ -87,6 +88,7 @@ def validate(arguments: Namespace) -> None:
         *cautions({name: each.rewards for name, each in settings.domains.items()}),
         *policy_cautions(settings),
         *_too_few_gpus(settings),
+        *too_large,
     ]
     if arguments.json:
         names = [stage.name for stage in stages]
@@ -96,6 +98,26 @@ def validate(arguments: Namespace) -> None:
         return
     domains_text = ", ".join(settings.domains)
     say(f"{arguments.config} is valid: {len(stages)} stages, domains {domains_text}", *warnings)
+
+
+def _too_large(settings: RunSettings, stages: Iterable[Stage], arguments: Namespace) -> list[str]:
+    """Return why `braid run` would refuse stages for this machine's memory.
+
+    Raises:
+        UserError: the GPUs of `--cluster`'s profile have too little.
+    """
+    try:
+        check_capacity(settings, stages, common.known_gpus(arguments, settings))
+    except UserError as error:
+        if arguments.cluster is not None:
+            raise
+        return [f"braid run is refused on this machine: {error}"]
+    return []
+
+
+def _warn(texts: Iterable[str]) -> None:
+    for text in texts:
+        say(text, file=sys.stderr)
 
 
 def _too_few_gpus(settings: RunSettings) -> Iterator[str]:
@@ -134,18 +156,17 @@ def plan(arguments: Namespace) -> None:
     if arguments.memory:
         settings = common.load_config(arguments, to_start=False)
         stages = Run(arguments.runs_dir / settings.name, settings).stages
-        gpus = common.known_gpus(arguments, settings)
         if arguments.json:
             held = {each.name: [asdict(r) for r in stage_memory(each, settings)] for each in stages}
             print_json(arguments, {"stages": held})
         else:
+            gpus = common.known_gpus(arguments, settings)
             print(*memory_report(settings, gpus), sep="\n")
-        check_capacity(settings, stages, gpus)
+        _warn(_too_large(settings, stages, arguments))
         return
     run = common.load_configured_run(arguments)
     states = states_now(run)
-    gpus = common.known_gpus(arguments, run.settings)
-    check_capacity(run.settings, unfinished(run.stages, states), gpus)
+    _warn(_too_large(run.settings, unfinished(run.stages, states), arguments))
     if arguments.dot:
         say(*explain.dot(run, states))
         return

@@ -213,6 +213,10 @@ def test_run_and_resume_compare_with_this_machine_s_gpus(
     put_nvidia_smi(monkeypatch, tmp_path, sizes)
     code, _, err = braid("run", config)
     assert code == 1 and "more than its 0.88 (" in err  # 900 MiB, the smaller one
+    said = "braid run is refused on this machine: more memory than a GPU has:\nexperts."
+    for command in (("validate",), ("plan",), ("plan", "--memory")):
+        code, out, err = braid(command[0], config, *command[1:])  # it may be for a cluster
+        assert code == 0 and said in out + err
     assert not runs.exists()
     code, _, err = braid("run", config, "--only", "cold_start", "--dry-run")
     assert code == 1 and "\ncold_start: update needs " in err
