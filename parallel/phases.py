@@ -35,7 +35,7 @@ class RankModels:
 
     `forward` are the activations of a pass without gradients, `routed` a layer's hidden states on
     the way to its experts. `frozen` is the largest of the frozen models, whose number counts on the
-    host; `heads` are output heads of theirs that a loss still needs.
+    host; `heads` are output heads of theirs that a loss still needs. `updates` are those of a step.
     """
 
     policy: RankMemory
@@ -45,6 +45,7 @@ class RankModels:
     frozen: int = 0
     frozen_models: int = 0
     heads: int = 0
+    updates: int = 1
     trains: bool = True
 
 
@@ -145,8 +146,9 @@ def _passes(
 ) -> Iterator[tuple[Phase, dict[str, int]]]:
     """Yield the trainer's own phases, with what it holds of its models.
 
-    Models that move hold no gradients and no optimizer state between updates, and in an update
-    only the model that is updated is on the GPU.
+    Models that move hold no gradients between updates, and optimizer state only where another
+    update of the step follows: that of the model updated last. In an update only the model that is
+    updated is on the GPU.
     """
     trained = [each for each in (models.policy, models.critic) if each is not None]
     if not models.trains:
@@ -154,6 +156,8 @@ def _passes(
         return
     if samples:
         at_rest = _held(trained, updates=not moves)
+        if moves and models.updates > 1:
+            at_rest["optimizer state"] = max(each.optimizer for each in trained)
         frozen = {"frozen model": models.frozen}
         yield "log-probabilities", {**at_rest, **frozen, **_activations(models, models.forward)}
     updated = _held(trained[:1] if moves else trained, updates=True)

@@ -162,6 +162,7 @@ def _models(stage: Stage, settings: RunSettings) -> list[RankModels]:
             routed=routed_bytes(model, layout, tokens),
             frozen=policy.frozen // max(1, frozen + averages),
             frozen_models=frozen + averages,
+            updates=1 if block is None else block.updates_per_rollout,
             heads=headed * head_bytes(model, layout) if number == len(ranks) - 1 else 0,
         )
         for number, policy in enumerate(ranks)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from parallel.engine.memory import GIB, RESERVE_BYTES, engine_share
@@ -93,6 +95,15 @@ def test_of_two_trained_models_on_shared_gpus_one_is_updated_at_a_time() -> None
         assert own["optimizer step"].gpu[name] == held + moved
     assert shared["log-probabilities"].gpu["trainer weights"] == policy.parameters + 1
     assert shared["generate"].host["optimizer state"] == policy.optimizer + 4
+
+
+def test_between_the_updates_of_a_step_the_last_one_s_optimizer_state_stays() -> None:
+    held = replace(models(RankMemory(parameters=1, gradients=2, optimizer=4)), updates=2)
+    again = found(held)["log-probabilities"].gpu
+    assert again["optimizer state"] == held.policy.optimizer
+    assert "gradients" not in again
+    own = found(held, ENGINE.model_copy(update={"placement": "own"}))["log-probabilities"].gpu
+    assert own["optimizer state"] == held.policy.optimizer + 4
 
 
 def test_without_engines_there_is_no_turn_to_take() -> None:
