@@ -9,6 +9,7 @@ Frozen models are on the host, and come to the GPU one at a time. The optimizer 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -16,6 +17,7 @@ from typing import Literal
 from parallel.engine.memory import COMMUNICATOR_BYTES, CONTEXT_BYTES, EngineShare
 from parallel.memory import RankMemory
 from parallel.settings import EngineSettings, LayoutSettings
+from parallel.slots import engine_slots, gpus_needed
 
 Phase = Literal["generate", "weight sync", "log-probabilities", "update", "optimizer step", "load"]
 Where = Literal["GPU", "trainer's GPU", "engine's GPU"]
@@ -34,7 +36,7 @@ class RankModels:
 
     `forward` are the activations of a pass without gradients, `routed` a layer's hidden states on
     the way to its experts. `frozen` is the largest of the frozen models, whose number counts on the
-    host; `heads` are output heads of theirs that a loss still needs.
+    host; `heads` are output heads of theirs that a loss still needs. `updates` are those of a step.
     """
 
     policy: RankMemory
@@ -44,6 +46,7 @@ class RankModels:
     frozen: int = 0
     frozen_models: int = 0
     heads: int = 0
+    updates: int = 1
     trains: bool = True
 
 
@@ -144,8 +147,9 @@ def _passes(
 ) -> Iterator[tuple[Phase, dict[str, int]]]:
     """Yield the trainer's own phases, with what it holds of its models.
 
-    Models that move hold no gradients and no optimizer state between updates, and in an update
-    only the model that is updated is on the GPU.
+    Models that move hold no gradients between updates, and optimizer state only where another
+    update of the step follows: that of the model updated last. In an update only the model that is
+    updated is on the GPU.
     """
     trained = [each for each in (models.policy, models.critic) if each is not None]
     if not models.trains:
@@ -153,6 +157,8 @@ def _passes(
         return
     if samples:
         at_rest = _held(trained, updates=not moves)
+        if moves and models.updates > 1:
+            at_rest["optimizer state"] = max(each.optimizer for each in trained)
         frozen = {"frozen model": models.frozen}
         yield "log-probabilities", {**at_rest, **frozen, **_activations(models, models.forward)}
     updated = _held(trained[:1] if moves else trained, updates=True)
@@ -197,23 +203,40 @@ def fullest_phases(ranks: Sequence[RankModels], engines: EngineOnGpus | None) ->
     return [max(same, key=lambda phase: phase.total) for same in zip(*each, strict=True)]
 
 
-def neighbours(layout: LayoutSettings, engine: EngineSettings, gpus: int) -> int:
-    """Return the engine ranks that map the memory of a trainer's GPU without being on it.
+def neighbours(layout: LayoutSettings, engine: EngineSettings, per_node: int) -> int:
+    """Return the most engine ranks that map the memory of a trainer's GPU and are not on it.
 
-    Engines map what is on their node, unless `engine.transport` sends all weights as messages.
+    Engines map what is on their node, unless `engine.transport` sends all weights as messages. An
+    engine that fills no node of `per_node` GPUs maps nothing: it is refused elsewhere.
     """
-    if engine.transport == "messages":
+    if engine.transport == "messages" or (engine.ranks > per_node and engine.ranks % per_node):
         return 0
-    ranks = engine.count * engine.ranks
-    if engine.placement == "shared":
-        return min(ranks, gpus) - 1
-    return min(ranks, max(0, gpus - layout.ranks))
+    slots = [
+        node * per_node + slot
+        for each in engine_slots(layout, engine, per_node)
+        for node in each.nodes
+        for slot in each.slots
+    ]
+    taken, on_node = {*slots}, Counter(slot // per_node for slot in slots)
+    return max(
+        on_node[first // per_node] - all(slot in taken for slot in _ranks(layout, first, per_node))
+        for first in range(0, layout.ranks, per_node)
+    )
+
+
+def _ranks(layout: LayoutSettings, first: int, per_node: int) -> range:
+    """Return the slots of the ranks of a node, from its first."""
+    return range(first, min(first + per_node, layout.ranks))
 
 
 def engine_gpu_bytes(
     layout: LayoutSettings, engine: EngineSettings, total: Sequence[int]
 ) -> int | None:
-    """Return what an engine may use of each of a node's GPUs of these sizes; None is all of it."""
+    """Return what an engine may use of each of a node's GPUs of these sizes; None is all of it.
+
+    GPUs of the node that neither a rank nor an engine is on do not count.
+    """
     if not total or engine.placement == "own":
         return None
-    return min(total) - _process_bytes(neighbours(layout, engine, len(total)))
+    used = total[: gpus_needed(layout, engine)]
+    return min(used) - _process_bytes(neighbours(layout, engine, len(total)))

@@ -137,6 +137,15 @@ def check_engine_size(engine: EngineSettings, per_node: int, limit: str) -> None
     )
 
 
+def gpus_needed(layout: LayoutSettings, engine: EngineSettings | None) -> int:
+    """Return the number of GPUs of a stage and its engines on one machine, from its first."""
+    if engine is None:
+        return layout.ranks
+    engines = engine.count * engine.ranks
+    own = engine.placement == "own"
+    return layout.ranks + engines if own else max(layout.ranks, engines)
+
+
 def share_gpus(
     layout: LayoutSettings, engine: EngineSettings | None, gpus: Sequence[Gpu], offset: int = 0
 ) -> MachineGpus | None:
@@ -150,13 +159,11 @@ def share_gpus(
     """
     if not gpus:
         return None
-    needed, beside, fewer = layout.ranks, "", "ranks"
+    needed, beside, fewer = gpus_needed(layout, engine), "", "ranks"
     if engine is not None:
-        engines, own = engine.count * engine.ranks, engine.placement == "own"
-        needed = layout.ranks + engines if own else max(layout.ranks, engines)
         beside = (
-            f" {'and' if own else 'in turn with'} {engine.count} engines of {engine.ranks} "
-            f"(engine.placement: {engine.placement})"
+            f" {'and' if engine.placement == 'own' else 'in turn with'} {engine.count} engines of "
+            f"{engine.ranks} (engine.placement: {engine.placement})"
         )
         fewer = "ranks or engines"
     if needed > len(gpus):

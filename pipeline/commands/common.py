@@ -14,7 +14,7 @@ from typing import Any
 from parallel.errors import UserError
 from pipeline.config.validate import load, load_cluster
 from pipeline.launch.placement import Programs
-from pipeline.report.gpu_memory import GpusOf, gpus_of
+from pipeline.report.gpu_memory import GpusOf, gpus_here, gpus_of
 from pipeline.run.directory import TRUST_OPTION, RunDirectory, check_owner
 from pipeline.run.run import Run
 from pipeline.run.select import RunFork, check_run_directory, find_fork, put_aside, reuse_stages
@@ -297,9 +297,9 @@ def load_config(arguments: Namespace, *, to_start: bool = True) -> RunSettings:
     return load(arguments.config, overrides, to_start=to_start)
 
 
-def known_gpus(arguments: Namespace) -> GpusOf:
+def known_gpus(arguments: Namespace, settings: RunSettings) -> GpusOf:
     """Return the GPUs of `--cluster`'s profile, or without one this machine's."""
-    return gpus_of(load_cluster(arguments.cluster) if arguments.cluster else None)
+    return gpus_of(load_cluster(arguments.cluster)) if arguments.cluster else gpus_here(settings)
 
 
 def forked(arguments: Namespace, run: Run) -> tuple[RunDirectory | None, RunFork]:

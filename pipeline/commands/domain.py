@@ -19,7 +19,7 @@ from pipeline.commands.common import GROUPS, JSON, TRUST, Argument, command, pos
 from pipeline.config.validate import dump_differing, load_domain, load_with_domain
 from pipeline.launch import one_off
 from pipeline.report.capacity import check_capacity
-from pipeline.report.gpu_memory import gpus_of
+from pipeline.report.gpu_memory import gpus_here
 from pipeline.report.tables import Cell, table, terminal
 from pipeline.run.graph import Stage
 from pipeline.slurm.queue import check_not_queued
@@ -87,7 +87,7 @@ def domain_check(arguments: Namespace) -> None:
         one_off.finished_training(run, arguments.stage)
         settings = load_with_domain(run.settings_file, path, arguments.samples)
         # Like an evaluation it samples, and trains nothing.
-        check_capacity(settings, [Stage("preview", "evaluate")], gpus_of(None))
+        check_capacity(settings, [Stage("preview", "evaluate")], gpus_here(settings))
         model = run.settings.model
         wrong = _check(arguments, run.settings.rewards, model.tokenizer, model.max_positions)
         checkpoint = run.checkpoint_path(arguments.stage)

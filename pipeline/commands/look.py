@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ from pipeline.run.graph import Stage
 from pipeline.run.ledger import took
 from pipeline.run.metrics import read_models
 from pipeline.run.run import Run
+from pipeline.run.select import unfinished
 from pipeline.slurm.queue import is_queued, queue_of, states_now
 from pipeline.slurm.submit import check_engines
 from pipeline.text import reason, say, shown, visible
@@ -52,9 +54,9 @@ from stages.settings import RunSettings
     "check a configuration and list every error in it",
     CONFIG_HELP + "  braid validate configs/quickstart.yaml domains.chain_sum.loop.steps=80\n"
     "  braid validate configs/quickstart.yaml --cluster configs/clusters/mine.yaml\n\n"
-    "Also checks that every stage fits into the GPUs' memory, where it is known: that of this\n"
-    "machine's GPUs, or gpu_memory_gib of the cluster's profile; with --cluster also that its\n"
-    "nodes can hold the engines, as `braid submit` does.\n\n"
+    "Also checks that every stage fits into the GPUs' memory, where it is known: gpu_memory_gib\n"
+    "of the cluster's profile, whose nodes must also hold the engines, as `braid submit` checks;\n"
+    "without one, too few or too small GPUs of this machine are a warning.\n\n"
     'JSON: {"valid": true, "stages", "domains", "warnings"} or {"valid": false, "errors"}; with\n'
     "--resolved the settings.",
     Argument("--resolved", action="store_true", help="print it with every default written out"),
@@ -80,7 +82,7 @@ def validate(arguments: Namespace) -> None:
     stages = Run(arguments.runs_dir / settings.name, settings).stages
     try:
         _check_engines(arguments, settings, stages)
-        check_capacity(settings, stages, common.known_gpus(arguments))
+        too_large = _too_large(settings, stages, arguments)
     except UserError as error:
         if arguments.json:
             lines = str(error).splitlines()
@@ -91,6 +93,7 @@ def validate(arguments: Namespace) -> None:
         *cautions({name: each.rewards for name, each in settings.domains.items()}),
         *policy_cautions(settings),
         *_refused_here(settings, stages),
+        *too_large,
     ]
     if arguments.json:
         names = [stage.name for stage in stages]
@@ -106,6 +109,26 @@ def _check_engines(arguments: Namespace, settings: RunSettings, stages: Sequence
     """Raise UserError where `braid submit` would refuse the engines on `--cluster`'s nodes."""
     if arguments.cluster:
         check_engines(settings, load_cluster(arguments.cluster), stages)
+
+
+def _too_large(settings: RunSettings, stages: Iterable[Stage], arguments: Namespace) -> list[str]:
+    """Return why `braid run` would refuse stages for this machine's memory.
+
+    Raises:
+        UserError: the GPUs of `--cluster`'s profile have too little.
+    """
+    try:
+        check_capacity(settings, stages, common.known_gpus(arguments, settings))
+    except UserError as error:
+        if arguments.cluster is not None:
+            raise
+        return [f"braid run is refused on this machine: {error}"]
+    return []
+
+
+def _warn(texts: Iterable[str]) -> None:
+    for text in texts:
+        say(text, file=sys.stderr)
 
 
 def _refused_here(settings: RunSettings, stages: Sequence[Stage]) -> Iterator[str]:
@@ -146,19 +169,19 @@ def plan(arguments: Namespace) -> None:
     if arguments.memory:
         settings = common.load_config(arguments, to_start=False)
         stages = Run(arguments.runs_dir / settings.name, settings).stages
-        gpus = common.known_gpus(arguments)
         if arguments.json:
             held = {each.name: [asdict(r) for r in stage_memory(each, settings)] for each in stages}
             print_json(arguments, {"stages": held})
         else:
+            gpus = common.known_gpus(arguments, settings)
             print(*memory_report(settings, gpus), sep="\n")
         _check_engines(arguments, settings, stages)
-        check_capacity(settings, stages, gpus)
+        _warn(_too_large(settings, stages, arguments))
         return
     run = common.load_configured_run(arguments)
     _check_engines(arguments, run.settings, run.stages)
-    check_capacity(run.settings, run.stages, common.known_gpus(arguments))
     states = states_now(run)
+    _warn(_too_large(run.settings, unfinished(run.stages, states), arguments))
     if arguments.dot:
         say(*explain.dot(run, states))
         return

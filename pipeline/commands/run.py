@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +32,19 @@ from pipeline.launch.runner import machine_shares, run_stages
 from pipeline.report import status as report
 from pipeline.report.capacity import check_capacity
 from pipeline.report.explain import dry_run
-from pipeline.report.gpu_memory import gpus_of
+from pipeline.report.gpu_memory import gpus_here
 from pipeline.report.tables import Cell, table, terminal
 from pipeline.run import gates
 from pipeline.run.directory import TRUST_OPTION, check_owner, warn_of_readers
 from pipeline.run.graph import Stage
 from pipeline.run.run import Run
-from pipeline.run.select import MAY_CHANGE, check_selection, check_settings
+from pipeline.run.select import (
+    MAY_CHANGE,
+    check_selection,
+    check_settings,
+    planned_states,
+    unfinished,
+)
 from pipeline.slurm.queue import check_not_queued
 from pipeline.text import hint, say, shown, visible
 
@@ -84,9 +90,8 @@ def run(arguments: Namespace) -> None:
     check_owner(run, arguments.trust_run)
     other, fork = common.forked(arguments, run)
     check_selection(run, arguments.only, arguments.rerun, fork.reused)
-    wanted = run.chosen(arguments.only)
-    check_capacity(run.settings, wanted, gpus_of(None))
-    machine_shares(arguments.parallel, run.settings, wanted)
+    _check_memory(run, arguments, fork.reused)
+    machine_shares(arguments.parallel, run.settings, run.chosen(arguments.only))
     if arguments.dry_run:
         _show_dry_run(run, arguments, fork.reused)
         return
@@ -118,9 +123,8 @@ def resume(arguments: Namespace) -> None:
     """Resume a run."""
     run = common.load_trusted_run(arguments, check_environment=True)
     check_selection(run, arguments.only, arguments.rerun)
-    wanted = run.chosen(arguments.only)
-    check_capacity(run.settings, wanted, gpus_of(None))
-    machine_shares(arguments.parallel, run.settings, wanted)
+    _check_memory(run, arguments)
+    machine_shares(arguments.parallel, run.settings, run.chosen(arguments.only))
     warn_of_readers(run)
     with run.lock():
         check_not_queued(run)
@@ -168,7 +172,7 @@ def evaluate(arguments: Namespace) -> None:
     """Evaluate finished stages again."""
     run, step = common.load_trusted_run(arguments), arguments.step
     changes = {key: each for key in one_off.FLAGS if (each := getattr(arguments, key)) is not None}
-    check_capacity(run.settings, [Stage("evaluate", "evaluate")], gpus_of(None))
+    check_capacity(run.settings, [Stage("evaluate", "evaluate")], gpus_here(run.settings))
     with run.lock():
         check_not_queued(run)
         on, stage, domains = (terminal(), common.PROGRAMS), arguments.stage, arguments.domain
@@ -304,6 +308,13 @@ def gate_override(arguments: Namespace) -> None:
     with run.lock(shared=True):
         gates.override(run, arguments.stage, arguments.reason)
     say(f"{arguments.stage} is overridden; continue with: {run.resume_command()}")
+
+
+def _check_memory(run: Run, arguments: Namespace, reused: Iterable[str] = ()) -> None:
+    """Raise UserError where a stage that will run needs more memory than this machine's GPUs."""
+    gpus = gpus_here(run.settings, arguments.parallel)
+    states = planned_states(run, run.states, reused, arguments.rerun)
+    check_capacity(run.settings, unfinished(run.chosen(arguments.only), states), gpus)
 
 
 def _run_stages(run: Run, arguments: Namespace) -> None:

@@ -32,7 +32,13 @@ from pipeline.run.gates import check_stopped
 from pipeline.run.graph import Stage
 from pipeline.run.ledger import State, latest
 from pipeline.run.run import Run, StageState, as_done
-from pipeline.run.select import check_dependencies, check_settings, check_stale, planned_states
+from pipeline.run.select import (
+    check_dependencies,
+    check_settings,
+    check_stale,
+    planned_states,
+    unfinished,
+)
 from pipeline.slurm import queue
 from pipeline.slurm import submit as submitting
 from pipeline.slurm.queue import adopt, job_numbers, queue_of
@@ -216,8 +222,9 @@ def _asked(arguments: Namespace) -> _Submission:
     run.chosen(arguments.rerun)
     other, fork = common.forked(arguments, run)
     submitting.check_engines(run.settings, cluster, run.stages)
-    check_capacity(run.settings, wanted, gpus_of(cluster))
-    return _Submission(run, profile, cluster, wanted, arguments.rerun, other, fork.reused)
+    asked = _Submission(run, profile, cluster, wanted, arguments.rerun, other, fork.reused)
+    check_capacity(run.settings, unfinished(wanted, asked.planned(run.states)), gpus_of(cluster))
+    return asked
 
 
 def _preview(asked: _Submission, arguments: Namespace) -> None:

@@ -139,7 +139,8 @@ class ClusterSettings(Settings):
     )
     gpu_memory_gib: GpuMemory | None = Field(
         default=None,
-        description="usable memory of a GPU, as nvidia-smi shows it, in GiB: 79.6 of an H100; "
+        description="usable memory of a GPU in GiB, nvidia-smi's memory.total without "
+        "memory.reserved: 79.2 of an H100 of 80 GB; "
         "stages that need more are refused before a job is queued; null refuses none",
     )
     cpus_per_rank: Count = Field(default=1, description="CPU cores of each rank")

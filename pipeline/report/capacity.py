@@ -11,10 +11,9 @@ from typing import Any
 
 from parallel.engine.memory import gib
 from parallel.errors import UserError
-from parallel.families import family_violations
 from parallel.phases import PhaseMemory
-from parallel.settings import divisors, layout_violations
-from parallel.weights.needs import engine_violations
+from parallel.settings import divisors
+from pipeline.config.rules import violations
 from pipeline.report.gpu_memory import GpusOf, NodeGpus, stage_phases
 from pipeline.report.stage_memory import trained_by
 from pipeline.run.graph import Stage
@@ -85,7 +84,7 @@ def _advice(group: list[Overflow], settings: RunSettings) -> str:
     changes = [*_changes(group, settings)]
     pairs = ({**first, **second} for first, second in combinations(changes, 2))
     for change in chain(changes, pairs):
-        if not _excess(group, _with(settings, change)):
+        if not _excess(group, settings, change):
             return f"set {_shown(change)}"
     return f"no two settings and no layout of {MOST_RANKS:,} ranks make it fit; use larger GPUs"
 
@@ -98,31 +97,32 @@ def _shown(change: Change) -> str:
     )
 
 
-def _excess(group: list[Overflow], settings: RunSettings) -> float:
+def _excess(group: list[Overflow], settings: RunSettings, change: Change) -> float:
     """Return the bytes that all phases of the stages exceed the GPUs by; infinite if invalid."""
-    if not _legal(settings):
+    changed, gpus = _with(settings, change), group[0].gpus.count
+    if _engine_gpus(changed) > max(_gpus_with_ranks(changed, gpus), _engine_gpus(settings)):
+        return math.inf
+    if any(violations(changed)):
         return math.inf
     stages = {each.stage.name: (each.stage, each.gpus) for each in group}
     awake = group[0].phase.phase in ENGINE_PHASES
     return sum(
         max(0, phase.total - gpus.each)
         for stage, gpus in stages.values()
-        for phase in stage_phases(stage, settings, gpus)
+        for phase in stage_phases(stage, changed, gpus)
         if (phase.phase in ENGINE_PHASES) == awake
     )
 
 
-def _legal(settings: RunSettings) -> bool:
-    model = settings.model
-    engine, layout = settings.engine, settings.layout
-    if engine.placement == "shared" and engine.count * engine.ranks > layout.ranks:
-        return False
-    rules = (
-        layout_violations(model, layout),
-        family_violations(model, layout),
-        engine_violations(model, engine.tensor, engine.expert_parallel, engine.data),
-    )
-    return not any(chain.from_iterable(rules))
+def _engine_gpus(settings: RunSettings) -> int:
+    """Return the GPUs that the engines take of the trainer's nodes."""
+    engine = settings.engine
+    return engine.count * engine.ranks if engine.placement == "shared" else 0
+
+
+def _gpus_with_ranks(settings: RunSettings, gpus: int) -> int:
+    """Return the GPUs of the nodes that the trainer's ranks need, with `gpus` each."""
+    return -(-settings.layout.ranks // gpus) * gpus
 
 
 def _changes(group: list[Overflow], settings: RunSettings) -> Iterator[Change]:
@@ -135,10 +135,15 @@ def _changes(group: list[Overflow], settings: RunSettings) -> Iterator[Change]:
         yield from wider
     else:
         if layout.recompute != "full":
-            yield {"layout.recompute": "full"}
+            yield {"layout.recompute": "full", **_without_modules(settings)}
         stages = {each.stage.name: each.stage for each in group}
         yield from _training_changes(stages.values(), settings, wider)
     yield from _rank_changes(settings)
+
+
+def _without_modules(settings: RunSettings) -> Change:
+    """Return the change that leaves modules to recompute to `recompute: selective`."""
+    return {"layout.recompute_modules": ()} if settings.layout.recompute_modules else {}
 
 
 def _engine_changes(settings: RunSettings, gpus: int) -> Iterator[Change]:
@@ -146,7 +151,9 @@ def _engine_changes(settings: RunSettings, gpus: int) -> Iterator[Change]:
     engine, model = settings.engine, settings.model
     if engine.kv_cache_mebibytes is not None:
         yield {"engine.kv_cache_mebibytes": None}
-    room = settings.layout.ranks if engine.placement == "shared" else engine.count * engine.ranks
+    room = engine.count * engine.ranks
+    if engine.placement == "shared":
+        room = max(room, settings.layout.ranks)
     for size in divisors(model.attention_heads):
         if size > engine.tensor and (size <= gpus or size % gpus == 0):
             ranks = size * engine.data

@@ -17,6 +17,7 @@ from parallel.phases import (
     fullest_phases,
     neighbours,
 )
+from parallel.slots import gpus_needed
 from pipeline.config.cluster import ClusterSettings
 from pipeline.report.stage_memory import (
     compared_with,
@@ -33,7 +34,7 @@ from stages.settings import RunSettings
 
 @dataclass(frozen=True)
 class NodeGpus:
-    """The GPUs of a node: their number, and the bytes of the smallest."""
+    """The GPUs of a node for ranks and engines: their number, and the bytes of the smallest."""
 
     count: int
     each: int
@@ -42,19 +43,30 @@ class NodeGpus:
 GpusOf = Callable[[Kind], NodeGpus | None]
 
 
-def gpus_of(cluster: ClusterSettings | None) -> GpusOf:
-    """Return the function that gives the GPUs of a kind's node, None where they are not known.
+def gpus_of(cluster: ClusterSettings) -> GpusOf:
+    """Return the function that gives the GPUs of a kind's node in a profile, if it says them."""
+    return lambda kind: _of_profile(cluster.of_kind(kind))
 
-    They are a profile's, or without a profile this machine's. A login node may have the driver's
-    program and no GPU: its error is none of a configuration.
+
+def gpus_here(settings: RunSettings, parallel: int = 1) -> GpusOf:
+    """Return the function that gives this machine's GPUs, None where they are not known.
+
+    Each of `parallel` stages has an equal part of them, and uses the first of its part. A login
+    node may have the driver's program and no GPU: its error is none of a configuration.
     """
-    if cluster is not None:
-        return lambda kind: _of_profile(cluster.of_kind(kind))
     try:
         found = usable_gpus()
     except UserError:
         found = []
-    here = NodeGpus(len(found), min(gpu.total_bytes for gpu in found)) if found else None
+    if not found:
+        return lambda _: None
+    part, needed = max(1, len(found) // parallel), gpus_needed(settings.layout, settings.engine)
+    used = [
+        gpu.total_bytes
+        for position, gpu in enumerate(found[: part * parallel])
+        if position % part < needed
+    ]
+    here = NodeGpus(part, min(used))
     return lambda _: here
 
 
@@ -118,7 +130,7 @@ def _row(name: str, counts: Sequence[int], style: str = "") -> list[str | Cell]:
 def _of_profile(cluster: ClusterSettings) -> NodeGpus | None:
     if not cluster.gpus_per_node or cluster.gpu_memory_gib is None:
         return None
-    return NodeGpus(cluster.gpus_per_node, round(cluster.gpu_memory_gib * GIB))
+    return NodeGpus(cluster.ranks_per_node, round(cluster.gpu_memory_gib * GIB))
 
 
 def _engines(settings: RunSettings, gpus: NodeGpus) -> EngineOnGpus:
@@ -150,6 +162,7 @@ def _models(stage: Stage, settings: RunSettings) -> list[RankModels]:
             routed=routed_bytes(model, layout, tokens),
             frozen=policy.frozen // max(1, frozen + averages),
             frozen_models=frozen + averages,
+            updates=1 if block is None else block.updates_per_rollout,
             heads=headed * head_bytes(model, layout) if number == len(ranks) - 1 else 0,
         )
         for number, policy in enumerate(ranks)

@@ -158,6 +158,11 @@ def planned_states(
     return {**states, **done, **pending}
 
 
+def unfinished(stages: Iterable[Stage], states: Mapping[str, StageState]) -> list[Stage]:
+    """Return the stages that are not done, and so will run."""
+    return [stage for stage in stages if states[stage.name].state != "done"]
+
+
 def stale_among(states: Mapping[str, StageState], wanted: Sequence[Stage]) -> dict[str, StageState]:
     """Return the stale stages among the wanted ones and their inputs."""
     touched = {name for stage in wanted for name in (stage.name, *stage.inputs)}

@@ -227,7 +227,7 @@ def test_an_invalid_answer_is_an_error(impostor: Impostor) -> None:
     client = impostor({"describe": described(), "join": b"\xc1", "health": b"\xc1"})
     client.connect()
     with pytest.raises(EngineError, match="engine 0 broke off its answer to join"):
-        client.join(Join({}, [1], False, 1, 0, None, [], timeout_seconds=1.0))
+        client.join(Join({}, [1], False, True, 1, 0, None, [], timeout_seconds=1.0))
     assert not client.healthy()
 
 

@@ -14,7 +14,7 @@ from parallel.engine.wire import Sampling
 from pipeline.launch.placement import ForkServers
 from tests.engine import engine_cases
 from tests.engine.drawing import DrawingReference, as_samples, draw, request
-from tests.engine.engine_process import PROGRAM, EngineOf, Running, running_engine
+from tests.engine.engine_process import EngineOf, Running, running_engine
 from tests.engine.engine_settings import ENGINE, MODEL, MODELS
 from tests.ranks import On
 
@@ -73,10 +73,8 @@ def test_responses_continue_under_new_weights_with_each_token_s_version(
             expected = reference.read(each)[1]
             assert np.array_equal(found[before:][compared], expected[before:][compared])
             assert reference.differences(each)[compared].max(initial=0) < 1e-4
-    if scheduled.program == PROGRAM:
-        assert set(seen) == set(versions)
-    else:  # a response that the second refit's drain ended may bring the third before any step
-        assert {versions[0], versions[-1]} <= set(seen)
+    # Two responses that end in one step bring two refits with no step between them.
+    assert {versions[0], versions[-1]} <= set(seen)
     assert prompts > 0
     assert held > seen.total() / 2
 

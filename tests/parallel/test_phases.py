@@ -97,6 +97,15 @@ def test_of_two_trained_models_on_shared_gpus_one_is_updated_at_a_time() -> None
     assert shared["generate"].host["optimizer state"] == policy.optimizer + 4
 
 
+def test_between_the_updates_of_a_step_the_last_one_s_optimizer_state_stays() -> None:
+    held = replace(models(RankMemory(parameters=1, gradients=2, optimizer=4)), updates=2)
+    again = found(held)["log-probabilities"].gpu
+    assert again["optimizer state"] == held.policy.optimizer
+    assert "gradients" not in again
+    own = found(held, ENGINE.model_copy(update={"placement": "own"}))["log-probabilities"].gpu
+    assert own["optimizer state"] == held.policy.optimizer + 4
+
+
 def test_without_engines_there_is_no_turn_to_take() -> None:
     steps = [*phases(models(), None)]
     assert [each.phase for each in steps] == ["update", "optimizer step"]
@@ -150,13 +159,24 @@ def test_a_checkpoint_takes_copies_on_the_host() -> None:
 
 def test_engines_map_the_memory_of_their_node_unless_they_get_messages() -> None:
     def mapping(layout: LayoutSettings = LAYOUT, **engine: object) -> int:
-        return neighbours(layout, ENGINE.model_copy(update=engine), gpus=8)
+        return neighbours(layout, ENGINE.model_copy(update=engine), per_node=8)
 
     assert mapping() == 7
     assert mapping(transport="messages") == 0
-    assert mapping(count=2) == 3
+    assert mapping(count=2) == 4  # of a GPU without an engine, all of them
     assert mapping(LAYOUT.model_copy(update={"ranks": 4}), placement="own") == 4
-    assert mapping(placement="own") == 0
+    assert mapping(placement="own") == 0  # the engines are on another node
+
+
+def test_engines_map_only_the_memory_of_their_own_node_of_several() -> None:
+    ranks, wide = (LAYOUT.model_copy(update={"ranks": n}) for n in (16, 12))
+    one = ENGINE.model_copy(update={"count": 1, "tensor": 4})
+    assert neighbours(ranks, one, per_node=8) == 4
+    assert neighbours(ranks, one.model_copy(update={"count": 2}), per_node=8) == 4
+    assert neighbours(ranks, one.model_copy(update={"count": 4}), per_node=8) == 7
+    assert neighbours(ranks, one.model_copy(update={"tensor": 16}), per_node=8) == 7
+    own = one.model_copy(update={"placement": "own", "count": 2})
+    assert neighbours(wide, own, per_node=8) == 4  # of the second node; the other engine is alone
 
 
 def test_an_engine_may_use_what_the_trainer_s_process_leaves() -> None:
@@ -164,3 +184,6 @@ def test_an_engine_may_use_what_the_trainer_s_process_leaves() -> None:
     assert engine_gpu_bytes(LAYOUT, ENGINE, sizes) == 79 * GIB - GIB - 8 * GIB // 2
     assert engine_gpu_bytes(LAYOUT, ENGINE.model_copy(update={"placement": "own"}), sizes) is None
     assert engine_gpu_bytes(LAYOUT, ENGINE, []) is None
+    few = LAYOUT.model_copy(update={"ranks": 4}), ENGINE.model_copy(update={"count": 2})
+    unused = [80 * GIB] * 4 + [16 * GIB]
+    assert engine_gpu_bytes(*few, unused) == 80 * GIB - GIB - 4 * GIB // 2

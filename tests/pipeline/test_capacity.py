@@ -9,19 +9,19 @@ from pathlib import Path
 import pytest
 
 from parallel.errors import UserError
-from parallel.settings import EngineJob
+from parallel.settings import EngineJob, ModelSettings
 from parallel.slots import MachineGpus
 from pipeline.config.validate import load, load_cluster
 from pipeline.launch.launcher import write_engine_job
 from pipeline.launch.placement import ThisMachine
 from pipeline.report.capacity import check_capacity
-from pipeline.report.gpu_memory import NodeGpus, gpus_of
+from pipeline.report.gpu_memory import NodeGpus, gpus_here, gpus_of
 from pipeline.report.memory import memory_report
 from pipeline.run.graph import compile_graph
 from stages.directory import EngineDirectory
 from stages.settings import RunSettings
 from tests.layouts.real_models import DEEPSEEK_V3, GLM_AIR
-from tests.parallel.test_gpus import put_nvidia_smi
+from tests.parallel.fake_nvidia_smi import GPU_LINES, put_nvidia_smi
 from tests.runs import REPOSITORY
 
 Braid = Callable[..., tuple[int, str, str]]
@@ -48,13 +48,18 @@ DEEPSEEK_REFUSED = [
     "merge: update needs 1,442.66 GiB of each GPU, 1,363.46 GiB more than its 79.20 "
     "(optimizer state 941.73, gradients 323.32, trainer weights 161.66, activations 5.52, "
     "trainer process 5.00, engine process 3.00, dispatch and fragments 2.00, frozen model "
-    "0.43); set domains.math.optimizer.precision_aware=true "
-    "merge.optimizer.precision_aware=true layout.ranks=256 layout.expert=256",
+    "0.43); set layout.tensor=8 layout.ranks=256 layout.expert=256",
 ]
 
 
 def qwen(*overrides: str) -> RunSettings:
     return load(CASES / "qwen3_30b_a3b.yaml", overrides, to_start=False)
+
+
+def with_model(settings: RunSettings, model: ModelSettings) -> RunSettings:
+    """Return the settings with another model, whose files are elsewhere."""
+    files = {"tokenizer": "/models/other", "initial_weights": "/models/other"}
+    return settings.model_copy(update={"model": model.model_copy(update=files)})
 
 
 def refused(settings: RunSettings, profile: Path = H100) -> list[str]:
@@ -99,13 +104,13 @@ def test_an_engine_that_cannot_fit_is_refused_by_component() -> None:
 
 
 def test_glm_air_does_not_fit_on_eight_gpus() -> None:
-    settings = qwen().model_copy(update={"model": GLM_AIR})
+    settings = with_model(qwen(), GLM_AIR)
     assert refused(settings) == GLM_REFUSED
 
 
 def test_deepseek_v3_does_not_fit_on_eight_gpus_but_on_256() -> None:
     settings = qwen("engine={count: 1, tensor: 8, max_model_tokens: 8192}", *EXACT)
-    settings = settings.model_copy(update={"model": DEEPSEEK_V3})
+    settings = with_model(settings, DEEPSEEK_V3)
     assert refused(settings) == DEEPSEEK_REFUSED
 
 
@@ -117,11 +122,26 @@ def test_deepseek_v3_does_not_fit_on_eight_gpus_but_on_256() -> None:
         ("layout={ranks: 4, tensor: 4, expert: 4, recompute: full}", "engine.placement=own"),
         ("layout={ranks: 4, tensor: 4, expert: 4}", "engine.count=2", *EXACT),
         ("domains.math.loop.micro_batch_tokens=400000", "layout.recompute=none"),
+        # Engines on more GPUs than have ranks, and few samples for many data-parallel ranks.
+        ("layout={ranks: 4, tensor: 4, expert: 4, recompute: full}", "engine.count=4", *EXACT),
+        (*TOO_MUCH, "domains.math.sampling={prompts_per_step: 4, max_response_tokens: 6144}"),
     ],
 )
 def test_what_is_advised_fits(given: tuple[str, ...]) -> None:
     lines = refused(qwen(*given))
     assert lines and refused(qwen(*given, *advised(lines))) == []
+
+
+def test_full_recomputation_is_advised_without_modules() -> None:
+    layout = "layout={ranks: 8, tensor: 4, expert: 8, recompute: selective, recompute_modules: "
+    lines = refused(qwen(f"{layout}[layernorm]}}", "domains.math.loop.micro_batch_tokens=40000"))
+    assert advised(lines) == ["layout.recompute=full", "layout.recompute_modules=[]"]
+
+
+def test_engines_stay_on_gpus_of_the_node_without_ranks() -> None:
+    layout = "layout={ranks: 4, tensor: 4, expert: 4, recompute: full}"
+    awake, _ = refused(qwen(layout, "engine.kv_cache_mebibytes=60000"))
+    assert advised([awake]) == ["engine.kv_cache_mebibytes=null"]
 
 
 def test_nothing_is_advised_where_nothing_fits(tmp_path: Path) -> None:
@@ -194,14 +214,23 @@ def test_run_and_resume_compare_with_this_machine_s_gpus(
     put_nvidia_smi(monkeypatch, tmp_path, sizes)
     code, _, err = braid("run", config)
     assert code == 1 and "more than its 0.88 (" in err  # 900 MiB, the smaller one
+    said = "braid run is refused on this machine: more memory than a GPU has:\nexperts."
+    for command in (("validate",), ("plan",), ("plan", "--memory")):
+        code, out, err = braid(command[0], config, *command[1:])  # it may be for a cluster
+        assert code == 0 and said in out + err
     assert not runs.exists()
     code, _, err = braid("run", config, "--only", "cold_start", "--dry-run")
     assert code == 1 and "\ncold_start: update needs " in err
     put_nvidia_smi(monkeypatch, tmp_path, sizes.replace("900", "81559"))
     assert braid("run", config)[0] == 0
     put_nvidia_smi(monkeypatch, tmp_path, sizes)
-    code, _, err = braid("resume", "small")
-    assert code == 1 and "more memory than a GPU has" in err
+    code, _, err = braid("resume", "small", "--from", "merge")
+    assert code == 1 and "more memory than a GPU has:\nmerge: " in err
+    assert braid("resume", "small")[0] == 0  # all is done
+    assert braid("run", config, "--dry-run")[0] == 0
+    assert braid("plan", config)[0] == 0
+    forked = ("--name", "other", "--fork", "small", "--dry-run")
+    assert braid("run", config, *forked)[0] == 0
     put_nvidia_smi(monkeypatch, tmp_path, sizes.replace("81559", "900"))
     code, _, err = braid("evaluate", "small")
     assert code == 1 and "\nevaluate: generate needs " in err
@@ -246,9 +275,26 @@ def test_gpus_that_are_not_known_refuse_nothing(
         profile.write_text(text)
         assert refused(qwen(*TOO_MUCH), profile) == []
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert gpus_of(None)("grpo") is None
+    assert gpus_here(qwen())("grpo") is None
     put_nvidia_smi(monkeypatch, tmp_path, "NVIDIA-SMI has failed: no driver", 9)  # a login node
-    assert gpus_of(None)("grpo") is None
+    assert gpus_here(qwen())("grpo") is None
+
+
+def test_gpus_that_no_rank_and_no_engine_uses_decide_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    lines = GPU_LINES.splitlines()
+    lines[1] = lines[1].replace("81559", "16384")
+    put_nvidia_smi(monkeypatch, tmp_path, "\n".join(lines))
+    large, small = 81_559 << 20, 16_384 << 20
+    one = qwen(
+        "layout.ranks=1", "layout.tensor=1", "layout.expert=1", "engine.count=1", "engine.tensor=1"
+    )
+    assert gpus_here(one)("grpo") == NodeGpus(4, large)
+    assert gpus_here(one, parallel=2)("grpo") == NodeGpus(2, large)
+    assert gpus_here(one, parallel=4)("grpo") == NodeGpus(1, small)
+    assert gpus_here(qwen())("grpo") == NodeGpus(4, small)
 
 
 def test_a_kind_may_have_other_gpus(tmp_path: Path) -> None:
@@ -259,6 +305,8 @@ def test_a_kind_may_have_other_gpus(tmp_path: Path) -> None:
     [line] = refused(qwen(*TOO_MUCH), profile)
     assert line.startswith("experts.math: update needs 91.05 GiB of each GPU, ")
     assert gpus_of(load_cluster(profile))("distill") == NodeGpus(8, 141 << 30)
+    profile.write_text("ranks_per_node: 4\ngpus_per_node: 8\ngpu_memory_gib: 141\n")
+    assert gpus_of(load_cluster(profile))("distill") == NodeGpus(4, 141 << 30)
     profile.write_text("gpus_per_node: 8\ngpu_memory_gib: 0\n")
     with pytest.raises(UserError, match=r"cluster\.yaml:2: gpu_memory_gib: should be greater"):
         load_cluster(profile)
