@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from parallel.checkpoint.save import Saver
 from parallel.engine.fleet import AllLost
 from parallel.errors import UserError
 from parallel.files import whole_checkpoints
+from parallel.model import offload
 from parallel.model.offload import ALL, STATE, WEIGHTS, DeviceShare, Residency
 from parallel.settings import EngineSettings, LayoutSettings
 from stages import evaluate
@@ -28,6 +30,7 @@ from tests.stages.toys import expert
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 STEPS = 3
+RESERVED = {"memory_reserved": lambda: 0, "memory_allocated": lambda: 0}
 KL = {"coefficient": 0.1, "estimator": "unbiased_k3"}
 
 
@@ -307,3 +310,28 @@ def test_modes_that_keep_responses_in_flight_need_engines_of_their_own(
 
 def test_a_checkpoint_needs_no_gradients() -> None:
     assert ALL - {"gradients"} == STATE
+
+
+def test_the_trainer_waits_for_room_while_an_engine_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that is restarted in its turn has the device until it is ready, and then sleeps."""
+    clock, free = [0.0], [0]
+
+    def sleep(seconds: float) -> None:
+        clock[0] += 60 * seconds
+        free[0] = 80 << 30 if clock[0] > 1700 else 0
+
+    fake = mock.Mock(monotonic=lambda: clock[0], sleep=sleep)
+    monkeypatch.setattr("parallel.gpus.time", fake)
+    monkeypatch.setattr(offload, "device", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(offload, "release_cache", lambda: None)
+    for name, value in (("mem_get_info", lambda: (free[0], 80 << 30)), *RESERVED.items()):
+        monkeypatch.setattr(torch.cuda, name, value)
+    engine = EngineSettings().started_on(gpus=True)
+    offload._wait_for_room(1 << 30, DeviceShare.beside(engine).room_seconds)
+    assert clock[0] > 1700
+    clock[0], free[0] = 0.0, 0
+    hasty = engine.model_copy(update={"start_timeout_seconds": 600})
+    with pytest.raises(UserError, match="an engine did not leave it within 720 s"):
+        offload._wait_for_room(1 << 30, DeviceShare.beside(hasty).room_seconds)
+    own = engine.model_copy(update={"placement": "own"})  # no engine's start is in the way
+    assert DeviceShare.beside(own).room_seconds == offload.ROOM_SECONDS
