@@ -165,6 +165,9 @@ class RefittedFleet(FakeFleet):
         super().lost(client, reason)
         self.losses += 1
 
+    def await_engines(self, make_room: Callable[[], None]) -> None:
+        pass
+
     def refit(self, policy: Any, version: int) -> dict[str, float]:
         self.restart()
         self.versions.append(version)

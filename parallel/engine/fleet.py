@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
@@ -42,6 +42,10 @@ JOIN_SECONDS = 120.0  # in which ranks meet, or receive a message
 
 class RefitError(EngineError):
     """A refit after which the engines do not have the trainer's weights."""
+
+
+class AllLost(EngineError):
+    """No engine is live, and one that starts needs the device that the trainer's weights are on."""
 
 
 class Fleet:
@@ -98,6 +102,18 @@ class Fleet:
         first = self._clients.index(client) // self.settings.data * self.settings.data
         return self._clients[first : first + self.settings.data]
 
+    def await_engines(self, make_room: Callable[[], None]) -> None:
+        """Connect to the engines that a refit is to have, where they sleep. Collective.
+
+        An engine that starts needs the device: where there is one to wait for, `make_room` is
+        called first, on every rank. Elsewhere a refit itself connects.
+        """
+        if not self.sleeps:
+            return
+        if on_main(lambda: next(self._awaited(), None) is not None):
+            make_room()
+            on_main(self._connect)
+
     def refit(self, policy: Policy, version: int) -> dict[str, float]:
         """Send the policy's weights to every live engine; return metrics. Collective.
 
@@ -106,6 +122,7 @@ class Fleet:
         follows once the trainer has left the device.
 
         Raises:
+            AllLost: no engine that sleeps is live; call `await_engines` and refit again.
             RefitError: an engine has other weights than the trainer, or all attempts failed.
             EngineError: no engine started in time, or one is for another model.
         """
@@ -171,17 +188,20 @@ class Fleet:
         self.seconds += time.perf_counter() - start
         return answered
 
-    def _gather(self) -> EngineSizes | None:
-        """Connect to engines that have (re)started, and wait for one where none is live.
+    def _awaited(self) -> Iterator[EngineClient]:
+        """Yield the engines to connect to, in view of those connected since. Main rank only.
 
-        Returns the engines, or None where the members are unchanged. Main rank only.
+        A restart is not waited for while another engine is live.
         """
         for client in self._clients:
-            # Do not wait for a restart while another engine is live.
-            if client in self.descriptions or (
-                self._joined and self._others_live(client) and not self._restarted(client)
-            ):
+            if client in self.descriptions:
                 continue
+            if not (self._joined and self._others_live(client)) or self._restarted(client):
+                yield client
+
+    def _connect(self) -> None:
+        """Connect to engines that have (re)started, and wait for one where none is live."""
+        for client in self._awaited():
             described = client.connect()
             if described.model != model_digest(self.model):
                 raise EngineError(
@@ -195,6 +215,16 @@ class Fleet:
                         " stop the launcher that owns it, then resume"
                     )
             self.descriptions[client] = described
+
+    def _gather(self) -> EngineSizes | None:
+        """Return the engines of the next refit, or None where they are unchanged. Main rank only.
+
+        Engines that sleep are connected before (`await_engines`), others here.
+        """
+        if not self.sleeps:
+            self._connect()
+        elif not self.descriptions:
+            raise AllLost("no engine is live, and none can start beside the trainer's weights")
         members = [client for client in self._clients if client in self.descriptions]
         joining = {client: self.descriptions[client].instance for client in members}
         if joining == self._joined and self._outbox is not None:

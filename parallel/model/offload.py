@@ -31,7 +31,9 @@ NONE: frozenset[Part] = frozenset()
 
 ALIGNMENT = 256  # bytes, of a storage's copy
 HOST_REGISTER_MAPPED = 2  # CUDA's cudaHostRegisterMapped
-ROOM_SECONDS = 120.0  # for an engine to leave the device: it sleeps, or its process ends
+ROOM_SECONDS = (
+    120.0  # for an engine that has started to leave the device, or for its process to end
+)
 
 
 class HostMemory:
@@ -192,7 +194,8 @@ class Residency:
             for part in gone:
                 parked[part].leave(sets[part], copy=part != "gradients")
         coming = [part for part in sorted(parts) if parked[part].away]
-        _wait_for_room(sum(sum(parked[part].sizes) for part in coming))
+        needed = sum(sum(parked[part].sizes) for part in coming)
+        _wait_for_room(needed, self.share.room_seconds)
         for part in coming:
             parked[part].come_back(copy=part != "gradients")
             # The weights of a model that trains change with every update, others' by `written`.
@@ -239,11 +242,14 @@ class Residency:
 class DeviceShare:
     """The models of one rank that take turns on its device; without a device nothing moves.
 
-    `active` where models move at all. Models that train move where an engine shares the device.
+    `active` where models move at all. Models that train move where an engine shares the device,
+    which has `room_seconds` to leave it.
     """
 
-    def __init__(self, active: bool = False, engine: bool = False) -> None:
-        self.active, self.engine = active, engine
+    def __init__(
+        self, active: bool = False, engine: bool = False, room_seconds: float = ROOM_SECONDS
+    ) -> None:
+        self.active, self.engine, self.room_seconds = active, engine, room_seconds
         self.members: list[Residency] = []
         self.movable: list[Residency] = []
         self.seconds = 0.0  # of moving, since the last `take_seconds`
@@ -253,7 +259,11 @@ class DeviceShare:
     def beside(cls, engine: EngineSettings) -> DeviceShare:
         """Return the share of this rank's device, beside engines with these settings."""
         kind = device().type
-        return cls(active=kind == "cuda", engine=engine.sleeps_on(kind))
+        shared = engine.sleeps_on(kind)
+        # An engine that is restarted during its turn is not asked to sleep: it leaves the device
+        # once it has started.
+        seconds = ROOM_SECONDS + (engine.start_seconds if shared else 0)
+        return cls(active=kind == "cuda", engine=shared, room_seconds=seconds)
 
     def add(self, model: Residency) -> None:
         """Add a model; it leaves the device until it is needed, unless it trains undisturbed."""
@@ -337,7 +347,7 @@ def release_cache() -> None:
         torch.cuda.empty_cache()
 
 
-def _wait_for_room(needed: int) -> None:
+def _wait_for_room(needed: int, seconds: float) -> None:
     """Wait until the device has room for what comes back; an engine may still be leaving it."""
     if device().type != "cuda" or not needed:
         return
@@ -345,11 +355,11 @@ def _wait_for_room(needed: int) -> None:
     if cached + torch.cuda.mem_get_info()[0] >= needed:
         return
     release_cache()
-    if not wait_for_memory(lambda: [torch.cuda.mem_get_info()[0]], needed, ROOM_SECONDS):
+    if not wait_for_memory(lambda: [torch.cuda.mem_get_info()[0]], needed, seconds):
         free = torch.cuda.mem_get_info()[0]
         raise UserError(
             f"the device has {free >> 20} MiB free and the trainer's offloaded model needs"
-            f" {needed >> 20} MiB: an engine did not leave it within {ROOM_SECONDS:g} s (see its"
+            f" {needed >> 20} MiB: an engine did not leave it within {seconds:g} s (see its"
             " log); lower engine.kv_cache_mebibytes, or set engine.placement: own"
         )
 

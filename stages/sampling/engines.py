@@ -7,12 +7,12 @@ import json
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import TypeVar, cast
 
 from parallel.distributed import broadcast, is_main, on_main
-from parallel.engine.fleet import Fleet
+from parallel.engine.fleet import AllLost, Fleet
 from parallel.engine.log import RolloutLog
 from parallel.engine.scheduler import NoEngine, Scheduler, Task
 from parallel.engine.wire import Generation, Question, Sampling, model_digest
@@ -93,11 +93,15 @@ class StageEngines:
 
         Responses in flight continue under the new weights. Where engines share the trainer's
         devices, their turn begins: only the policy's weights are there while it sends them, and
-        nothing of the trainer when the engines allocate their caches.
+        nothing of the trainer when the engines allocate their caches, or when one starts.
         """
+        measured: dict[str, float] | None = None
         with self._scheduler.held() if self._scheduler else nullcontext():
-            self.share.only(self.policy.residency)
-            measured = self.fleet.refit(self.policy, version)
+            while measured is None:
+                self.fleet.await_engines(self.share.only)
+                self.share.only(self.policy.residency)
+                with suppress(AllLost):  # the next to start needs the room of these weights
+                    measured = self.fleet.refit(self.policy, version)
             self.share.only()
             self.fleet.open_caches()
         self.version = version

@@ -37,6 +37,7 @@ def turn(address: Path, model: str, engine: str, version: int) -> dict[str, bool
     settings = EngineSettings.model_validate_json(engine)
     engines = Fleet([address], ModelSettings.model_validate_json(model), LAYOUT, settings)
     engines.sleeps = True
+    engines.await_engines(lambda: None)
     randomize(trained, version)
     for _ in range(2):
         engines.refit(trained, version)

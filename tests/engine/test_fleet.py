@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from parallel.engine import fleet, refit_extension
 from parallel.engine.client import EngineError
-from parallel.engine.fleet import Fleet
+from parallel.engine.fleet import AllLost, Fleet
 from parallel.engine.refit_extension import RefitExtension
 from parallel.engine.wire import (
     PROTOCOL,
@@ -227,3 +227,39 @@ def test_memory_is_shared_again_where_it_moved(monkeypatch: pytest.MonkeyPatch) 
         assert engine.requests[-1].release
         assert engine.requests[-1].shared
         assert not engine.inbox._memory
+
+
+def test_an_engine_that_needs_the_trainers_memory_is_awaited_before_a_refit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither the first start nor a restart ends while the trainer's weights are on the device."""
+    policy, beside = TrainedWeights(), [True]
+    engines, engine = connected("auto", dies=True)
+    connect = engine.connect
+
+    def start() -> EngineDescription:
+        assert not any(beside), "the engine waits for the trainer, which waits for the engine"
+        return connect()
+
+    monkeypatch.setattr(engine, "connect", start)
+    monkeypatch.setattr(engines, "sleeps", True)
+    for version in (1, 2):
+        engines.await_engines(beside.clear)
+        assert not beside
+        beside.append(True)
+        if version == 1:
+            with pytest.raises(AllLost):
+                engines.refit(policy, version)  # type: ignore[arg-type]
+            assert engine.reason == "engine 0 broke off its answer to refit"
+    engines.refit(policy, 2)  # type: ignore[arg-type]
+    check(engine.loaded, 0.0)
+    engines.await_engines(lambda: pytest.fail("no engine is awaited, and the weights move"))
+
+
+def test_engines_beside_the_trainer_are_awaited_by_a_refit() -> None:
+    """As on a CPU: one of two waits is enough."""
+    engines, engine = connected("auto")
+    engines.await_engines(lambda: pytest.fail("nothing moves"))
+    assert engine.instance == 0
+    engines.refit(TrainedWeights(), 1)  # type: ignore[arg-type]
+    assert engine.instance == 1

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from parallel.checkpoint.save import Saver
+from parallel.engine.fleet import AllLost
 from parallel.errors import UserError
 from parallel.files import whole_checkpoints
+from parallel.model import offload
 from parallel.model.offload import ALL, STATE, WEIGHTS, DeviceShare, Residency
 from parallel.settings import EngineSettings, LayoutSettings
 from stages import evaluate
@@ -27,6 +30,7 @@ from tests.stages.toys import expert
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 STEPS = 3
+RESERVED = {"memory_reserved": lambda: 0, "memory_allocated": lambda: 0}
 KL = {"coefficient": 0.1, "estimator": "unbiased_k3"}
 
 
@@ -57,11 +61,28 @@ class TurningFleet(RefittedFleet):
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self.asleep = {"weights", "cache"}
+        self.started = False
+        self.refits_lost = 0  # refits to come in which all engines are lost
 
     def held(self) -> set[Any]:
         return {part for model in self.share.members for part in model.on_device}
 
+    def await_engines(self, make_room: Callable[[], None]) -> None:
+        if self.started and self.live():
+            return
+        make_room()
+        assert self.held() == set(), "an engine starts, and waits for the trainer's memory"
+        self.restart()
+        self.started = True
+        self.share.moves.append("start")
+
     def refit(self, policy: Any, version: int) -> dict[str, float]:
+        assert self.live(), "the trainer's weights are in the way of an engine's start"
+        if self.refits_lost:
+            self.refits_lost -= 1
+            for engine in self.live():
+                self.lost(engine, "it died in a refit")
+            raise AllLost("no engine is live")
         self.asleep.discard("weights")
         assert self.held() == WEIGHTS, "only the policy's weights beside the engine's"
         assert policy.residency.on_device == WEIGHTS
@@ -140,7 +161,7 @@ def test_a_stage_that_takes_turns_gives_equal_bits(
     torch.use_deterministic_algorithms(False)
     assert moving == still
     order = [move for move in last().moves if move[0] not in "+-"]
-    assert order == ["refit", "caches", "sleep"] * STEPS
+    assert order == ["start", *["refit", "caches", "sleep"] * STEPS]
 
 
 def test_the_order_of_a_step(turns: Callable[[], Any], tmp_path: Path) -> None:
@@ -151,6 +172,7 @@ def test_the_order_of_a_step(turns: Callable[[], Any], tmp_path: Path) -> None:
     share.only()
     share.moves.clear()
     stage.step(1)
+    assert share.moves.pop(0) == "start"
     first, second = share.moves.copy(), share.moves.clear()
     assert second is None
     stage.step(2)
@@ -190,7 +212,7 @@ def test_a_step_that_is_sampled_again_begins_another_turn(
     with pytest.raises(MismatchError):
         stage.step(1)
     order = [move for move in last().moves if move[0] not in "+-"]
-    assert order == ["refit", "caches", "sleep"] * 2
+    assert order == ["start", *["refit", "caches", "sleep"] * 2]
     stage.close()
 
 
@@ -209,9 +231,27 @@ def test_engines_that_are_all_lost_get_the_weights_from_the_host(
     engine.trouble = trouble
     metrics = stage.step(1)
     order = [move for move in last().moves if move[0] not in "+-"]
-    assert order == ["refit", "caches", "refit", "caches", "sleep"]
+    assert order == ["start", "refit", "caches", "start", "refit", "caches", "sleep"]
     assert metrics["engine_restarts"] == 1
     assert metrics["requeued"] > 0
+    stage.close()
+
+
+def test_the_trainer_makes_room_for_engines_that_were_lost_in_a_refit(
+    turns: Callable[[], Any], tmp_path: Path
+) -> None:
+    """A new engine waits for the device's memory before it can be connected to."""
+    last = turns()
+    stage = gentle(tmp_path)
+    fleet = stage.engines.fleet
+    assert isinstance(fleet, TurningFleet)
+    fleet.refits_lost = 2
+    metrics = stage.step(1)
+    starts = ["start", "+weights 0", "-weights 0"]
+    assert last().moves[last().moves.index("start") :][:6] == starts * 2
+    order = [move for move in last().moves if move[0] not in "+-"]
+    assert order == ["start", "start", "start", "refit", "caches", "sleep"]
+    assert metrics["engine_restarts"] == 2
     stage.close()
 
 
@@ -227,7 +267,7 @@ def test_evaluation_sleeps_for_its_check_and_between_models(
     evaluate.run(test_evaluate.job(tmp_path / "moving"))
     assert test_evaluate.results(tmp_path / "moving") == test_evaluate.results(still)
     order = [move for move in last().moves if move[0] not in "+-"]
-    assert order == ["refit", "caches", "sleep"] * 6
+    assert order == ["start", *["refit", "caches", "sleep"] * 6]
 
 
 def test_responses_in_flight_are_an_error_when_engines_are_to_sleep(
@@ -277,3 +317,28 @@ def test_modes_that_keep_responses_in_flight_need_engines_of_their_own(
 
 def test_a_checkpoint_needs_no_gradients() -> None:
     assert ALL - {"gradients"} == STATE
+
+
+def test_the_trainer_waits_for_room_while_an_engine_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that is restarted in its turn has the device until it is ready, and then sleeps."""
+    clock, free = [0.0], [0]
+
+    def sleep(seconds: float) -> None:
+        clock[0] += 60 * seconds
+        free[0] = 80 << 30 if clock[0] > 1700 else 0
+
+    fake = mock.Mock(monotonic=lambda: clock[0], sleep=sleep)
+    monkeypatch.setattr("parallel.gpus.time", fake)
+    monkeypatch.setattr(offload, "device", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(offload, "release_cache", lambda: None)
+    for name, value in (("mem_get_info", lambda: (free[0], 80 << 30)), *RESERVED.items()):
+        monkeypatch.setattr(torch.cuda, name, value)
+    engine = EngineSettings().started_on(gpus=True)
+    offload._wait_for_room(1 << 30, DeviceShare.beside(engine).room_seconds)
+    assert clock[0] > 1700
+    clock[0], free[0] = 0.0, 0
+    hasty = engine.model_copy(update={"start_timeout_seconds": 600})
+    with pytest.raises(UserError, match="an engine did not leave it within 720 s"):
+        offload._wait_for_room(1 << 30, DeviceShare.beside(hasty).room_seconds)
+    own = engine.model_copy(update={"placement": "own"})  # no engine's start is in the way
+    assert DeviceShare.beside(own).room_seconds == offload.ROOM_SECONDS
