@@ -263,8 +263,9 @@ def _activations(
     layer = share * _layer_activations(model, layout)
     if layout.recompute == "full":  # every layer keeps its input, and one at a time is recomputed
         kept = in_flight * share * model.hidden_size * BYTES[model.precision] + layer
-    else:
-        kept = in_flight * layer
+    else:  # of the modules that are recomputed, one layer's at a time
+        again = share * _recomputed_activations(model, layout)
+        kept = in_flight * (layer - again) + again
     if rank == layout.pipeline - 1 and not values:
         # The logits and their gradient; the loss computes in fp32 on one chunk of them at a time.
         kept += 2 * share * model.vocabulary_size * BYTES[model.precision]
@@ -296,6 +297,22 @@ def _layer_activations(model: ModelSettings, layout: LayoutSettings) -> float:
     router = model.experts * (FP32 + 1)  # a weight, and whether it was chosen
     normaliser = 0 if layout.recompute == "attention" else FP32 * model.attention_heads
     return numbers * BYTES[model.precision] + router + normaliser
+
+
+def _recomputed_activations(model: ModelSettings, layout: LayoutSettings) -> int:
+    """Return what `recompute_modules` take of `_layer_activations`; their inputs are kept.
+
+    Of moe_act the four steps of the experts' gated activation. Not counted are layernorm and
+    mla_up_proj, nor mlp, which layers with experts do not have.
+    """
+    modules, size = layout.recompute_modules, BYTES[model.precision]
+    shared = sum(6 * width * layers for width, layers in _dense_widths(model, 1, 1))
+    if "moe" in modules:
+        routed = layout.expert_tensor * model.hidden_size + 6 * model.expert_hidden_size
+        router = model.experts * (FP32 + 1)
+        return size * (model.experts_per_token * routed + shared) + router
+    steps = 4 * model.experts_per_token * model.expert_hidden_size
+    return size * (("moe_act" in modules) * steps + ("shared_experts" in modules) * shared)
 
 
 def _attention_activations(model: ModelSettings) -> int:

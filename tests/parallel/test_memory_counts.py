@@ -161,6 +161,21 @@ def test_activations_of_a_micro_batch() -> None:
     assert kept(recompute="full") == [1000 * (4 * 4 * 96 + LAYER + LOGITS)]
 
 
+@pytest.mark.parametrize(
+    ("modules", "again"),
+    [
+        (["moe"], 4 * 2 * 672 + 8 * 5),
+        (["moe_act"], 4 * 2 * 4 * 96),
+        (["shared_experts", "layernorm"], 0),  # there are none, and norms are not counted
+    ],
+)
+def test_of_recomputed_modules_one_layer_s_activations_are_kept(
+    modules: list[str], again: int
+) -> None:
+    found = kept(recompute="selective", recompute_modules=modules)
+    assert found == [1000 * (4 * (LAYER - again) + again + LOGITS)]
+
+
 def test_tensor_and_context_ranks_share_the_activations() -> None:
     [whole] = kept()
     assert kept(ranks=2, tensor=2) == kept(ranks=2, context=2) == [whole // 2]
