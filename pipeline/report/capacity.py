@@ -155,8 +155,8 @@ def _engine_changes(settings: RunSettings, gpus: int) -> Iterator[Change]:
     if engine.placement == "shared":
         room = max(room, settings.layout.ranks)
     for size in divisors(model.attention_heads):
-        if size > engine.tensor and (size <= gpus or size % gpus == 0):
-            ranks = size * engine.data
+        ranks = size * engine.data
+        if size > engine.tensor and (ranks <= gpus or ranks % gpus == 0):
             yield {"engine.tensor": size, "engine.count": max(1, room // ranks)}
     if model.precision == "bf16" and engine.weights == "model":
         yield {"engine.weights": "fp8"}
