@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from math import ceil
 from typing import Any
 
 import torch
@@ -34,8 +35,10 @@ _control: Any = None
 
 
 @contextmanager
-def process_groups(layout: LayoutSettings, seed: int) -> Iterator[None]:
+def process_groups(layout: LayoutSettings, seed: int, wait_seconds: float = 0) -> Iterator[None]:
     """Join this rank to the job, build Megatron's groups for `layout`, and destroy them at the end.
+
+    A collective does not time out while one rank waits for `wait_seconds`, as for an engine.
 
     The launcher or torchrun sets RANK, LOCAL_RANK and WORLD_SIZE, srun the variables of `SRUN`;
     MASTER_ADDR and MASTER_PORT are where the ranks meet. Rank 0 listens on that address only,
@@ -64,9 +67,10 @@ def process_groups(layout: LayoutSettings, seed: int) -> Iterator[None]:
         torch.set_flush_denormal(True)
     # No `device_id`: it would create an NCCL communicator for every group of Megatron's at once,
     # of which most never carry a tensor; without it each is created at its first collective.
-    dist.init_process_group(backend(), timeout=COLLECTIVE_TIMEOUT, **_meeting())
+    timeout = max(COLLECTIVE_TIMEOUT, timedelta(seconds=wait_seconds))
+    dist.init_process_group(backend(), timeout=timeout, **_meeting())
     try:
-        _open_control_group()
+        _open_control_group(timeout)
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tensor,
             pipeline_model_parallel_size=layout.pipeline,
@@ -77,6 +81,7 @@ def process_groups(layout: LayoutSettings, seed: int) -> Iterator[None]:
             expert_model_parallel_size=layout.expert,
             expert_tensor_parallel_size=layout.expert_tensor,
             create_gloo_process_groups=True,
+            distributed_timeout_minutes=ceil(timeout / timedelta(minutes=1)),
         )
         torch.manual_seed(seed)
         model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
@@ -87,10 +92,10 @@ def process_groups(layout: LayoutSettings, seed: int) -> Iterator[None]:
         _close_control_group()
 
 
-def _open_control_group() -> None:
+def _open_control_group(timeout: timedelta) -> None:
     global _control
     if backend() != "gloo":
-        _control = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+        _control = dist.new_group(backend="gloo", timeout=timeout)
 
 
 def _close_control_group() -> None:

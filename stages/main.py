@@ -30,9 +30,11 @@ def main() -> None:
     import torch
 
     from parallel.distributed import process_groups
+    from parallel.engine.client import longest_wait
 
     torch.use_deterministic_algorithms(job.settings.deterministic)
-    with process_groups(job.settings.layout, job.settings.seed):
+    settings = job.settings
+    with process_groups(settings.layout, settings.seed, longest_wait(settings.engine)):
         kind = None if job.kind == "preview" else KINDS[job.kind]
         if kind and kind.trains and torch.distributed.get_rank() == 0:
             warn_of_fallbacks()

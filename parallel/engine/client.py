@@ -34,6 +34,16 @@ HEALTH_SECONDS = 5.0  # in which a healthy engine answers
 LARGEST_ANSWER = 1 << 20  # bytes of an answer that is not streamed; the largest are error messages
 
 
+def longest_wait(settings: EngineSettings) -> float:
+    """Return the seconds that the main rank may wait for engines, while other ranks wait for it.
+
+    An engine starts, is silent when it is asked for its description or to sleep, and is restarted.
+    Engines are waited for at the same time.
+    """
+    start = settings.start_seconds + LAUNCHER_SECONDS
+    return 2 * (start + 2 * settings.hang_timeout_seconds)
+
+
 class EngineError(UserError):
     """An engine that did not start, died, hung, violated the protocol, or rejected a request."""
 

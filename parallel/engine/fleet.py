@@ -395,27 +395,38 @@ class Fleet:
 def put_to_sleep(addresses: list[Path], settings: EngineSettings, wanted: bool) -> None:
     """Put engines to sleep, so that a stage can build its models on their devices.
 
-    They may be awake since a killed stage. Where the stage wants them, wait until all have started;
-    else ask those that have. Raises EngineError where one that is wanted does not sleep.
+    They may be awake since a killed stage. Where the stage wants them, wait until all have started,
+    at the same time; else ask those that have. Raises EngineError where one that is wanted does not
+    sleep.
     """
     clients = [EngineClient(address, settings) for address in addresses]
-    for first in range(0, len(clients), settings.data):
-        members = clients[first : first + settings.data]
-        if wanted:
-            for client in members:
-                client.connect()
-            if failed := _asked_to_sleep(members):
-                client, error = failed
-                client.give_up(str(error))
-                for each in members:
-                    each.connect()  # an engine sleeps when it starts
-        elif all(found := [client.newcomer() for client in members]):
-            for client, address in zip(members, found, strict=True):
-                client.address = address
-            if failed := _asked_to_sleep(members):
-                # Where it holds the memory, the trainer will say so.
-                what = "an engine that this stage does not need may hold memory"
-                report_notice(f"{what}: {failed[1]}")
+    engines = [clients[at : at + settings.data] for at in range(0, len(clients), settings.data)]
+    with ThreadPoolExecutor(max(1, len(engines))) as pool:
+        for asked in [pool.submit(_put_to_sleep, members, wanted) for members in engines]:
+            asked.result()
+
+
+def _put_to_sleep(members: list[EngineClient], wanted: bool) -> None:
+    """Put all members of one engine to sleep."""
+    if wanted:
+        _connect_all(members)
+        if failed := _asked_to_sleep(members):
+            client, error = failed
+            client.give_up(str(error))
+            _connect_all(members)  # an engine sleeps when it starts
+    elif all(found := [client.newcomer() for client in members]):
+        for client, address in zip(members, found, strict=True):
+            client.address = address
+        if failed := _asked_to_sleep(members):
+            # Where it holds the memory, the trainer will say so.
+            what = "an engine that this stage does not need may hold memory"
+            report_notice(f"{what}: {failed[1]}")
+
+
+def _connect_all(members: list[EngineClient]) -> None:
+    with ThreadPoolExecutor(len(members)) as pool:
+        for asked in [pool.submit(client.connect) for client in members]:
+            asked.result()
 
 
 def _asked_to_sleep(members: list[EngineClient]) -> tuple[EngineClient, EngineError] | None:

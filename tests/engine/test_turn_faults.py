@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 
+from parallel import distributed
 from parallel.engine import arguments, fleet, server
-from parallel.engine.client import EngineError, EngineRefused
+from parallel.engine.client import EngineError, EngineRefused, longest_wait
 from parallel.engine.fleet import Fleet, put_to_sleep
 from parallel.engine.memory import engine_share
 from parallel.gpus import Gpu
@@ -102,11 +106,60 @@ def test_a_stage_begins_when_all_its_engines_sleep() -> None:
     assert second == ["connect", "sleep", "give_up", "connect"]
 
 
+def test_an_engine_whose_member_does_not_sleep_is_replaced_whole() -> None:
+    Client.failing[("1", "sleep")] = EngineRefused("engine 1 refused sleep")
+    pairs = ENGINE.model_copy(update={"data": 2})
+    put_to_sleep([Path(name) for name in "0123"], pairs, wanted=True)
+    starts = [name for name, method in Client.calls if method == "connect"]
+    assert sorted(starts) == ["0", "0", "1", "1", "2", "3"]
+    assert [name for name, method in Client.calls if method == "give_up"] == ["1"]
+
+
+def test_engines_are_waited_for_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other ranks wait in a collective, which times out."""
+    together = threading.Barrier(3)
+    monkeypatch.setattr(Client, "connect", lambda _: together.wait(10), raising=False)
+    put_to_sleep([Path("0"), Path("1"), Path("2")], ENGINE, wanted=True)
+    assert sorted(Client.calls) == [("0", "sleep"), ("1", "sleep"), ("2", "sleep")]
+
+
+def test_collectives_outlast_the_wait_for_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPUs a start may take as long as a collective; on CPUs no timeout changes."""
+    found = []
+
+    def stop(backend: str, timeout: timedelta, **_: object) -> None:
+        found.append(timeout.total_seconds())
+        raise InterruptedError
+
+    monkeypatch.setattr(distributed.dist, "init_process_group", stop)
+    monkeypatch.setattr(distributed, "_meeting", dict)
+    for gpus in (False, True):
+        engine = EngineSettings().started_on(gpus)
+        with (
+            pytest.raises(InterruptedError),
+            distributed.process_groups(LayoutSettings(), 0, longest_wait(engine)),
+        ):
+            pass
+        restarted = 2 * (engine.start_seconds + engine.hang_timeout_seconds)
+        assert found[-1] > restarted
+    assert found == [1800, 4200]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_group_of_objects_has_the_same_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = mock.Mock()
+    monkeypatch.setattr(distributed.dist, "new_group", made)
+    monkeypatch.setattr(distributed, "backend", lambda: "nccl")
+    monkeypatch.setattr(distributed, "_control", None)
+    distributed._open_control_group(timedelta(seconds=4200))
+    made.assert_called_once_with(backend="gloo", timeout=timedelta(seconds=4200))
+
+
 def test_a_stage_without_engines_waits_for_none(capfd: pytest.CaptureFixture[str]) -> None:
     Client.published = {"1", "2"}
     Client.failing[("2", "sleep")] = EngineError("engine 2 is gone")
     put_to_sleep([Path("0"), Path("1"), Path("2")], ENGINE, wanted=False)
-    assert Client.calls == [("1", "sleep"), ("2", "sleep")]
+    assert sorted(Client.calls) == [("1", "sleep"), ("2", "sleep")]
     assert "may hold memory: engine 2 is gone" in capfd.readouterr().err
 
 
