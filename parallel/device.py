@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from contextlib import suppress
 from typing import Literal
 
 import torch
@@ -36,6 +37,13 @@ def synchronize(where: torch.device) -> None:
     """
     if where.type == "cuda":
         torch.cuda.synchronize(where)
+
+
+def forget_error() -> None:
+    """Clear the error of a failed CUDA call, which torch would raise after its next kernel."""
+    if torch.cuda.is_available():
+        with suppress(RuntimeError):
+            torch.zeros(1, device=device())
 
 
 def gpu_ordinals() -> dict[str, int]:

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 
-from parallel.device import device
+from parallel.device import device, forget_error
 from parallel.errors import UserError, report_notice
 from parallel.gpus import wait_for_memory
 from parallel.settings import EngineSettings
@@ -58,9 +58,7 @@ class HostMemory:
                 f" {failed}); raise the limit of locked memory (ulimit -l), or lower the share"
             )
         if failed:
-            # The runtime keeps the error, and torch would raise it after its next kernel.
-            with suppress(RuntimeError):
-                torch.zeros(1, device=device())
+            forget_error()
             report_notice(
                 f"offload: CUDA cannot pin {size >> 20} MiB of host memory (error {failed}); copies"
                 " to and from the device are slower"

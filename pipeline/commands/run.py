@@ -90,8 +90,7 @@ def run(arguments: Namespace) -> None:
     check_owner(run, arguments.trust_run)
     other, fork = common.forked(arguments, run)
     check_selection(run, arguments.only, arguments.rerun, fork.reused)
-    _check_memory(run, arguments, fork.reused)
-    machine_shares(arguments.parallel, run.settings, run.chosen(arguments.only))
+    _check_machine(run, arguments, fork.reused)
     if arguments.dry_run:
         _show_dry_run(run, arguments, fork.reused)
         return
@@ -123,8 +122,7 @@ def resume(arguments: Namespace) -> None:
     """Resume a run."""
     run = common.load_trusted_run(arguments, check_environment=True)
     check_selection(run, arguments.only, arguments.rerun)
-    _check_memory(run, arguments)
-    machine_shares(arguments.parallel, run.settings, run.chosen(arguments.only))
+    _check_machine(run, arguments)
     warn_of_readers(run)
     with run.lock():
         check_not_queued(run)
@@ -310,11 +308,12 @@ def gate_override(arguments: Namespace) -> None:
     say(f"{arguments.stage} is overridden; continue with: {run.resume_command()}")
 
 
-def _check_memory(run: Run, arguments: Namespace, reused: Iterable[str] = ()) -> None:
-    """Raise UserError where a stage that will run needs more memory than this machine's GPUs."""
-    gpus = gpus_here(run.settings, arguments.parallel)
+def _check_machine(run: Run, arguments: Namespace, reused: Iterable[str] = ()) -> None:
+    """Raise UserError where this machine has too little for the stages that will run."""
     states = planned_states(run, run.states, reused, arguments.rerun)
-    check_capacity(run.settings, unfinished(run.chosen(arguments.only), states), gpus)
+    if stages := unfinished(run.chosen(arguments.only), states):
+        check_capacity(run.settings, stages, gpus_here(run.settings, arguments.parallel))
+        machine_shares(arguments.parallel, run.settings, stages)
 
 
 def _run_stages(run: Run, arguments: Namespace) -> None:

@@ -53,6 +53,7 @@ def turn(
     trained = policy(model, layout)
     engines = Fleet(list(addresses), ModelSettings.model_validate_json(model), at, settings)
     engines.sleeps = True
+    engines.await_engines(lambda: None)
     trained.start_fresh(version)
     for _ in range(2):
         engines.refit(trained, version)
