@@ -155,7 +155,7 @@ def machine_shares(
             engines would need the GPUs of a trainer that computes.
     """
     samples = any(stage.needs_engine for stage in stages)
-    if gpus := usable_gpus():
+    if stages and (gpus := usable_gpus()):
         if (part := len(gpus) // count) == 0:
             raise UserError(f"--parallel {count} needs {count} GPUs, {len(gpus)} available")
         if any(stage.takes_turns for stage in stages):
