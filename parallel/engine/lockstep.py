@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import json
 import socket
-import time
 from contextlib import ExitStack
 from enum import IntEnum
-from pathlib import Path
 from typing import Any, NamedTuple
 
+from parallel.engine.nodes import MeetingPoint, published
 from parallel.errors import UserError
 from parallel.files import write_atomically
 from parallel.network import address_of
@@ -129,7 +128,7 @@ def member_environment(job: EngineJob) -> dict[str, str]:
     }
 
 
-def _meeting_point(job: EngineJob) -> tuple[str, int]:
+def _meeting_point(job: EngineJob) -> MeetingPoint:
     """Return where the members meet: published by the first in a file, awaited by the others.
 
     The launcher removes the file before it starts the members.
@@ -137,24 +136,10 @@ def _meeting_point(job: EngineJob) -> tuple[str, int]:
     assert job.meeting is not None, "the launcher names the file"
     if job.member == 0:
         address = address_of(job.interface)
-        point = address, _free_ports(address)
+        point = MeetingPoint(address, _free_ports(address))
         write_atomically(job.meeting, json.dumps(point))
         return point
-    return _published(job, job.meeting)
-
-
-def _published(job: EngineJob, file: Path) -> tuple[str, int]:
-    deadline = time.monotonic() + job.engine.start_seconds
-    while not file.exists():
-        if time.monotonic() > deadline:
-            seconds = f"{job.engine.start_seconds} s (engine.start_timeout_seconds)"
-            raise UserError(
-                f"engine {job.index}, member {job.member}: member 0 has not published {file.name}"
-                f" after {seconds}; see its log, or raise the timeout"
-            )
-        time.sleep(POLL_SECONDS)
-    address, port = json.loads(file.read_text())
-    return address, port
+    return published(job, job.meeting, "member", job.member)
 
 
 def _free_ports(address: str) -> int:

@@ -48,12 +48,21 @@ def meeting_point(job: EngineJob) -> MeetingPoint:
         point = MeetingPoint(address_of(job.interface), _free_port())
         write_atomically(file, json.dumps(point))
         return point
+    return published(job, file, "node rank", node_rank(job))
+
+
+def published(job: EngineJob, file: Path, process: str, rank: int) -> MeetingPoint:
+    """Wait for the meeting point that rank 0 of an engine's processes publishes in a file.
+
+    Raises:
+        UserError: it is not there after engine.start_timeout_seconds.
+    """
     deadline = time.monotonic() + job.engine.start_seconds
     while not file.exists():
         if time.monotonic() > deadline:
             seconds = f"{job.engine.start_seconds} s (engine.start_timeout_seconds)"
             raise UserError(
-                f"engine {job.index}, node rank {node_rank(job)}: node rank 0 has not published "
+                f"engine {job.index}, {process} {rank}: {process} 0 has not published "
                 f"{file.name} after {seconds}; see its log, or raise the timeout"
             )
         time.sleep(POLL_SECONDS)

@@ -17,9 +17,12 @@ from stages.kinds import settings_key
 # The tests of settings that no audited step depends on, by the setting's class or a base of it.
 CHECKED_BY = {
     "CispoRatioSettings": "stages/objectives/test_ratios.py",
-    "ClusterSettings": "pipeline/test_slurm_jobs.py",
+    "ClusterSettings": "pipeline/test_cluster_profiles.py",
+    "ClusterSettings.experts_at_once": "pipeline/test_slurm_jobs.py",
     "ClusterSettings.gpu_memory_gib": "pipeline/test_capacity.py",
+    "ClusterSettings.network_interface": "pipeline/test_slurm_jobs.py",
     "ClusterSettings.restarts": "slurm/test_slurm.py",
+    "ClusterSettings.setup": "pipeline/test_slurm_jobs.py",
     "CodeReward": "stages/test_code_reward.py",
     "ContainerSettings": "pipeline/test_slurm_jobs.py",
     "CriticSettings": "stages/test_critic.py",
@@ -60,7 +63,7 @@ CHECKED_BY = {
     "InstructionReward": "stages/test_rewards.py",
     "JSONSchemaReward": "stages/test_rewards.py",
     "JudgeReward": "stages/test_judge.py",
-    "KindSettings": "pipeline/test_slurm_jobs.py",
+    "KindSettings": "pipeline/test_cluster_profiles.py",
     "KindSettings.gpu_memory_gib": "pipeline/test_capacity.py",
     "LanguageReward": "stages/test_rewards.py",
     "LaunchSettings": "pipeline/test_attempts.py",

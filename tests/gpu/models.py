@@ -8,6 +8,7 @@ import numpy as np
 
 from parallel.sample import Sample
 from parallel.settings import LayoutSettings, ModelSettings, OptimizerSettings
+from tests.layouts.real_models import QWEN3_30B
 
 LAYOUT = LayoutSettings(distributed_optimizer=False)
 # Sizes that TransformerEngine's kernels accept.
@@ -22,26 +23,13 @@ TINY = ModelSettings(
     experts_per_token=2,
     expert_hidden_size=64,
 )
-QWEN3_30B_LAYERS = 48
+QWEN3_30B_LAYERS = QWEN3_30B.layers
 ADAM = OptimizerSettings(learning_rate=1e-3)
 
 
 def qwen3_30b(layers: int) -> ModelSettings:
     """Return the first layers of Qwen3-30B-A3B at their full width, in bf16."""
-    return ModelSettings(
-        vocabulary_size=151_936,
-        hidden_size=2048,
-        layers=layers,
-        attention_heads=32,
-        key_value_heads=4,
-        head_dim=128,
-        experts=128,
-        experts_per_token=8,
-        expert_hidden_size=768,
-        rope_base=1e6,
-        max_positions=32_768,
-        precision="bf16",
-    )
+    return QWEN3_30B.model_copy(update={"layers": layers})
 
 
 def samples(model: ModelSettings, count: int, length: int, seed: int = 0) -> list[Sample]:
