@@ -6,7 +6,9 @@ Never imports torch.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import os
+from collections.abc import Iterable
 
 # Names the descriptor of the pipe. Not the log: its disk may be full.
 STATUS_DESCRIPTOR = "BRAID_STATUS_DESCRIPTOR"
@@ -28,6 +30,16 @@ class UserError(Exception):
     """
 
     exit_code = 1
+
+
+def hint(name: str, known: Iterable[str]) -> str:
+    """Return the end of a message about an unknown name: the nearest known one, or all."""
+    names = list(known)
+    # A name may look like a known one and have a Cyrillic or Greek letter.
+    other = "" if name.isascii() else f"{name!a} has non-ASCII letters; "
+    if near := difflib.get_close_matches(name, names, n=1):
+        return f'{other}did you mean "{near[0]}"?'
+    return f"{other}known: {', '.join(names)}" if names else f"{other}none is defined"
 
 
 def is_lost_peer(text: str) -> bool:

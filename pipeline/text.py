@@ -1,17 +1,15 @@
-"""Text for people: paths, errors, hints, durations, and output that cannot act on the terminal.
+"""Text for people: paths, errors, durations, and output that cannot act on the terminal.
 
 YAML keys, causes in a ledger, file names, logs and bodies of HTTP errors may hold any character.
 """
 
 from __future__ import annotations
 
-import difflib
 import io
 import os
 import re
 import signal
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TextIO
 
@@ -81,13 +79,3 @@ def shown(path: Path) -> str:
     """Return a path as text, relative where it is below the working directory."""
     absolute, here = path.absolute(), Path.cwd()
     return str(absolute.relative_to(here) if absolute.is_relative_to(here) else absolute)
-
-
-def hint(name: str, known: Iterable[str]) -> str:
-    """Return the end of a message about an unknown name: the nearest known one, or all."""
-    names = list(known)
-    # A name may look like a known one and have a Cyrillic or Greek letter.
-    other = "" if name.isascii() else f"{name!a} has non-ASCII letters; "
-    if near := difflib.get_close_matches(name, names, n=1):
-        return f'{other}did you mean "{near[0]}"?'
-    return f"{other}known: {', '.join(names)}" if names else f"{other}none is defined"

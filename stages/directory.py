@@ -52,6 +52,8 @@ class StageDirectory:
     measured = Below("models")  # those so far, one file per model
     solved = Below("solved")  # the problems that each model solved
     verdict = Below("verdict.json")  # of a gate on what it measured
+    collected = Below("collected.parquet")  # the responses that a stage of kind sample kept
+    collection = Below("collection.json")  # their digest and counts, written last
     exported = Below("huggingface")  # the Hugging Face checkpoint of an export
 
     def job(self, attempt: int) -> Path:
@@ -65,6 +67,16 @@ class StageDirectory:
     def newest_checkpoint(self) -> Checkpoint | None:
         """Return the whole checkpoint with the highest step."""
         return newest_whole(self.checkpoints)
+
+    def output(self) -> Checkpoint | None:
+        """Return what other stages load: the newest whole checkpoint, or else collected samples."""
+        if (found := self.newest_checkpoint()) is not None:
+            return found
+        try:
+            digest = json.loads(read_text(self.collection))["digest"]
+        except (OSError, ValueError, RecursionError, KeyError, TypeError):
+            return None
+        return Checkpoint(self.collected, 0, str(digest), {})
 
     def checkpoint(self, step: int) -> Checkpoint | None:
         """Return the whole checkpoint of a step."""

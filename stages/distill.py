@@ -14,12 +14,14 @@ from parallel.distributed import sum_over_data
 from parallel.model.policy import Policy
 from parallel.sample import Sample
 from stages.data.settings import NoCurriculumSettings
+from stages.domains import RolloutSettings
+from stages.kinds.distill import DistillSettings
 from stages.loop import train
 from stages.objectives.groups import Batch
 from stages.objectives.loss import Totals, token_mean
 from stages.objectives.surrogate import NoCorrectionSettings
 from stages.sampling.step import OnPolicyStage, StepSamples
-from stages.settings import MergeSettings, RolloutSettings, StageJob
+from stages.settings import StageJob
 
 # KL(student || teacher) over the whole vocabulary.
 DIVERGENCES = {"full_vocab_reverse_kl": Responses.kl}
@@ -40,14 +42,14 @@ class Merge(OnPolicyStage):
     """
 
     def __init__(self, job: StageJob) -> None:
-        settings = job.settings.merge
-        assert settings is not None
-        self.merge = settings
+        settings = job.own
+        assert isinstance(settings, DistillSettings)
+        self.own = settings
         rollout = RolloutSettings(**settings.rollout.model_dump())
         # Teachers grade prompts of any solve rate, so the merge needs no curriculum.
         domains = {
             domain: expert.model_copy(update={"curriculum": NoCurriculumSettings()})
-            for domain, expert in job.settings.domains.items()
+            for domain, expert in job.own_domains.items()
         }
         correction = NoCorrectionSettings()
         super().__init__(job, settings, rollout, domains, settings.loop.steps, correction)
@@ -84,7 +86,7 @@ class Merge(OnPolicyStage):
         tokens = Counter(dict.fromkeys(self.domains, 0))
         for sample in samples:
             tokens[sample.domain] += len(sample.learned)
-        shares = weights_of(self.merge, tokens)
+        shares = weights_of(self.own, tokens)
 
         def loss(responses: Responses) -> tuple[torch.Tensor, tuple[str, float]]:
             part = responses.batch
@@ -113,7 +115,7 @@ class Merge(OnPolicyStage):
         return -metrics["teacher_kl"]
 
 
-def weights_of(merge: MergeSettings, tokens: Mapping[str, int]) -> dict[str, float]:
+def weights_of(merge: DistillSettings, tokens: Mapping[str, int]) -> dict[str, float]:
     """Return each domain's weight in the loss; the weights sum to 1.
 
     `tokens` counts the update's learned tokens by domain. A domain without any has weight 0.

@@ -40,10 +40,11 @@ from stages.data.settings import (
     ReasoningGymPromptSettings,
 )
 from stages.data.tokenizer import Tokenizer, TokenizerError, tokenizer_named
+from stages.domains import DomainSettings
 from stages.rewards.kinds.math import MathReward
 from stages.rewards.pool import RewardPool
 from stages.rewards.reward import Response
-from stages.settings import DomainCheckJob, DomainSettings
+from stages.settings import DomainCheckJob
 
 DRAWN = 2000  # generated problems or demonstrations: some seconds
 GARBAGE = "I do not know"

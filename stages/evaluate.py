@@ -16,13 +16,14 @@ from parallel.mismatch import bounds_of
 from parallel.model.policy import Policy
 from stages.data.problem import Problem, seed_of
 from stages.data.prompts import held_out_problems
+from stages.domains import SamplingSettings
 from stages.guards.measures import graded, is_right
 from stages.metrics import MetricsLog
 from stages.objectives.groups import Group, groups_of
 from stages.sampling.engines import StageEngines
 from stages.sampling.logprob_check import check_samples
 from stages.sampling.recording import record
-from stages.settings import SamplingSettings, StageJob
+from stages.settings import StageJob
 from stages.statistics import of_problems
 
 PROBLEMS_A_CALL = 500  # small enough to log progress, large enough to fill the engine
@@ -72,7 +73,7 @@ class Evaluation:
 
     def domains_of(self, name: str) -> list[str]:
         """Return the domains that a model is measured on."""
-        return self.job.evaluated_on.get(name, list(self.job.settings.domains))
+        return self.job.evaluated_on.get(name, self.job.domains)
 
     def has(self, name: str) -> bool:
         """Return whether a model already has its result."""
@@ -173,7 +174,7 @@ class Evaluation:
 
         Unlike training, evaluation may be greedy (temperature 0).
         """
-        seed = seed_of(self.job.settings.seed, self.job.stage, domain, purpose)
+        seed = seed_of(self.job.settings.seed, self.job.seeded_as, domain, purpose)
         groups = groups_of(problems, size or 1, seed)
         if size:
             self.engines.rewards.expect(groups)

@@ -1,4 +1,4 @@
-"""The training of a policy on the rewards of one domain or of all: GRPO, its variants, or PPO."""
+"""The training of a policy on the rewards of one domain or several: GRPO, its variants, or PPO."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from parallel.distributed import sum_over_data
 from parallel.sample import Sample
 from stages.guards.measures import graded, group_metrics, is_right
 from stages.guards.watch import GuardMonitor
+from stages.kinds.grpo import GrpoSettings
 from stages.loop import train
 from stages.metrics import reduce_sums
 from stages.objectives.groups import (
@@ -31,14 +32,14 @@ from stages.settings import StageJob
 
 
 def run(job: StageJob) -> None:
-    """Train the expert of `job.domain`, or of all domains where that is None, to its last step."""
+    """Train on the rewards of `job.domains` to the stage's last step."""
     stage = Expert(job)
     train(stage, job, stage.loop, stage.watch)
     stage.close()
 
 
 class Expert(OnPolicyStage):
-    """The stage that trains on rewards: a domain's expert, or the mixed policy of all domains.
+    """The stage that trains on rewards: of a domain, or of several at once.
 
     Its baseline is what rewards are compared with: other samples of the group, or a critic.
     """
@@ -52,7 +53,7 @@ class Expert(OnPolicyStage):
             job,
             settings,
             settings.rollout,
-            job.policy_domains,
+            job.own_domains,
             steps * settings.updates_per_rollout,
             objective.correction,
             entropies=objective.needs_entropies,
@@ -63,7 +64,9 @@ class Expert(OnPolicyStage):
             for name, rewards in self.rewards.items()
         }
         of_all = next(iter(self.rewards.values())) if len(self.rewards) == 1 else {}
-        self.watch = GuardMonitor(job.stage, settings, of_all)
+        assert isinstance(job.own, GrpoSettings)
+        at = job.own.keys(f"stages.{job.block}", job.domains)
+        self.watch = GuardMonitor(job.stage, at, settings, of_all)
         self.kl_coefficient = objective.kl.coefficient
         self.length_exponent = 0.0  # lambda
         self.length_weights: LengthWeights | None = None  # of the current update

@@ -13,10 +13,11 @@ from parallel.distributed import any_rank, broadcast, is_main
 from parallel.errors import UserError, report_notice
 from parallel.files import ENDED, STATE, CheckpointError, keep_steps
 from parallel.model.policy import TrainedPolicy
+from stages.domains import LoopSettings
 from stages.guards.watch import GuardMonitor, StepVerdict
 from stages.metrics import MetricsLog
 from stages.sampling.recording import samples_file
-from stages.settings import LoopSettings, StageJob
+from stages.settings import StageJob
 
 
 class TrainingStage(Protocol):

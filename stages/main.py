@@ -16,7 +16,8 @@ from parallel.capabilities import rank_environment
 from parallel.determinism import set_up_rank
 from parallel.errors import UserError, report_error, report_notice
 from parallel.settings import ModelSettings
-from stages.kinds import KINDS, MODULES
+from stages.kinds import MODULES
+from stages.kinds.kind import KINDS
 from stages.settings import StageJob, check_turns
 
 

@@ -15,10 +15,11 @@ from parallel.distributed import sum_over_data
 from parallel.engine.wire import keeps_part, kept_limits
 from parallel.files import naming
 from parallel.sample import Sample
+from stages.domains import SamplingSettings
 from stages.metric_definitions import METRICS
 from stages.objectives.groups import Batch
 from stages.objectives.loss import MetricSum, Totals
-from stages.settings import SamplingSettings, StageJob
+from stages.settings import StageJob
 
 
 class MetricsLog:

@@ -1,4 +1,4 @@
-"""The cold start: supervised fine-tuning on the demonstrations of all domains."""
+"""Supervised fine-tuning on the demonstrations of domains, such as a cold start."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from stages.data.prompts import PromptStream
 from stages.data.settings import GeneratedDemonstrationSettings
 from stages.data.tokenizer import Tokenizer, load_tokenizer
 from stages.import_weights import look_for_held_out
+from stages.kinds.sft import SftSettings
 from stages.loop import train
 from stages.metrics import token_efficiency
 from stages.objectives.loss import Totals, token_mean
@@ -26,36 +27,36 @@ from stages.settings import StageJob
 
 
 def run(job: StageJob) -> None:
-    """Train the cold start to its last step."""
-    stage = ColdStart(job)
-    train(stage, job, stage.cold_start.loop)
+    """Train on demonstrations to the stage's last step."""
+    stage = Sft(job)
+    train(stage, job, stage.own.loop)
 
 
-class ColdStart:
+class Sft:
     """The stage that minimises cross-entropy, averaged over the learned tokens of each step."""
 
     def __init__(self, job: StageJob) -> None:
         self.job = job
         self.settings = settings = job.settings
-        assert settings.cold_start is not None
-        self.cold_start = cold_start = settings.cold_start
+        assert isinstance(job.own, SftSettings)
+        self.own = own = job.own
         self.policy = TrainedPolicy(
             settings.model,
             settings.layout,
-            cold_start.optimizer,
-            cold_start.loop.steps,
-            cold_start.routing,
+            own.optimizer,
+            own.loop.steps,
+            own.routing,
         )
         self.tokenizer = load_tokenizer(settings.model)
         self.sources: dict[str, ConversationStream | GeneratedPool] = {}
         if is_main():
             look_for_held_out(settings, self.tokenizer)
-            self.sources = {name: _source(job, name, self.tokenizer) for name in settings.domains}
+            self.sources = {name: _source(job, name, self.tokenizer) for name in job.domains}
 
     def step(self, step: int) -> dict[str, float]:
         samples, too_long = broadcast(self._draw(step) if is_main() else None)
         totals = Totals(len(samples), sum(len(sample.learned) for sample in samples))
-        budget = self.cold_start.loop.micro_batch_tokens
+        budget = self.own.loop.micro_batch_tokens
         batches = batch.split(samples, RankPlace.here(), budget, replay=False)
 
         def cross_entropy(responses: Responses) -> tuple[torch.Tensor, float]:
@@ -119,7 +120,7 @@ def _source(job: StageJob, domain: str, tokenizer: Tokenizer) -> ConversationStr
     seed, settings = job.settings.seed, job.settings.domains[domain]
     wanted = settings.demonstrations
     if isinstance(wanted, GeneratedDemonstrationSettings):
-        prompts = PromptStream(settings.prompts, tokenizer, domain, seed, job.stage)
+        prompts = PromptStream(settings.prompts, tokenizer, domain, seed, job.seeded_as)
         samples = [
             response_sample(tokenizer, shown.problem.prompt, shown.response, domain)
             for shown in demonstrations(wanted, prompts, seed)

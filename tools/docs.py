@@ -19,11 +19,12 @@ from pydantic.fields import FieldInfo
 
 from pipeline.cli import command_parser
 from pipeline.config.cluster import ClusterSettings, KindSettings
+from stages.domains import DomainSettings
 from stages.guards.registry import GUARDS, WindowGuardSettings
 from stages.guards.settings import GuardsSettings
 from stages.metric_definitions import METRICS
 from stages.objectives.loss import REGISTRIES
-from stages.settings import DomainSettings, RunSettings
+from stages.settings import RunSettings
 
 ROOT = Path(__file__).parents[1]
 REFERENCE = ROOT / "docs" / "reference"

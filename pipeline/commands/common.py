@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from parallel.errors import UserError
+from parallel.errors import UserError, hint
 from pipeline.config.validate import load, load_cluster
 from pipeline.launch.placement import Programs
 from pipeline.report.gpu_memory import GpusOf, gpus_here, gpus_of
 from pipeline.run.directory import TRUST_OPTION, RunDirectory, check_owner
 from pipeline.run.run import Run
 from pipeline.run.select import RunFork, check_run_directory, find_fork, put_aside, reuse_stages
-from pipeline.text import hint, say, shown
+from pipeline.text import say, shown
 from stages.settings import RunSettings
 
 EXIT_CODES = """\

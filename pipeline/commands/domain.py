@@ -29,8 +29,8 @@ from stages.data.settings import (
     FilePromptSettings,
     ReasoningGymPromptSettings,
 )
+from stages.domains import DomainSettings
 from stages.rewards.reward import RewardPoolSettings
-from stages.settings import DomainSettings
 
 DIRECTORY = Path("configs/domains")
 STARTERS = Path(__file__).parents[2] / DIRECTORY  # with NAME, PATH and SOURCE to replace

@@ -263,11 +263,11 @@ def _show_run(arguments: Namespace, run: Run) -> None:
     print(report.status_table(run, states))
     if unasked:
         say(unasked)
-    if states["evaluate"].state == "done" and run.results.exists():
+    if report.evaluated(run, states):
         if (models := read_models(run.results)) is None:
-            say(f"\n{shown(run.results)} is damaged; rerun the evaluation with --from evaluate")
+            say(f"\n{shown(run.results)} is damaged; rerun the evaluation")
         else:
-            print("", report.results_table(models), sep="\n")
+            print("", report.results_table(models, own=run.own_domains), sep="\n")
     if not run.is_running() and report.can_continue(run.stages, states):
         say(f"continue with: {run.resume_command()}")
 

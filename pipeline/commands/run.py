@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from parallel.errors import UserError
+from parallel.errors import UserError, hint
 from pipeline.commands import common
 from pipeline.commands.common import (
     CONFIG_HELP,
@@ -46,13 +46,13 @@ from pipeline.run.select import (
     unfinished,
 )
 from pipeline.slurm.queue import check_not_queued
-from pipeline.text import hint, say, shown, visible
+from pipeline.text import say, shown, visible
 
-AUDITED = ("sft", "grpo", "mixed", "distill", "gate", "evaluate")
+AUDITED = ("sft", "grpo", "distill", "gate", "evaluate")
 GATE_HELP = """\
-  braid gate override quickstart gates.spell_backward --reason "noise: 3 of 500 problems"
+  braid gate override quickstart gates.experts.spell_backward --reason "noise: 3 of 500 problems"
 
-`domains.NAME.gate` adds the stage gates.NAME; the quickstart has none.
+`gate` in a block of stages adds the stage gates.STAGE; the quickstart has none.
 
 The ledger keeps the reason, and `braid status` and `braid why` show it. The stages that wait for
 the gate start with the next `braid resume`. Only a gate that has stopped can be overridden.
@@ -178,7 +178,7 @@ def evaluate(arguments: Namespace) -> None:
     if arguments.json:
         print_json(arguments, {"models": models, "results": str(path)})
         return
-    print(report.results_table(models, step))
+    print(report.results_table(models, step, run.own_domains))
     say(f"\nresults: {shown(path)}")
 
 
@@ -325,17 +325,19 @@ def _run_stages(run: Run, arguments: Namespace) -> None:
         error.add_note(f"finished stages are kept; continue with: {_again(run, arguments)}")
         raise
     run.refresh()
-    evaluated = not arguments.only or "evaluate" in arguments.only
+    names = {stage.name for stage in run.stages if stage.kind == "evaluate"}
+    evaluated = names if not arguments.only else names & set(arguments.only)
     models = run.write_results() if evaluated else None
     if arguments.json:
         print_json(arguments, report.run_state(run, run.states))
     elif models is None:
         say(f"{shown(run.path)}: {report.summary(run.states)}")
     else:
-        print("", report.results_table(models), sep="\n")
+        print("", report.results_table(models, own=run.own_domains), sep="\n")
         say(f"\nresults: {shown(run.results)}")
-        if run.settings.merge is not None and run.states["export"].state == "done":
-            say(f"merged model: {shown(run.stage('export').exported)}")
+        for stage in run.stages:
+            if stage.kind == "export" and run.states[stage.name].state == "done":
+                say(f"model of {stage.parent}: {shown(run.stage(stage.name).exported)}")
 
 
 def _again(run: Run, arguments: Namespace) -> str:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from parallel.errors import UserError
+from parallel.errors import UserError, hint
 from parallel.files import write_atomically
 from pipeline.commands import common
 from pipeline.commands.common import (
@@ -43,7 +43,7 @@ from pipeline.slurm import queue
 from pipeline.slurm import submit as submitting
 from pipeline.slurm.queue import adopt, job_numbers, queue_of
 from pipeline.slurm.stage import run_stage, stage_of_task
-from pipeline.text import hint, say, shown
+from pipeline.text import say, shown
 
 IN_FLIGHT: tuple[State, ...] = ("submitted", "running")
 
@@ -161,7 +161,7 @@ def stage(arguments: Namespace) -> None:
     with run.lock(shared=True):
         results = run_stage(run, wanted, terminal(), common.PROGRAMS)
     if results is not None:
-        print(report.results_table(results))
+        print(report.results_table(results, own=run.own_domains))
 
 
 @command(

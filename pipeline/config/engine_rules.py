@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from parallel.engine.memory import CACHE_BLOCK, cached_tokens
 from parallel.settings import EngineSettings, ModelSettings
 from parallel.weights.needs import engine_violations
+from pipeline.config.unroll import policies
 from stages.objectives.surrogate import ImportanceSettings
-from stages.settings import PolicySettings, RunSettings
+from stages.settings import RunSettings
 
 Found = Iterator[tuple[str, str]]
 
@@ -41,22 +42,19 @@ def quantized_rollout_rules(run: RunSettings) -> Found:
     """Require that fp8 rollouts are corrected for: mu is then never the policy, not even fresh."""
     if run.engine.weights != "fp8":
         return
-    policies: dict[str, PolicySettings] = {f"domains.{n}": each for n, each in run.domains.items()}
-    if run.mixed:
-        policies["mixed"] = run.mixed
-    for key, policy in policies.items():
-        correction, replay = policy.objective.correction, policy.routing.replay
+    for at, policy, objective in policies(run):
+        correction, replay = objective.correction, policy.routing.replay
         if isinstance(correction, ImportanceSettings):
             if correction.applies_to_all(replay, run.model.precision):
                 continue
             yield (
-                f"{key}.objective.correction.samples",
+                at("objective.correction.samples"),
                 f"{correction.samples} leaves fresh samples uncorrected, which engine.weights: fp8 "
                 "samples from another distribution than the policy; use all",
             )
         else:
             yield (
-                f"{key}.objective.correction",
+                at("objective.correction"),
                 "none, but engine.weights: fp8 samples from another distribution than the policy; "
                 "use tis or icepop, with samples: all",
             )

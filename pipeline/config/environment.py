@@ -14,19 +14,22 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from parallel.errors import hint
 from parallel.families import FAMILIES
 from parallel.files import WEIGHTS_INDEX, unreachable
 from parallel.settings import CHARACTERS
-from pipeline.text import hint, shown
+from pipeline.text import shown
 from stages.data.reasoning_gym import FORMATS, options, value_violation
 from stages.data.settings import (
     FileSettings,
     ReasoningGymPromptSettings,
     TooManyDirectories,
 )
+from stages.domains import DomainSettings
+from stages.kinds.sft import SftSettings
 from stages.rewards.kinds.judge import JudgeReward
 from stages.rewards.kinds.python import PythonReward
-from stages.settings import DomainSettings, RunSettings
+from stages.settings import RunSettings
 
 Found = Iterator[tuple[str, str]]
 MOST_BYTES = 1 << 26  # of a JSON file, far above any checkpoint's index
@@ -49,8 +52,14 @@ def violations(run: RunSettings) -> Found:
     elif not tokenizer.is_dir():
         absent = f"no such directory: {shown(tokenizer)}; use a tokenizer's, or {CHARACTERS}"
         yield "model.tokenizer", absent
+    shown_in = {
+        name
+        for block in run.stages.values()
+        if isinstance(block, SftSettings)
+        for name in block.demonstrated(run.domains_of(block))
+    }
     for name, domain in run.domains.items():
-        yield from domain_violations(name, domain, demonstrated=run.cold_start is not None)
+        yield from domain_violations(name, domain, demonstrated=name in shown_in)
 
 
 def domain_violations(name: str, domain: DomainSettings, *, demonstrated: bool = True) -> Found:

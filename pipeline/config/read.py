@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from parallel.errors import UserError
+from parallel.errors import UserError, hint
 from parallel.files import open_file
 from pipeline.config.yaml_core import (
     MOST_DEPTH,
@@ -27,7 +27,7 @@ from pipeline.config.yaml_core import (
     has_surrogate,
     scalar,
 )
-from pipeline.text import hint, shown, visible
+from pipeline.text import shown, visible
 
 MOST_BYTES = 8 << 20  # of a file
 Key = tuple[str, ...]
@@ -35,8 +35,14 @@ MOST_EXTENDING = 32  # files in a chain of extends; each is several frames of Py
 MOST_ERRORS = 1000  # then no further file is read, and no further message is formatted
 
 # Mappings from free names to blocks, where null deletes an inherited name. Everywhere else null is
-# a value, such as `merge: null`. `*` stands for every domain.
-FREE_NAMES: tuple[Key, ...] = (("domains",), ("domains", "*", "rewards"))
+# a value, such as `stop: null`. `*` stands for every name.
+FREE_NAMES: tuple[Key, ...] = (
+    ("domains",),
+    ("domains", "*", "rewards"),
+    ("stages",),
+    ("stages", "*", "teachers"),
+    ("stages", "*", "data"),
+)
 # Limits that keep a message on one screen, whatever a file holds.
 MOST_SHOWN = 50
 LONGEST_KEY = 200

@@ -8,45 +8,42 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from pydantic import ValidationError
 
+from parallel.errors import hint
 from parallel.families import FAMILIES, architecture, family_violations
 from parallel.settings import (
     CHARACTERS,
-    MOST,
     TOKENIZER_SIZE,
     EngineSettings,
     LayoutSettings,
     ModelSettings,
-    OptimizerSettings,
     layout_violations,
     optimizer_violations,
 )
 from pipeline.config.engine_rules import engine_rules, quantized_rollout_rules
-from pipeline.text import hint
+from pipeline.config.unroll import Blocks, graph_rules, policies, unread
 from stages.data.reasoning_gym import FORMATS
 from stages.data.settings import (
     FileDemonstrationSettings,
     FilePromptSettings,
     ReasoningGymPromptSettings,
 )
-from stages.kinds import COLD_START, EXPERT, settings_key
+from stages.domains import DomainSettings, PolicySettings
+from stages.guards.settings import GainGateSettings
+from stages.kinds.evaluate import EvaluationSettings
+from stages.kinds.grpo import GrpoSettings
+from stages.kinds.rules import At, policy_rules, too_few, under
+from stages.kinds.sft import SftSettings
 from stages.objectives.advantages.gae import GaeSettings
 from stages.objectives.surrogate import ImportanceSettings
 from stages.rewards.kinds.python import PythonReward
 from stages.rewards.reward import RewardContext, RewardPoolSettings
-from stages.settings import (
-    DomainSettings,
-    EvaluationSettings,
-    LoopSettings,
-    MergeRolloutSettings,
-    MergeSettings,
-    PolicySettings,
-    RolloutSettings,
-    RunSettings,
-)
+from stages.settings import RunSettings
+
+BOUNDS = ("max_mismatch", "min_router_agreement", "max_drift", "max_router_movement", "max_kl")
 
 Found = Iterator[tuple[str, str]]
 
@@ -56,53 +53,38 @@ def violations(run: RunSettings) -> Found:
     yield from _model_rules(run.model, run.layout)
     yield from _engine_rules(run.model, run.engine)
     yield from quantized_rollout_rules(run)
-    for key, optimizer in _optimizers(run):
-        for field, message in optimizer_violations(optimizer, run.model, run.layout):
-            yield f"{key}.{field}", message
-    if run.cold_start:
-        yield from _cold_start_rules(run)
-    elif run.model.initial_weights is None:
-        yield (
-            "cold_start",
-            "null requires model.initial_weights; name a checkpoint there, or configure a cold "
-            "start",
-        )
     for name, domain in run.domains.items():
         yield from _domain_rules(name, domain, run.rewards, run)
     yield from _split_rules(run.domains)
-    yield from _origin_rules(run.domains)
-    if run.mixed:
-        rewards = {name for domain in run.domains.values() for name in domain.rewards}
-        yield from _policy_rules("mixed", run.mixed, rewards, run)
-    if run.merge:
-        yield from _merge_rules(run.merge, run)
-    elif run.rounds > 1:
-        yield "rounds", f"{run.rounds} rounds require a merge, which the next round starts from"
+    broken = [*graph_rules(run)]
+    yield from broken
+    if not broken:
+        yield from _stage_rules(run)
     yield from evaluation_rules(run.evaluation, run.layout)
 
 
 def domain_violations(name: str, domain: DomainSettings, pool: RewardPoolSettings) -> Found:
     """Yield the broken rules of a domain outside a run."""
     yield from _domain_rules(name, domain, pool, None)
-    yield from _origin_rules({name: domain})
+    yield from policy_rules(under(f"domains.{name}"), domain, domain.rewards, None)
 
 
 def policy_cautions(settings: RunSettings) -> Iterator[str]:
-    """Yield a line for each valid setting of a policy with an effect that is easy to miss."""
-    policies = {f"domains.{name}": domain for name, domain in settings.domains.items()}
+    """Yield a line for each valid setting with an effect that is easy to miss."""
     precision = settings.model.precision
-    for key, policy in {**policies, "mixed": settings.mixed}.items():
-        if policy is None or not isinstance(policy.objective.correction, ImportanceSettings):
+    for at, policy, objective in policies(settings):
+        correction, replay = objective.correction, policy.routing.replay
+        if not isinstance(correction, ImportanceSettings):
             continue
-        correction, replay = policy.objective.correction, policy.routing.replay
         if correction.samples == "auto" and correction.applies_to_all(replay, precision):
             why = (
                 "routing.replay is none" if replay == "none" else f"model.precision is {precision}"
             )
             yield (
-                f"{key}.objective.correction: all samples are weighted by pi_old / mu, not only "
+                f"{at('objective.correction')}: all samples are weighted by pi_old / mu, not only "
                 f"stale ones, since {why}; set samples: stale to weight only those"
             )
+    yield from unread(settings)
 
 
 # Model, layout and engine.
@@ -144,171 +126,70 @@ def _engine_rules(model: ModelSettings, engine: EngineSettings) -> Found:
     yield from engine_rules(model, engine)
 
 
-# Training: the cold start, every policy, the merge.
+# Stages.
 
 
-def _cold_start_rules(run: RunSettings) -> Found:
-    assert run.cold_start
-    yield from _warmup_rules("cold_start", run.cold_start.optimizer, run.cold_start.loop)
-    total = sum(each.demonstrations.sequences_per_step for each in run.domains.values())
-    if total < run.layout.data:
-        few = f"the sum of demonstrations.sequences_per_step is {total}, {_too_few(run.layout)}"
-        yield "domains", few
+def _stage_rules(run: RunSettings) -> Found:
+    """Check every stage by its kind, its optimizers, and what its gate may measure."""
+    found: dict[tuple[str, str], None] = {}  # two stages may state the same in their domain
+    for stage in Blocks(run).stages:
+        block, key, domains = stage.settings, stage.key, stage.domains
+        found.update(dict.fromkeys(block.violations(key, run, domains)))
+        trained, policy = block.trained_by(run, domains), block.policy(run, domains)
+        at = block.keys(key, domains) if isinstance(block, GrpoSettings) else under(key)
+        optimizers = {"optimizer": trained[0]} if trained and trained[0] else {}
+        if policy and isinstance(advantage := policy.objective.advantage, GaeSettings):
+            optimizers["objective.advantage.critic.optimizer"] = advantage.critic.optimizer
+        for name, optimizer in optimizers.items():
+            for field, message in optimizer_violations(optimizer, run.model, run.layout):
+                found[at(f"{name}.{field}"), message] = None
+        if gate := block.gated:
+            if gate.problems < run.layout.data:
+                few = f"{gate.problems} is {too_few(run.layout)}"
+                found[f"{key}.gate.problems", few] = None
+            if isinstance(gate, GainGateSettings):
+                found.update(dict.fromkeys(_bound_rules(key, gate, policy, at)))
+    yield from found
 
 
-def _merge_rules(merge: MergeSettings, run: RunSettings) -> Found:
-    yield from _warmup_rules("merge", merge.optimizer, merge.loop)
-    yield from _sampling_rules("merge", merge, run)
-    for name in merge.domain_weights.keys() - run.domains.keys():
-        unknown = f"no such domain: {name}; {hint(name, run.domains)}"
-        yield f"merge.domain_weights.{name}", unknown
-    if merge.gate and merge.gate.problems < run.layout.data:
-        yield "merge.gate.problems", f"{merge.gate.problems} is {_too_few(run.layout)}"
-    if merge.gate and "merge" in run.domains and run.domains["merge"].gate:
-        both = "its gate and the merge's gate would both be gates.merge; rename the domain"
-        yield "domains.merge", both
-
-
-def _policy_rules(
-    key: str, policy: PolicySettings, rewards: Collection[str], run: RunSettings | None
-) -> Found:
-    """Yield the broken rules of a policy trained on the named rewards."""
-    updates, steps = policy.updates_per_rollout, policy.loop.steps
-    yield from _warmup_rules(key, policy.optimizer, policy.loop, updates)
-    yield from _sampling_rules(key, policy, run, updates)
-    for field, message in policy.objective.violations(policy.sampling.group_size):
-        yield f"{key}.objective.{field}", message
-    if policy.stop is not None:
-        reward = policy.stop.metric.removeprefix("reward/")
-        if "/" in policy.stop.metric and reward not in rewards:
-            yield f"{key}.stop.metric", f"no such reward: {reward}; {hint(reward, rewards)}"
-        if policy.stop.window > steps:
-            yield (
-                f"{key}.stop.window",
-                f"{policy.stop.window} is more than loop.steps = {steps}; only a full window ends "
-                "the stage",
-            )
-    yield from _group_rules(key, policy)
-    if policy.sampling.prompts_per_step % updates:
-        yield (
-            f"{key}.updates_per_rollout",
-            f"{updates} does not divide {key}.sampling.prompts_per_step = "
-            f"{policy.sampling.prompts_per_step}; every update takes the same number of groups",
-        )
-
-
-def _group_rules(key: str, policy: PolicySettings) -> Found:
-    """Check the group size: only `gae` and `reinforce_pp` have a baseline outside the group."""
-    alone, advantage = policy.sampling.group_size < 2, policy.objective.advantage
-    if alone and advantage.baseline == "group":
-        yield (
-            f"{key}.sampling.group_size",
-            "a group of one has no advantage: it is its own mean; use 2 or more, or advantage "
-            "reinforce_pp or gae",
-        )
+def _bound_rules(key: str, gate: GainGateSettings, policy: PolicySettings | None, at: At) -> Found:
+    """Yield the gate's limits on metrics that the stage never logs."""
+    if policy is None:
+        for name in BOUNDS:
+            if (bound := getattr(gate, name)) is not None:
+                yield f"{key}.gate.{name}", f"{bound:g} limits a metric of rollouts; use null"
         return
-    if alone and policy.rollout.dynamic_sampling:
-        yield (
-            f"{key}.rollout.dynamic_sampling",
-            f"{policy.rollout.dynamic_sampling} replaces every prompt, since a group of one has no "
-            "variance; use 0",
-        )
-    if not isinstance(advantage, GaeSettings):
-        return
-    critic, steps, warmup = (
-        f"{key}.objective.advantage.critic",
-        policy.loop.steps,
-        advantage.critic.warmup_steps,
-    )
-    if warmup >= steps:
-        never = f"{warmup} must be less than {key}.loop.steps = {steps}, or the policy never trains"
-        yield f"{critic}.warmup_steps", never
-    updates = policy.updates_per_rollout
-    yield from _warmup_rules(key, advantage.critic.optimizer, policy.loop, updates, critic)
-
-
-def _optimizers(run: RunSettings) -> Iterator[tuple[str, OptimizerSettings]]:
-    """Yield the key and the settings of every optimizer of a run."""
-    blocks = {
-        "cold_start": run.cold_start,
-        **{f"domains.{name}": domain for name, domain in run.domains.items()},
-        "mixed": run.mixed,
-        "merge": run.merge,
-    }
-    for key, block in blocks.items():
-        if block is None:
-            continue
-        yield f"{key}.optimizer", block.optimizer
-        if isinstance(block, PolicySettings) and isinstance(
-            advantage := block.objective.advantage, GaeSettings
-        ):
-            yield f"{key}.objective.advantage.critic.optimizer", advantage.critic.optimizer
-
-
-def _warmup_rules(
-    block: str, optimizer: OptimizerSettings, loop: LoopSettings, updates: int = 1, key: str = ""
-) -> Found:
-    """Check the warm-up of `key`'s optimizer, of the block by default, with updates per step."""
-    if optimizer.warmup_steps >= loop.steps * updates:
-        yield (
-            f"{key or block}.optimizer.warmup_steps",
-            f"{optimizer.warmup_steps} must be less than the {loop.steps * updates} updates of "
-            f"{block}.loop.steps = {loop.steps}, or the warm-up never ends",
-        )
-
-
-def _sampling_rules(
-    key: str, block: PolicySettings | MergeSettings, run: RunSettings | None, updates: int = 1
-) -> Found:
-    sampling, prompts = block.sampling, f"{key}.sampling.prompts_per_step"
-    drawn = sampling.prompts_per_step * sampling.group_size
-    product = f"{sampling.prompts_per_step} prompts x {sampling.group_size} samples"
-    if run and sampling.max_response_tokens >= run.engine.max_model_tokens:
-        yield (
-            f"{key}.sampling.max_response_tokens",
-            f"{sampling.max_response_tokens} leaves no room for a prompt; it must be less than "
-            f"engine.max_model_tokens = {run.engine.max_model_tokens}",
-        )
-    if drawn > MOST:
-        yield prompts, f"{product} are {drawn} per step; at most {MOST} are allowed"
-    if run and (samples := drawn // updates) < run.layout.data:
-        few = f"{product} in {updates} updates are {samples} per update, {_too_few(run.layout)}"
-        yield prompts, few
-    if run and sampling.top_k > run.model.vocabulary_size:
-        yield (
-            f"{key}.sampling.top_k",
-            f"{sampling.top_k} is more than model.vocabulary_size = {run.model.vocabulary_size}; "
-            "use 0 for all tokens",
-        )
-    yield from _rollout_rules(f"{key}.rollout", block.rollout, bool(run and run.deterministic))
-
-
-def _rollout_rules(key: str, rollout: MergeRolloutSettings, deterministic: bool) -> Found:
-    oversampling = rollout.oversampling if isinstance(rollout, RolloutSettings) else 1.0
-    if deterministic and rollout.mode != "sync":
-        yield (
-            f"{key}.mode",
-            f"{rollout.mode} is not reproducible bit for bit, since weights change while sampling; "
-            "use sync, or deterministic: false",
-        )
-    if deterministic and oversampling > 1:
-        yield (
-            f"{key}.oversampling",
-            f"{oversampling:g} takes the groups that finish first, which is not reproducible bit "
-            "for bit; use 1, or deterministic: false",
-        )
-    if rollout.max_staleness > 1 and rollout.mode == "overlap":
-        yield (
-            f"{key}.max_staleness",
-            f"{rollout.max_staleness} must be 1: overlap samples each step with the previous "
-            "weights; use async for a larger policy lag",
-        )
-    if rollout.max_staleness > 1 and rollout.mode == "sync" and oversampling == 1:
-        yield (
-            f"{key}.max_staleness",
-            f"{rollout.max_staleness} has no effect: sync keeps no sample for a later step unless "
-            "oversampling is above 1",
-        )
+    rollout, replay = policy.rollout, policy.routing.replay
+    for name, never, when, instead in (
+        (
+            "max_kl",
+            policy.objective.kl.coefficient == 0,
+            f"not logged with {at('objective.kl.coefficient')} = 0",
+            "or a coefficient above 0",
+        ),
+        (
+            "max_drift",
+            rollout.mode == "sync" and rollout.oversampling == 1,
+            f"not logged with {at('rollout.mode')} = sync and no oversampling, where no sample is "
+            "stale",
+            "",
+        ),
+        (
+            "min_router_agreement",
+            replay != "r3",
+            f"not logged with {at('routing.replay')} = {replay}",
+            "or r3",
+        ),
+        (
+            "max_router_movement",
+            not policy.objective.ratio.needs_router_shift,
+            f"only logged with {at('objective.ratio.name')} = rspo",
+            "",
+        ),
+    ):
+        if never and (bound := getattr(gate, name)) is not None:
+            use = ", ".join(filter(None, ("use null", instead)))
+            yield f"{key}.gate.{name}", f"{bound:g} limits a metric that is {when}; {use}"
 
 
 # Domains.
@@ -317,24 +198,32 @@ def _rollout_rules(key: str, rollout: MergeRolloutSettings, deterministic: bool)
 def _domain_rules(
     name: str, domain: DomainSettings, pool: RewardPoolSettings, run: RunSettings | None
 ) -> Found:
-    key, gate = f"domains.{name}", domain.gate
+    key = f"domains.{name}"
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,100}", name):
         yield (
             key,
             "a domain's name must be 1 to 100 letters, digits, _ or -, since it names a directory",
         )
-    yield from _policy_rules(key, domain, domain.rewards, run)
     yield from _reward_rules(f"{key}.rewards", domain, pool)
-    for block, policy in ((key, domain), ("mixed", run and run.mixed)):
-        if policy and policy.objective.advantage.needs_step_rewards:
-            yield from _step_rules(f"{key}.rewards", domain, f"{block}.objective")
+    objectives = {key: domain.objective}
+    for block, stage in run.stages.items() if run else ():
+        if isinstance(stage, GrpoSettings) and stage.objective and name in run.domains_of(stage):
+            objectives[f"stages.{block}"] = stage.objective
+    for where, objective in objectives.items():
+        if objective.advantage.needs_step_rewards:
+            yield from _step_rules(f"{key}.rewards", domain, f"{where}.objective")
             break  # the same rewards: once is enough
     yield from _prompt_rules(key, domain, run)
-    if run and run.cold_start:
-        yield from _demonstration_rules(f"{key}.demonstrations", domain, run.model)
-    if gate and run and gate.problems < run.layout.data:
-        yield f"{key}.gate.problems", f"{gate.problems} is {_too_few(run.layout)}"
-    yield from _bound_rules(key, domain)
+    if run and (at := _shown_in(name, run)):
+        yield from _demonstration_rules(f"{key}.demonstrations", domain, run.model, at)
+
+
+def _shown_in(domain: str, run: RunSettings) -> str | None:
+    """Return the block of a stage that trains on a domain's demonstrations, or None."""
+    for name, block in run.stages.items():
+        if isinstance(block, SftSettings) and domain in block.demonstrated(run.domains_of(block)):
+            return f"stages.{name}"
+    return None
 
 
 def _prompt_rules(key: str, domain: DomainSettings, run: RunSettings | None) -> Found:
@@ -346,8 +235,8 @@ def _prompt_rules(key: str, domain: DomainSettings, run: RunSettings | None) -> 
             f"no such dataset: {prompts.dataset}; {hint(prompts.dataset, FORMATS)}",
         )
     if run and isinstance(prompts, FilePromptSettings) and prompts.max_prompt_tokens:
-        blocks = [block for block in (domain, run.merge, run.mixed) if block]
-        response = max(block.sampling.max_response_tokens for block in blocks)
+        sampled = [sampling for _, sampling, _ in run.rollouts()]
+        response = max(each.max_response_tokens for each in (domain.sampling, *sampled))
         if prompts.max_prompt_tokens + response > run.engine.max_model_tokens:
             yield (
                 f"{key}.prompts.max_prompt_tokens",
@@ -356,8 +245,10 @@ def _prompt_rules(key: str, domain: DomainSettings, run: RunSettings | None) -> 
             )
 
 
-def _demonstration_rules(key: str, domain: DomainSettings, model: ModelSettings) -> Found:
-    """Check a cold start's demonstrations against the domain's prompts and the model."""
+def _demonstration_rules(
+    key: str, domain: DomainSettings, model: ModelSettings, block: str
+) -> Found:
+    """Check the demonstrations that `block` trains on against the domain's prompts and model."""
     demonstrations, most = domain.demonstrations, model.max_positions
     if isinstance(demonstrations, FileDemonstrationSettings):
         if (longest := demonstrations.max_tokens) and longest > most:
@@ -366,8 +257,8 @@ def _demonstration_rules(key: str, domain: DomainSettings, model: ModelSettings)
         yield (
             f"{key}.source",
             "generated demonstrations require prompts.source: reasoning_gym, not "
-            f"{domain.prompts.source}; use jsonl or parquet, or cold_start: null with "
-            "model.initial_weights",
+            f"{domain.prompts.source}; use jsonl or parquet, or start without {block}: extends: "
+            "pipelines/experts-merge-from-weights.yaml, with model.initial_weights",
         )
 
 
@@ -395,43 +286,6 @@ def _step_rules(key: str, domain: DomainSettings, objective: str) -> Found:
         )
 
 
-def _bound_rules(key: str, domain: DomainSettings) -> Found:
-    """Yield the gate's limits on metrics that the domain never logs."""
-    gate, rollout, replay = domain.gate, domain.rollout, domain.routing.replay
-    if gate is None:
-        return
-    for name, never, when, instead in (
-        (
-            "max_kl",
-            domain.objective.kl.coefficient == 0,
-            f"not logged with {key}.objective.kl.coefficient = 0",
-            "or a coefficient above 0",
-        ),
-        (
-            "max_drift",
-            rollout.mode == "sync" and rollout.oversampling == 1,
-            f"not logged with {key}.rollout.mode = sync and no oversampling, where no sample is "
-            "stale",
-            "",
-        ),
-        (
-            "min_router_agreement",
-            replay != "r3",
-            f"not logged with {key}.routing.replay = {replay}",
-            "or r3",
-        ),
-        (
-            "max_router_movement",
-            not domain.objective.ratio.needs_router_shift,
-            f"only logged with {key}.objective.ratio.name = rspo",
-            "",
-        ),
-    ):
-        if never and (bound := getattr(gate, name)) is not None:
-            use = ", ".join(filter(None, ("use null", instead)))
-            yield f"{key}.gate.{name}", f"{bound:g} limits a metric that is {when}; {use}"
-
-
 def _split_rules(domains: Mapping[str, DomainSettings]) -> Found:
     """Require one fraction, since the split is by text and two domains may share prompts."""
     first, *others = domains
@@ -445,35 +299,15 @@ def _split_rules(domains: Mapping[str, DomainSettings]) -> Found:
             )
 
 
-def _origin_rules(domains: Mapping[str, DomainSettings]) -> Found:
-    """Yield every `from` of a domain that names no stage, or is part of a cycle."""
-    known = [COLD_START, *(f"{EXPERT}{name}" for name in domains)]
-    origins = {f"{EXPERT}{name}": each.from_ for name, each in domains.items()}
-    for name, origin in origins.items():
-        key, path, at = f"{settings_key(name)}.from", [name], origin
-        while at is not None and at not in path:
-            path.append(at)
-            at = origins.get(at)
-        if origin is not None and origin not in known:
-            yield key, f"no such stage: {origin}; {hint(origin, known)}"
-        elif at == name:
-            yield key, f"dependency cycle: {' -> '.join([*path, name])}"
-
-
 # The evaluation, which `braid evaluate` overrides.
 
 
 def evaluation_rules(evaluation: EvaluationSettings, layout: LayoutSettings) -> Found:
     """Yield the broken rules of an evaluation."""
     if evaluation.problems < layout.data:
-        yield "evaluation.problems", f"{evaluation.problems} is {_too_few(layout)}"
+        yield "evaluation.problems", f"{evaluation.problems} is {too_few(layout)}"
     if (samples := evaluation.samples_per_problem) > 1 and evaluation.temperature == 0:
         yield (
             "evaluation.samples_per_problem",
             f"{samples} greedy answers to a problem are identical; use 1, or a temperature above 0",
         )
-
-
-def _too_few(layout: LayoutSettings) -> str:
-    """Return the end of a message about a number that is split over the data-parallel ranks."""
-    return f"less than the {layout.data} data-parallel ranks of layout; each needs at least one"

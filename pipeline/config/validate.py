@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from parallel.errors import hint
 from parallel.settings import CHARACTERS, Settings
 from pipeline.config import cluster as profile
 from pipeline.config import environment, rules, schema, yaml_core
@@ -34,10 +35,12 @@ from pipeline.config.read import (
     plain,
     shortened,
 )
-from pipeline.text import hint
-from stages.kinds import Kind, flatten
+from pipeline.config.unroll import is_path
+from stages.domains import DomainSettings
+from stages.keys import flatten
+from stages.kinds import Kind
 from stages.rewards.reward import RewardPoolSettings
-from stages.settings import DomainSettings, RunSettings
+from stages.settings import RunSettings
 
 Root = TypeVar("Root", bound=Settings)
 MAPPING = "a mapping of keys to values"
@@ -51,6 +54,12 @@ PATHS: tuple[Key, ...] = (
     ("domains", "*", "prompts", "path"),
     ("domains", "*", "demonstrations", "path"),
     ("domains", "*", "rewards", "*", "api_key_file"),
+)
+# References to models: paths where they have a slash.
+REFERENCES: tuple[Key, ...] = (
+    ("stages", "*", "from"),
+    ("stages", "*", "teachers"),
+    ("stages", "*", "teachers", "*"),
 )
 
 
@@ -227,10 +236,12 @@ def _unknown_override(tree: Mapping, key: Key) -> Violation | None:
 
 
 def _with_absolute_paths(tree: Mapping) -> Mapping:
-    for pattern in PATHS:
+    for pattern in (*PATHS, *REFERENCES):
         for key in matching(tree, pattern):
             leaf = find(tree, key)
             if not isinstance(leaf, Leaf) or not isinstance(leaf.value, str):
+                continue
+            if pattern in REFERENCES and not is_path(leaf.value):
                 continue
             if pattern != TOKENIZER or leaf.value != CHARACTERS:
                 path = leaf.place.beside(leaf.value).absolute()

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 from rich.console import Console
 
-from parallel.errors import UserError
+from parallel.errors import UserError, hint
 from parallel.files import write_atomically
 from parallel.gpus import usable_gpus
 from parallel.slots import share_gpus
@@ -27,9 +27,10 @@ from pipeline.run.directory import RunDirectory
 from pipeline.run.metrics import Models
 from pipeline.run.run import Run
 from pipeline.run.select import rerun_options
-from pipeline.text import hint, say, shown
+from pipeline.text import say, shown
 from stages.directory import StageDirectory
-from stages.settings import EvaluationSettings, RunSettings, StageJob
+from stages.kinds.evaluate import EvaluationSettings
+from stages.settings import RunSettings, StageJob
 
 DIRECTORIES = {"evaluate": "evaluations", "preview": "previews", "export": "exports"}
 LOOK_SECONDS = 0.5  # between two checks for a signal
@@ -187,6 +188,7 @@ def _execute(
         stage=kind,
         kind=kind,
         directory=directory.path.absolute(),
+        domains=list(settings.domains),
         attempt=1,
         settings=settings,
         **fields,

@@ -17,7 +17,6 @@ from pipeline.config.rules import violations
 from pipeline.report.gpu_memory import GpusOf, NodeGpus, stage_phases
 from pipeline.report.stage_memory import trained_by
 from pipeline.run.graph import Stage
-from stages.kinds import settings_key
 from stages.settings import RunSettings
 
 LEAST_TOKENS = 1024  # of a micro-batch that is suggested
@@ -47,7 +46,7 @@ def check_capacity(settings: RunSettings, stages: Iterable[Stage], gpus_of: Gpus
     It names the phase that needs most while an engine is awake, and of the trainer's own. Where the
     GPUs are not known, nothing is refused.
     """
-    alike = {(stage.kind, stage.domain): stage for stage in reversed([*stages])}  # of any round
+    alike = {(stage.kind, stage.block, stage.domain): stage for stage in reversed([*stages])}
     found = [
         overflow
         for stage in reversed(alike.values())
@@ -165,7 +164,12 @@ def _engine_changes(settings: RunSettings, gpus: int) -> Iterator[Change]:
 def _training_changes(
     stages: Iterable[Stage], settings: RunSettings, wider: Iterable[Change]
 ) -> Iterator[Change]:
-    trained = {_block(each): trained_by(each, settings) for each in stages if each.steps}
+    trained = {
+        key: trained_by(each, settings)
+        for each in stages
+        if each.steps
+        for key in [_block(each, settings)]
+    }
     sharded = settings.layout.distributed_optimizer
     adam = [key for key, (optimizer, _) in trained.items() if optimizer.algorithm == "adam"]
     if sharded and settings.model.precision == "bf16" and adam:
@@ -178,9 +182,11 @@ def _training_changes(
             yield {f"{key}.loop.micro_batch_tokens": each for key in trained}
 
 
-def _block(stage: Stage) -> str:
-    """Return the key of the settings that a stage trains with."""
-    return "merge" if stage.kind == "distill" else settings_key(stage.name)
+def _block(stage: Stage, settings: RunSettings) -> str:
+    """Return the key of the settings that a stage trains with: of its block, or of its domain."""
+    assert stage.block is not None
+    stated = getattr(settings.stages[stage.block], "loop", None) is not None
+    return f"stages.{stage.block}" if stated else f"domains.{stage.domain}"
 
 
 def _rank_changes(settings: RunSettings) -> Iterator[Change]:

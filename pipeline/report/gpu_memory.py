@@ -28,7 +28,6 @@ from pipeline.report.stage_memory import (
 )
 from pipeline.report.tables import Cell, table
 from pipeline.run.graph import Stage
-from stages.kinds import Kind
 from stages.settings import RunSettings
 
 
@@ -40,7 +39,7 @@ class NodeGpus:
     each: int
 
 
-GpusOf = Callable[[Kind], NodeGpus | None]
+GpusOf = Callable[[str], NodeGpus | None]
 
 
 def gpus_of(cluster: ClusterSettings) -> GpusOf:

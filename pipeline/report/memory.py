@@ -21,11 +21,11 @@ def memory_report(settings: RunSettings, gpus_of: GpusOf = lambda _: None) -> It
 
     Where the GPUs are known, the phases of the stage that needs most of one follow.
     """
-    one_round = compile_graph(settings.model_copy(update={"rounds": 1}))
-    stages = [(stage, stage_memory(stage, settings)) for stage in one_round]
+    graph = compile_graph(settings)
+    stages = [(stage, stage_memory(stage, settings)) for stage in graph]
     largest, ranks = max(stages, key=lambda each: fullest(each[1]).total)
     where = "the fullest rank" if settings.layout.ranks > 1 else "the rank"
-    names = indented(one_round)
+    names = indented(graph)
     rows: list[tuple[str | Cell, ...]] = [
         (names[stage.name], *_cells(fullest(held))) for stage, held in stages
     ]
@@ -94,8 +94,6 @@ def _notes(settings: RunSettings, ranks: list[RankMemory], cached: int) -> Itera
     yield f"all ranks of the largest stage: {human(everywhere)}"
     if on_host := max(rank.host_optimizer for rank in ranks):
         yield f"besides, on the host of the fullest rank: {human(on_host)} of optimizer state"
-    if settings.rounds > 1:
-        yield f"each of the {settings.rounds:,} rounds needs as much as the first"
     yield (
         f"{_engines(engine)}: {human(weights + cache)} = weights {human(weights)} + KV "
         f"cache {human(cache)},\n  which holds {fitting:,} tokens; {sequences} "

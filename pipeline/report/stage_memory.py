@@ -5,8 +5,9 @@ from __future__ import annotations
 from parallel.memory import RankMemory, reading_memory, training_memory
 from parallel.settings import OptimizerSettings
 from pipeline.run.graph import Stage
+from stages.domains import LoopSettings, PolicySettings
 from stages.objectives.advantages.gae import GaeSettings
-from stages.settings import LoopSettings, PolicySettings, RunSettings
+from stages.settings import RunSettings
 
 
 def stage_memory(stage: Stage, settings: RunSettings) -> list[RankMemory]:
@@ -37,16 +38,17 @@ def critic_memory(stage: Stage, settings: RunSettings) -> list[RankMemory] | Non
 
 def trained_by(stage: Stage, settings: RunSettings) -> tuple[OptimizerSettings, LoopSettings]:
     """Return the optimizer and the loop of a stage that trains."""
-    if (policy := rewarded(stage, settings)) is not None:
-        return policy.optimizer, policy.loop
-    block = settings.cold_start if stage.kind == "sft" else settings.merge
-    assert block is not None
-    return block.optimizer, block.loop
+    assert stage.block is not None
+    found = settings.stages[stage.block].trained_by(settings, stage.domains)
+    assert found is not None, f"{stage.name} trains nothing"
+    return found
 
 
 def rewarded(stage: Stage, settings: RunSettings) -> PolicySettings | None:
     """Return the settings of a stage that learns from rewards, None of another one."""
-    return settings.mixed if stage.kind == "mixed" else settings.domains.get(stage.domain or "")
+    if stage.block is None or not stage.trains:
+        return None
+    return settings.stages[stage.block].policy(settings, stage.domains)
 
 
 def compared_with(stage: Stage, settings: RunSettings) -> tuple[int, int]:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain, pairwise
 from statistics import median
+from types import MappingProxyType
 from typing import Any
 
 from pipeline.launch.progress import latest
@@ -18,7 +19,6 @@ from pipeline.run.ledger import minutes
 from pipeline.run.metrics import Models, newest_lines, read_models
 from pipeline.run.run import STOPPED_MARK, Run, StageState
 from pipeline.text import clock, shown, visible
-from stages.kinds import EXPERT
 
 STYLES = {
     "done": "green",
@@ -230,7 +230,7 @@ def run_state(run: Run, states: Mapping[str, StageState]) -> dict[str, Any]:
     `results` are each model's accuracies once the run has been evaluated, else None.
     """
     spent = minutes(run.events)
-    done = states["evaluate"].state == "done" and run.results.exists()
+    done = evaluated(run, states)
     stages = [
         {
             "name": stage.name,
@@ -244,6 +244,12 @@ def run_state(run: Run, states: Mapping[str, StageState]) -> dict[str, Any]:
     ]
     running, results = run.is_running(), read_models(run.results) if done else None
     return {"run": str(run.path), "running": running, "stages": stages, "results": results}
+
+
+def evaluated(run: Run, states: Mapping[str, StageState]) -> bool:
+    """Return whether an evaluation is done and its results are written."""
+    done = (stage for stage in run.stages if states[stage.name].state == "done")
+    return any(stage.kind == "evaluate" for stage in done) and run.results.exists()
 
 
 def left_line(left: Estimate) -> str:
@@ -309,10 +315,13 @@ def summary(states: Mapping[str, StageState]) -> str:
     return ", ".join(f"{number} {state}" for state, number in counts.items())
 
 
-def results_table(models: Models, step: int | None = None) -> str:
+def results_table(
+    models: Models, step: int | None = None, own: Mapping[str, str] = MappingProxyType({})
+) -> str:
     """Return accuracies in percent, models by domains, each with half its 95 % interval.
 
-    `step` is the step of all models' checkpoints, if one was asked for.
+    `step` is the step of all models' checkpoints, if one was asked for; `own` has the domain that a
+    model alone was trained on.
     """
     domains = list(next(iter(models.values()), {}))
     rows: list[tuple[str | Cell, ...]] = []
@@ -325,10 +334,9 @@ def results_table(models: Models, step: int | None = None) -> str:
             text = f"{100 * score['accuracy']:.1f} ± {100 * half:.1f}"
             if "pass_at_k" in score:
                 text += f", pass@{score['samples_per_problem']} {100 * score['pass_at_k']:.1f}"
-            # An expert's of any round: `rounds` put a prefix before its name.
-            own = f".{model}".endswith(f".{EXPERT}{domain}")
-            cells.append(Cell(f"{OWN_DOMAIN} {text}", "bold") if own else Cell(text))
-            marked = marked or own
+            is_own = own.get(model) == domain
+            cells.append(Cell(f"{OWN_DOMAIN} {text}", "bold") if is_own else Cell(text))
+            marked = marked or is_own
         rows.append((model if step is None else f"{model}, step {step}", *cells))
     title = "accuracy in %, with 95 % intervals"
     title += f"; {OWN_DOMAIN} marks an expert's own domain" if marked else ""
@@ -341,9 +349,10 @@ def _origin(stage: Stage) -> str:
     if stage.models and not stage.parent:
         return f"{len(stage.models)} models"
     count = len(stage.teachers)
-    taught = f", taught by {count} expert{'s' * (count > 1)}" if count else ""
+    taught = f", taught by {count} model{'s' * (count > 1)}" if count else ""
     start = "model.initial_weights" if stage.kind == "import" else "the model settings"
-    return f"{stage.parent or start}{taught}"
+    data = f", on {', '.join(stage.data.values())}" if stage.data else ""
+    return f"{stage.parent or start}{taught}{data}"
 
 
 def _state_cell(state: StageState) -> Cell:

@@ -3,7 +3,7 @@
 The stage itself only measures, as `stages.evaluate` does. The verdict is a pure function of the
 measured accuracies, the expert's metrics and the settings.
 
-- An expert passes if the lower bound of the 95 % interval of its gain is at least `min_gain`: a
+- A trained stage passes if the lower bound of the 95 % interval of its gain is at least `min_gain`: a
   gain within chance does not count, and an expert without a gain has nothing to teach.
 - No number of problems proves that a merge equals its teachers. Below `min_kept` of a teacher's
   accuracy the gate warns; it stops if the upper bound of the 95 % interval is below that too.
@@ -34,7 +34,7 @@ from pipeline.run.run import (
 )
 from pipeline.text import shown
 from stages.directory import ended_early
-from stages.guards.settings import ExpertGateSettings, GateSettings, MergeGateSettings
+from stages.guards.settings import GainGateSettings, GateSettings, MergeGateSettings
 from stages.statistics import Accuracy, Difference, difference
 
 Steps = Sequence[Mapping[str, Any]]
@@ -55,15 +55,16 @@ class GateStopped(UserError):
         )
 
 
-def judge_expert(
-    stage: Stage, gate: ExpertGateSettings, models: Models, steps: Steps = ()
+def judge_gain(
+    stage: Stage, gate: GainGateSettings, models: Models, steps: Steps = ()
 ) -> GateVerdict:
-    """Judge whether an expert beats its parent on its domain and has trained within bounds.
+    """Judge whether a stage beats its parent on its domains and has trained within bounds.
 
     `steps` are the metrics of its steps, the newest last.
     """
-    key = f"domains.{stage.domain}.gate"
-    findings = [_gain(stage, gate, models, key), *_bounds(stage, gate, steps[-gate.window :], key)]
+    key = f"stages.{stage.block}.gate"
+    gains = [_gain(stage, gate, models, domain, key) for domain in stage.against]
+    findings = [*gains, *_bounds(stage, gate, steps[-gate.window :], key)]
     return _verdict(findings, gate)
 
 
@@ -87,7 +88,7 @@ def ending(run: Run, stage: Stage) -> str:
         verdict = judge_merge(stage, gate, models)
     else:
         assert stage.gated is not None
-        verdict = judge_expert(stage, gate, models, all_lines(run.stage(stage.gated).metrics))
+        verdict = judge_gain(stage, gate, models, all_lines(run.stage(stage.gated).metrics))
     write_atomically(directory.verdict, json.dumps(asdict(verdict), indent=2) + "\n")
     if verdict.outcome == "stopped":
         raise GateStopped(run, stage, verdict)
@@ -155,10 +156,9 @@ def _verdict(findings: Sequence[_Finding], gate: GateSettings) -> GateVerdict:
     return GateVerdict("stopped" if stops else "warned", tuple(each.text for each in failed))
 
 
-def _gain(stage: Stage, gate: ExpertGateSettings, models: Models, key: str) -> _Finding:
-    [(domain, parent)] = stage.against.items()
+def _gain(stage: Stage, gate: GainGateSettings, models: Models, domain: str, key: str) -> _Finding:
     gain = difference(*_accuracies(stage, models, domain))
-    said = f"{stage.gated} gains {_points(gain)} over {parent} on {domain}"
+    said = f"{stage.gated} gains {_points(gain)} over {stage.against[domain]} on {domain}"
     if gain.low >= gate.min_gain:
         return _Finding("passed", said)
     least = f"{100 * gate.min_gain:+.1f}"
@@ -176,13 +176,13 @@ def _kept(stage: Stage, gate: MergeGateSettings, models: Models, domain: str) ->
     )
     if beyond.difference >= 0:
         return _Finding("passed", said)
-    least = f"merge.gate.min_kept = {gate.min_kept:g} of that"
+    least = f"stages.{stage.block}.gate.min_kept = {gate.min_kept:g} of that"
     return _Finding(
         "warned" if beyond.high >= 0 else "stopped", f"{said}: {_points(beyond)} from {least}"
     )
 
 
-def _bounds(stage: Stage, gate: ExpertGateSettings, steps: Steps, key: str) -> Iterator[_Finding]:
+def _bounds(stage: Stage, gate: GainGateSettings, steps: Steps, key: str) -> Iterator[_Finding]:
     """Yield the findings on the metrics of the last `steps`."""
     last = f"in the last {len(steps)} steps of {stage.gated}"
     for name, metric, over, how in (

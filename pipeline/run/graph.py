@@ -1,62 +1,73 @@
-"""A run's settings compiled into its stages, in the order they run.
+"""A run's blocks compiled into its stages, in the order they run.
 
-cold_start ─┬─ mixed (where there is one; evaluated, and no teacher)
-            ├─ experts.A ─┐
+With configs/pipelines/experts-merge.yaml and three domains:
+
+cold_start ─┬─ experts.A ─┐
             ├─ experts.B ─┼─ merge ─┬─ evaluate (of every model)
             └─ experts.C ─┘         └─ export
 
-Without a cold start the first stage is `initial`, which imports `model.initial_weights`. An expert
-may start from another one (`from: experts.A`). The merge is optional. With `rounds`, experts and a
-merge are trained again from the previous merge: round_2.experts.A, round_2.merge.
-
-Where a domain has a `gate`, the stage gates.A compares its expert with the parent, and the stages
-that load the expert wait for it; gates.merge compares the merge with its teachers.
+Where a block has a `gate`, the stage gates.STAGE compares each of its stages with what that starts
+from, and the stages that load the stage wait for it; the gate of a merge compares it with its
+teachers.
 """
 
 from __future__ import annotations
 
 import hashlib
+import heapq
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain
 from typing import Any
 
-from stages.guards.settings import ExpertGateSettings, MergeGateSettings
-from stages.kinds import COLD_START, EXPERT, GATE, INITIAL, KINDS, Kind, leaves, matches
-from stages.settings import DomainSettings, PolicySettings, RunSettings
+from pipeline.config.unroll import Blocks, Unrolled, is_path
+from stages.guards.settings import GateSettings, MergeGateSettings
+from stages.keys import NEUTRAL_KEYS, flatten, leaves, matches
+from stages.kinds.kind import KINDS, StageKind
+from stages.settings import RunSettings
 
 PROBLEMS = ("domains.*.prompts", "domains.*.demonstrations")
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A node of the graph.
+    """A node of the graph, of the block `block` of the run's stages.
 
-    `parent`, `teachers` and `models` name the stages whose checkpoints it loads, `after` the gates
-    that it waits for without loading anything. A gate compares the model `gated`, on every domain
-    of `against`, with the model named there.
+    `parent`, `teachers`, `models` and `data` name the stages whose output it loads, or are paths of
+    models outside the run; `after` names stages that it waits for without loading anything. A gate
+    compares the model `gated`, on every domain of `against`, with the model named there.
     """
 
     name: str
-    kind: Kind
+    kind: str
+    block: str | None = None
     domain: str | None = None
+    domains: tuple[str, ...] = ()
     parent: str | None = None
     teachers: dict[str, str] = field(default_factory=dict)
     models: dict[str, str] = field(default_factory=dict)
+    data: dict[str, str] = field(default_factory=dict)
     after: tuple[str, ...] = ()
     gated: str | None = None
     against: dict[str, str] = field(default_factory=dict)
     steps: int | None = None
     routing: str | None = None
+    seed_name: str | None = None
     reads: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def inputs(self) -> tuple[str, ...]:
-        """The stages whose checkpoints this one loads."""
+    def sources(self) -> tuple[str, ...]:
+        """The stages and paths that this one loads."""
         parents = [self.parent] if self.parent else []
-        return tuple(dict.fromkeys([*parents, *self.teachers.values(), *self.models.values()]))
+        others = (*self.teachers.values(), *self.models.values(), *self.data.values())
+        return tuple(dict.fromkeys([*parents, *others]))
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The stages whose output this one loads."""
+        return tuple(each for each in self.sources if not is_path(each))
 
     @property
     def waits_for(self) -> tuple[str, ...]:
@@ -72,16 +83,20 @@ class Stage:
         return found
 
     @property
+    def declared(self) -> StageKind:
+        return KINDS[self.kind]
+
+    @property
     def measures(self) -> bool:
-        return KINDS[self.kind].leaves == "results"
+        return self.declared.leaves == "results"
 
     @property
     def trains(self) -> bool:
-        return KINDS[self.kind].trains
+        return self.declared.trains
 
     @property
     def needs_engine(self) -> bool:
-        return KINDS[self.kind].samples
+        return self.declared.samples
 
     @property
     def takes_turns(self) -> bool:
@@ -89,111 +104,151 @@ class Stage:
         return self.needs_engine and self.trains
 
 
-class _Builder:
-    """A builder of stages, each with the settings that its kind reads."""
+def compile_graph(settings: RunSettings) -> tuple[Stage, ...]:
+    """Return the run's stages in the order they run: each after all that it waits for.
+
+    The settings are valid by `graph_rules`.
+    """
+    return tuple(_ordered(_Compiler(settings).stages()))
+
+
+class _Compiler:
+    """The compiler of a run's blocks into stages, each with the settings that its kind reads."""
 
     def __init__(self, settings: RunSettings) -> None:
-        tree = settings.model_dump(mode="json")
+        self._settings = settings
+        self._blocks = Blocks(settings)
+        tree = settings.model_dump(mode="json", exclude={"stages"})
         # Cached: most stages read the model, and several all domains.
         self._named = cache(lambda pattern: dict(leaves(tree, pattern)))
-        if settings.cold_start is None:
-            self.first = self.stage(INITIAL, "import", steps=0)
-        else:
-            self.first = self.stage(COLD_START, "sft", steps=settings.cold_start.loop.steps)
 
-    def stage(self, name: str, kind: Kind, block: str = "", **fields: Any) -> Stage:
-        """Return a stage; `block` is the key of the settings that have a gate's."""
-        of = {"domain": fields.get("domain") or "*", "gated": block}
-        patterns = [pattern.format(**of) for pattern in KINDS[kind].reads]
-        reads = dict(chain.from_iterable(self._named(each).items() for each in patterns))
-        return Stage(name, kind, reads=reads, **fields)
+    def stages(self) -> Iterator[Stage]:
+        """Yield every stage and its gate, in the order of the blocks."""
+        for unrolled in self._blocks.stages:
+            stage = self._stage(unrolled)
+            yield stage
+            if unrolled.gate is not None:
+                yield self._gate(unrolled.gate, stage, unrolled)
 
-    def policy(
-        self, name: str, kind: Kind, policy: PolicySettings, parent: str, **fields: Any
-    ) -> Stage:
-        """Return the stage of an expert, or of `mixed`."""
-        kl = policy.objective.kl
-        # The reference of a KL penalty is an input only where it is not the parent.
-        elsewhere = kl.coefficient > 0 and kl.reference == COLD_START
-        models = {COLD_START: self.first.name} if elsewhere else {}
-        steps, routing = policy.loop.steps, policy.routing.replay
-        return self.stage(
-            name, kind, parent=parent, models=models, steps=steps, routing=routing, **fields
+    def _stage(self, of: Unrolled) -> Stage:
+        run, block = self._settings, of.settings
+        inputs = self._blocks.inputs(of)
+        trained = block.trained_by(run, of.domains)
+        parent = self._found(inputs.parent, of.domain) if inputs.parent else None
+        teachers = {d: self._found(name, d) for d, name in inputs.teachers.items()}
+        models = {known: self._found(name, of.domain) for known, name in inputs.models.items()}
+        if inputs.every_model:
+            models = {each.name: each.name for each in self._blocks.stages if _trains(each)}
+        data = {source: self._found(name, of.domain) for source, name in inputs.data.items()}
+        after = [self._found(name, of.domain) for name in block.after]
+        loaded = [*([parent] if parent else []), *teachers.values(), *data.values()]
+        if not inputs.every_model:  # an evaluation of all shows what a gate has stopped, too
+            loaded += models.values()
+        own = {
+            key: value
+            for key, value in flatten(block.read(run, of.domains))
+            if not any(matches(key, each) for each in NEUTRAL_KEYS)
+        }
+        return Stage(
+            of.name,
+            block.kind,
+            block=of.block,
+            domain=of.domain,
+            domains=of.domains,
+            parent=parent,
+            teachers=teachers,
+            models=models,
+            data=data,
+            after=tuple(dict.fromkeys([*after, *self._gates(loaded)])),
+            steps=trained[1].steps if trained else 0 if _trains(of) else None,
+            routing=block.replay(run, of.domains),
+            seed_name=of.seed_name if of.seed_name != of.name else None,
+            reads={**self._reads(block.kind, of.domains), **own},
         )
 
-    def gate(
-        self, name: str, gated: str, against: dict[str, str], block: str, **fields: Any
-    ) -> Stage:
-        """Return the stage that compares `gated` with the models `against` which it is judged."""
-        models = {model: model for model in (gated, *against.values())}
-        return self.stage(
-            name, "gate", block, gated=gated, against=against, models=models, **fields
+    def _gate(self, name: str, stage: Stage, of: Unrolled) -> Stage:
+        """Return the gate that compares a stage with its parent, or with its teachers."""
+        gate = of.settings.gated
+        assert gate is not None
+        domains = tuple(each for each in of.domains if each in (gate.domains or of.domains))
+        others = stage.teachers if isinstance(gate, MergeGateSettings) else {}
+        against = {each: others.get(each, stage.parent or "") for each in domains}
+        models = {model: model for model in (stage.name, *against.values())}
+        own = {"gate": gate.model_dump(mode="json", exclude={"domains"})}
+        return Stage(
+            name,
+            "gate",
+            block=of.block,
+            domain=of.domain,
+            domains=domains,
+            models=models,
+            gated=stage.name,
+            against=against,
+            reads={**self._reads("gate", domains), **dict(flatten(own))},
         )
 
+    def _found(self, reference: str, domain: str | None) -> str:
+        found = self._blocks.resolve(reference, domain)
+        assert found is not None, "graph_rules has refused it"
+        return found
 
-def compile_graph(settings: RunSettings) -> tuple[Stage, ...]:
-    """Return the run's stages in the order they run: each after all that it waits for."""
-    build, merge = _Builder(settings), settings.merge
-    stages = [build.first]
-    base, opened = build.first.name, tuple[str, ...]()  # what a round starts from, and its gate
-    origins = {each.from_ for each in settings.domains.values()}
-    for number in range(1, settings.rounds + 1):
-        prefix = "" if number == 1 else f"round_{number}."
-        gates = list[Stage]()
-        for domain in _parents_first(settings.domains):
-            own = settings.domains[domain]
-            name, parent, after = f"{prefix}{EXPERT}{domain}", base, opened
-            if own.from_ == COLD_START:
-                parent, after = build.first.name, ()
-            elif own.from_:
-                parent, origin = prefix + own.from_, own.from_.removeprefix(EXPERT)
-                after = (f"{prefix}{GATE}{origin}",) if settings.domains[origin].gate else ()
-            stages.append(build.policy(name, "grpo", own, parent, domain=domain, after=after))
-            if own.gate is not None:
-                against, block = {domain: parent}, f"domains.{domain}"
-                gate = build.gate(f"{prefix}{GATE}{domain}", name, against, block, domain=domain)
-                # A gate that stops must not keep other experts from training: it runs after all of
-                # them, unless another one starts from its expert.
-                (stages if f"{EXPERT}{domain}" in origins else gates).append(gate)
-        if number == 1 and settings.mixed is not None:
-            stages.append(build.policy("mixed", "mixed", settings.mixed, base))
-        stages += gates
-        if merge is not None:
-            own_gates = [f"{prefix}{GATE}{name}" for name in settings.domains]
-            merged = build.stage(
-                f"{prefix}merge",
-                "distill",
-                parent=base,
-                teachers={domain: f"{prefix}{EXPERT}{domain}" for domain in settings.domains},
-                steps=merge.loop.steps,
-                routing=merge.routing.replay,
-                after=(*opened, *(each.name for each in stages if each.name in own_gates)),
-            )
-            stages.append(merged)
-            base, opened = merged.name, ()
-            if merge.gate is not None:
-                gate = build.gate(f"{prefix}{GATE}merge", base, merged.teachers, "merge")
-                stages.append(gate)
-                opened = (gate.name,)
-    trained = {each.name: each.name for each in stages if each.trains}
-    stages.append(build.stage("evaluate", "evaluate", models=trained))
-    if merge is not None:
-        stages.append(build.stage("export", "export", parent=base, after=opened))
-    return tuple(stages)
+    def _gates(self, names: Iterable[str]) -> Iterator[str]:
+        """Yield the gates of the named stages."""
+        known = self._blocks.by_name
+        yield from filter(None, (known[name].gate for name in names if name in known))
+
+    def _reads(self, kind: str, domains: Iterable[str]) -> dict[str, Any]:
+        """Return the keys of the run outside its blocks that a kind reads, with their values."""
+        patterns = dict.fromkeys(
+            pattern.replace("{domain}", domain)
+            for pattern in KINDS[kind].reads
+            for domain in (domains if "{domain}" in pattern else ("",))
+        )
+        return dict(chain.from_iterable(self._named(each).items() for each in patterns))
 
 
-def gate_of(stage: Stage, settings: RunSettings) -> ExpertGateSettings | MergeGateSettings:
+def _trains(stage: Unrolled) -> bool:
+    return KINDS[stage.settings.kind].trains
+
+
+def _ordered(stages: Iterable[Stage]) -> Iterator[Stage]:
+    """Yield the stages in the order they run, as near to the given one as their inputs allow.
+
+    Gates come as late as they may: one that stops must not keep other stages from running. What
+    only measures or exports comes last.
+    """
+    known = {stage.name: stage for stage in stages}
+    numbers = {name: number for number, name in enumerate(known)}
+    left = {name: len(set(stage.waits_for)) for name, stage in known.items()}
+    followers: dict[str, list[str]] = {name: [] for name in known}
+    for name, stage in known.items():
+        for before in set(stage.waits_for):
+            followers[before].append(name)
+
+    def place(name: str) -> tuple[int, int, str]:
+        stage = known[name]
+        rank = 0 if stage.declared.leaves in ("checkpoints", "data") else 2
+        return 1 if stage.kind == "gate" else rank, numbers[name], name
+
+    ready = [place(name) for name, count in left.items() if count == 0]
+    heapq.heapify(ready)
+    while ready:
+        *_, name = heapq.heappop(ready)
+        yield known[name]
+        for follower in followers[name]:
+            left[follower] -= 1
+            if left[follower] == 0:
+                heapq.heappush(ready, place(follower))
+
+
+def gate_of(stage: Stage, settings: RunSettings) -> GateSettings:
     """Return the settings of a gate's stage."""
-    gate: ExpertGateSettings | MergeGateSettings | None = None
-    if stage.domain is not None:
-        gate = settings.domains[stage.domain].gate
-    elif settings.merge is not None:
-        gate = settings.merge.gate
+    gate = settings.stages[stage.block].gated if stage.block else None
     assert gate is not None, "the graph has no gate without settings of one"
     return gate
 
 
-def problems(reads: dict[str, Any]) -> dict[str, Any]:
+def problems(reads: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a stage's problems and demonstrations among all that it reads."""
     return {
         key: value
@@ -206,17 +261,3 @@ def digest(value: Any) -> str:
     """Return the SHA-256 of the value as canonical JSON."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _parents_first(domains: Mapping[str, DomainSettings]) -> list[str]:
-    """Return the domains in the configuration's order, except that a parent precedes its child."""
-    found: dict[str, None] = {}
-
-    def add(domain: str) -> None:
-        if (parent := domains[domain].from_ or "").startswith(EXPERT):
-            add(parent.removeprefix(EXPERT))
-        found[domain] = None
-
-    for domain in domains:
-        add(domain)
-    return list(found)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
-from functools import cache, lru_cache
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,11 @@ from pydantic import TypeAdapter
 
 from parallel.files import Checkpoint, read_text, write_atomically
 from parallel.settings import CHARACTERS
+from pipeline.config.unroll import is_path
 from pipeline.run.graph import Stage, digest, problems
+from pipeline.run.outside import files_digest, outside_model
 from stages.data.settings import FileSettings
 from stages.directory import StageDirectory
-from stages.settings import RunSettings
 
 PACKAGES = (
     *("torch", "megatron-core", "mbridge", "transformers", "tokenizers", "pyarrow", "safetensors"),
@@ -37,8 +38,7 @@ TOKENIZER_FILES = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
     *("*.model", "chat_template*", "additional_chat_templates/*"),
 )
-# `braid status` digests every data file of a run: size, head and tail of files over WHOLE_BYTES.
-WHOLE_BYTES, END_BYTES = 1 << 20, 1 << 16
+FILES = (".prompts.path", ".demonstrations.path")  # ends of the keys of data files
 
 
 # Keys that later versions gave to a block, by a key that only such blocks have, with the value that
@@ -86,7 +86,10 @@ def lineage_from(
 
     `checkpoints` has the newest checkpoint of every input; a parent without one is None.
     """
-    found = {name: checkpoints[name] for name in stage.inputs}
+    found = {
+        name: outside_model(Path(name)) if is_path(name) else checkpoints[name]
+        for name in stage.sources
+    }
     return Lineage(
         stage=stage.name,
         parents={name: each.digest if each else None for name, each in found.items()},
@@ -115,14 +118,7 @@ def read_manifest(directory: StageDirectory) -> Manifest | None:
         found = TypeAdapter(Manifest).validate_python(json.loads(read_text(directory.manifest)))
     except (FileNotFoundError, ValueError, RecursionError):
         return None
-    settings = _completed(_renamed(found.settings))
-    return replace(found, files=_renamed(found.files), settings=settings)
-
-
-def _renamed(recorded: dict[str, Any]) -> dict[str, Any]:
-    """Return values by dotted key under the present names of the run's blocks."""
-    parts = ((*key.partition("."), value) for key, value in recorded.items())
-    return {RunSettings.renamed.get(b, b) + dot + rest: value for b, dot, rest, value in parts}
+    return replace(found, settings=_completed(found.settings))
 
 
 def _completed(recorded: dict[str, Any]) -> dict[str, Any]:
@@ -183,12 +179,12 @@ def fingerprints(reads: dict[str, Any]) -> dict[str, str | None]:
     if tokenizer != CHARACTERS:
         directory = Path(tokenizer)
         files = {file for name in TOKENIZER_FILES for file in directory.glob(name)}
-        found[TOKENIZER] = _digest(files, whole=True)
+        found[TOKENIZER] = files_digest(files, whole=True)
         found[TEMPLATE] = template_digest(directory)
     for key, path in reads.items():
-        if key.endswith((".prompts.path", ".demonstrations.path")):
+        if key.endswith(FILES):
             source = reads[f"{key.removesuffix('path')}source"]
-            found[key] = _digest(FileSettings(source=source, path=path).files())
+            found[key] = files_digest(FileSettings(source=source, path=path).files())
     return found
 
 
@@ -203,28 +199,3 @@ def template_digest(directory: Path) -> str | None:
         except (OSError, ValueError):
             return None
     return hashlib.sha256(template.encode()).hexdigest() if isinstance(template, str) else None
-
-
-def _digest(files: Iterable[Path], whole: bool = False) -> str | None:
-    """Return the SHA-256 of the files' names and contents, independent of their directory."""
-    digests = []
-    for file in sorted(files):
-        if file.is_file():
-            stat = file.stat()
-            digest = _file_digest(file, stat.st_size, stat.st_mtime_ns, whole)
-            digests.append([file.name, digest])
-    return hashlib.sha256(json.dumps(digests).encode()).hexdigest() if digests else None
-
-
-@lru_cache(maxsize=4096)
-def _file_digest(file: Path, size: int, changed: int, whole: bool) -> str:
-    """Return a file's digest; `size` in bytes and the time it `changed` key the cache."""
-    found = hashlib.sha256(str(size).encode())
-    with file.open("rb") as content:
-        if whole or size <= WHOLE_BYTES:
-            found.update(content.read())
-        else:
-            found.update(content.read(END_BYTES))
-            content.seek(size - END_BYTES)
-            found.update(content.read())
-    return found.hexdigest()

@@ -10,19 +10,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Annotated, Literal, get_args
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from parallel.errors import UserError
+from parallel.errors import UserError, hint
 from parallel.files import Checkpoint, read_text, write_atomically
+from pipeline.config.unroll import is_path
 from pipeline.config.yaml_core import dump
 from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import Stage, compile_graph
 from pipeline.run.ledger import Event, State, latest, minutes
 from pipeline.run.lineage import Lineage, changes, lineage_from, read_manifest
 from pipeline.run.metrics import Models, read_models
-from pipeline.text import hint, reason, shown
+from pipeline.run.outside import outside_model
+from pipeline.text import reason, shown
 from stages.directory import StageDirectory, ended_early
 from stages.settings import RunSettings
 
@@ -128,13 +131,19 @@ class Run(RunDirectory):
         jobs = {job.stage: job for job in (queue or {}).values()}  # by the jobs' comments
         for stage in self.stages:  # inputs come first
             directory = self.stage(stage.name)
-            checkpoint = checkpoints[stage.name] = directory.newest_checkpoint()
+            checkpoint = checkpoints[stage.name] = directory.output()
             left = _Output(self, stage, newest.get(stage.name), checkpoint, directory.attempts())
             found = left.state(partial(lineage_from, stage, checkpoints, layout), states)
             if found.state not in ("done", "stale"):  # no job changes these two
                 found = left.queued_state(queue, jobs.get(stage.name)) or found
             states[stage.name] = found
         return states
+
+    @cached_property
+    def own_domains(self) -> dict[str, str]:
+        """The domain of every stage that trained on it alone."""
+        alone = (stage for stage in self.stages if stage.domain and stage.kind != "gate")
+        return {stage.name: stage.domain for stage in alone if stage.domain and stage.trains}
 
     def refresh(self) -> Run:
         """Forget the events and states; the files of the run may have changed."""
@@ -144,7 +153,7 @@ class Run(RunDirectory):
 
     def lineage(self, stage: Stage) -> Lineage:
         """Return the lineage that a stage would have if it ran now."""
-        checkpoints = {name: self.stage(name).newest_checkpoint() for name in stage.inputs}
+        checkpoints = {name: self.stage(name).output() for name in stage.inputs}
         return lineage_from(stage, checkpoints, self.settings.layout.model_dump())
 
     def chosen(self, names: Iterable[str]) -> list[Stage]:
@@ -172,7 +181,7 @@ class Run(RunDirectory):
         write_atomically(self.settings_file, dump(self.settings.model_dump(mode="json")))
 
     def write_results(self) -> Models:
-        """Write results.json from the evaluation and the ledger.
+        """Write results.json from the evaluations and the ledger.
 
         Returns:
             {model: {domain: {"accuracy", "low", "high", "n"}}}
@@ -180,12 +189,31 @@ class Run(RunDirectory):
         Raises:
             UserError: the evaluation's results are damaged.
         """
-        path = self.stage("evaluate").results
-        if (models := read_models(path)) is None:
-            raise UserError(f"{shown(path)} is damaged; rerun the evaluation with --from evaluate")
+        models: Models = {}
+        for stage in self.stages:
+            path = self.stage(stage.name).results
+            if stage.kind != "evaluate" or not path.exists():
+                continue
+            if (found := read_models(path)) is None:
+                raise UserError(
+                    f"{shown(path)} is damaged; rerun the evaluation with --from {stage.name}"
+                )
+            models.update(found)
         results = {"models": models, "minutes": minutes(self.ledger.events())}
         write_atomically(self.results, json.dumps(results, indent=2) + "\n")
         return models
+
+    def model_path(self, reference: str) -> Path:
+        """Return the checkpoint that a reference of a stage means.
+
+        Raises:
+            UserError: there is none.
+        """
+        if not is_path(reference):
+            return self.checkpoint_path(reference)
+        if (found := outside_model(Path(reference))) is None:
+            raise UserError(f"{reference}: no stage, checkpoint or Hugging Face checkpoint there")
+        return found.path.absolute()
 
     @contextmanager
     def lock(self, shared: bool = False) -> Iterator[None]:
@@ -322,8 +350,10 @@ def missing_output(
     """
     if stage.measures:
         return None if directory.results.exists() else "its results.json is missing"
-    if stage.kind == "export":
+    if stage.declared.leaves == "export":
         return None if directory.exported.exists() else "its exported model is missing"
+    if stage.declared.leaves == "data":
+        return None if directory.output() else "its collection.json is missing"
     if checkpoint is None:
         return "it has no checkpoint"
     if checkpoint.step != stage.steps and ended_early(checkpoint) is None:

@@ -20,19 +20,18 @@ from pipeline.run.lineage import changes, lineage_from, read_manifest
 from pipeline.run.run import Run, StageState, as_done, damaged_verdict, missing_output
 from pipeline.text import say, shown
 from stages.directory import StageDirectory
-from stages.kinds import ENGINE_KEYS, LOOP_KEYS, NON_INVALIDATING_KEYS, matches
+from stages.keys import ENGINE_KEYS, LOOP_KEYS, NON_INVALIDATING_KEYS, matches
 
 MAY_CHANGE = f"""\
   logging
   launch
   layout
-  rounds
   rewards: workers, timeout_seconds, memory_mebibytes, max_failed_fraction
   engine: {", ".join(ENGINE_KEYS[:6])},
           {", ".join(ENGINE_KEYS[6:10])},
           {", ".join(ENGINE_KEYS[10:13])},
           {", ".join(ENGINE_KEYS[13:])}
-  every expert, mixed: guards
+  every domain and stage: guards
   every loop: {", ".join(LOOP_KEYS)}"""
 
 

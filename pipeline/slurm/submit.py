@@ -21,7 +21,6 @@ from pipeline.run.run import Run, StageState
 from pipeline.slurm.places import SLOTS_OF_A_NODE, size_options
 from pipeline.slurm.queue import SlurmError, call, comment_of
 from pipeline.text import shown
-from stages.kinds import KINDS
 from stages.settings import RunSettings, check_turns
 
 SCRIPTS = Path(__file__).parents[2] / "slurm"
@@ -96,7 +95,7 @@ def submissions(
 ) -> list[Submission]:
     """Return the jobs of the wanted stages that are neither done nor in the queue, in graph order.
 
-    Experts that wait for the same stages share an array.
+    Stages of a block that wait for the same stages share an array.
     """
     job_of = {
         name: state.job
@@ -113,8 +112,8 @@ def submissions(
     while left:
         first, *others = left
         alike = [first]
-        if first.kind == "grpo":
-            same = ("grpo", first.waits_for)
+        if first.declared.in_array:
+            same = (first.kind, first.waits_for)
             alike += [each for each in others if (each.kind, each.waits_for) == same]
         left = [each for each in left if each not in alike]
         after = tuple(job_of[name] for name in first.waits_for if name in job_of)
@@ -189,7 +188,7 @@ def write_scripts(
 
 def script_for(stage: Stage) -> Path:
     """Return the path of the script that runs a stage."""
-    return SCRIPTS / f"{KINDS[stage.kind].script or stage.kind}.sbatch"
+    return SCRIPTS / f"{stage.declared.script or stage.kind}.sbatch"
 
 
 def check_engines(settings: RunSettings, cluster: ClusterSettings, stages: Sequence[Stage]) -> None:
@@ -218,7 +217,7 @@ def _submission(
         raise UserError(f"{shown(script)} is missing; install braid from a checkout")
     logs = run.slurm.absolute() / ("%x-%j.out" if alone else "%x-%A_%a.out")
     options = [
-        f"--job-name={run.name}.{first.name if alone else 'experts'}",
+        f"--job-name={run.name}.{first.name if alone else first.block}",
         f"--comment={comment_of(run, stages)}",
         *size_options(settings.layout, settings.engine if first.needs_engine else None, cluster),
         f"--time={cluster.walltime}",

@@ -45,6 +45,10 @@ class StopSettings(Settings):
 class GateSettings(Settings):
     """The measurement before the next stage may start, and the action where it fails."""
 
+    domains: tuple[str, ...] | None = Field(
+        default=None, description="domains that it measures; null: all of the stage's"
+    )
+
     problems: Count = Field(
         default=500, description="held-out problems of each domain that a model is measured on"
     )
@@ -54,8 +58,8 @@ class GateSettings(Settings):
     )
 
 
-class ExpertGateSettings(GateSettings):
-    """The gate of an expert: better than its parent on its domain, and trained within bounds."""
+class GainGateSettings(GateSettings):
+    """The gate of a trained stage: better than its parent on its domains, and within bounds."""
 
     min_gain: Annotated[float, Field(ge=-1, le=1)] = Field(
         default=0.0,
@@ -63,7 +67,7 @@ class ExpertGateSettings(GateSettings):
         " fraction",
     )
     window: Count = Field(
-        default=20, description="last steps of the expert that the bounds below apply to"
+        default=20, description="last steps of the stage that the bounds below apply to"
     )
     max_mismatch: AtLeastZero | None = Field(
         default=None, description="bound of mismatch_max in each of these steps, nats; null: none"

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from parallel.errors import report_notice
+from stages.domains import PolicySettings
 from stages.guards.registry import GUARDS, GuardSettings, Window, WindowGuardSettings
-from stages.kinds import settings_key
 from stages.rewards.reward import RewardBase
-from stages.settings import PolicySettings
 
 
 @dataclass(frozen=True)
@@ -26,10 +25,14 @@ class GuardMonitor:
     """The reader of every step's metrics; only on the main rank, which all others follow."""
 
     def __init__(
-        self, stage: str, settings: PolicySettings, rewards: Mapping[str, RewardBase]
+        self,
+        stage: str,
+        at: Callable[[str], str],
+        settings: PolicySettings,
+        rewards: Mapping[str, RewardBase],
     ) -> None:
-        """`rewards` are those that all samples have."""
-        self._stage, self._key = stage, settings_key(stage)
+        """`at` names where a key is stated; `rewards` are those that all samples have."""
+        self._stage, self._at = stage, at
         self._steps = settings.loop.steps
         self._rule = settings.stop
         self._reached = Window(settings.stop.window if settings.stop else 1)
@@ -79,7 +82,7 @@ class GuardMonitor:
             return None
         self._beyond[name] += 1
         times = self._beyond[name]
-        key = f"{self._key}.guards.{name}"
+        key = self._at(f"guards.{name}")
         violation = (
             f"step {step} of {self._stage}: guard {name}: {guard.metric} is {value:.4g},"
             f" {guard.side} {key}.threshold = {guard.threshold:g},"
@@ -101,7 +104,7 @@ class GuardMonitor:
             return None
         end = (
             f"done at step {step} of {self._steps}: {rule.metric} is {mean:.4g} over"
-            f" {rule.window} steps, at least {self._key}.stop.at_least = {rule.at_least:g}"
+            f" {rule.window} steps, at least {self._at('stop.at_least')} = {rule.at_least:g}"
         )
         report_notice(end)
         return end

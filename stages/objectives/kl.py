@@ -33,8 +33,10 @@ class KLSettings(Settings):
     estimator: Literal["k1", "k2", "k3", "unbiased_k3", "full"] = Field(
         default="k3", description="estimator of the KL, per token"
     )
-    reference: Literal["parent", "cold_start", "ema"] = Field(
-        default="parent", description="model that the KL is measured to"
+    reference: str = Field(
+        default="parent",
+        description="model that the KL is measured to: parent, ema, or the name of a stage, such as"
+        " cold_start",
     )
     ema_decay: Fraction = Field(
         default=0.99, description="weight of the old average at every update of the reference ema"

@@ -25,7 +25,7 @@ CRITIC, AVERAGE = "critic", "ema"  # their names in a checkpoint
 
 
 class Reference:
-    """The stage's parent, the cold start, or an exponential moving average of the policy (`ema`).
+    """The stage's parent, another stage, or an exponential moving average of the policy (`ema`).
 
     The average is kept in fp32, since bf16 would round small steps away, and is saved with the
     policy's checkpoints.
@@ -36,8 +36,8 @@ class Reference:
         model, origin = job.settings.model, job.parent
         if settings.reference == AVERAGE:
             model = model.model_copy(update={"precision": "fp32"})
-        if settings.reference == "cold_start":
-            origin = job.models["cold_start"]
+        elif settings.reference != "parent":
+            origin = job.models.get(settings.reference, job.parent)
         self._policy = Policy(model, job.settings.layout)
         policy.residency.share.add(self._policy.residency)
         assert origin is not None

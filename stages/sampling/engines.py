@@ -22,11 +22,12 @@ from parallel.model.policy import Policy
 from parallel.sample import Sample
 from stages.data.problem import DomainError, Problem
 from stages.data.tokenizer import Tokenizer, load_tokenizer
+from stages.domains import DomainSettings, RolloutSettings, SamplingSettings
 from stages.objectives.groups import Group
 from stages.rewards.pool import RewardPool
 from stages.rewards.reward import Response
 from stages.sampling.recording import record, samples_file
-from stages.settings import DomainSettings, RolloutSettings, SamplingSettings, StageJob
+from stages.settings import StageJob
 
 PAUSE_SECONDS = 0.005  # between two looks at what arrived: engines share the cores
 TURN_SECONDS = 60.0  # the longest that the other ranks wait for word from the main rank
@@ -350,6 +351,6 @@ def rollout_log(job: StageJob, sampling: SamplingSettings, settings: RolloutSett
     model, deterministic = job.settings.model, job.settings.deterministic
     digests = [model_digest(model), parent and parent.digest]
     dumps = [sampling.model_dump(), settings.model_dump()]
-    parts = json.dumps([job.stage, deterministic, *digests, *dumps])
+    parts = json.dumps([job.seeded_as, deterministic, *digests, *dumps])
     origin = hashlib.sha256(parts.encode()).hexdigest()
     return RolloutLog(job.files.rollouts / "log", origin, model, deterministic)

@@ -16,10 +16,11 @@ from typing import Any
 from stages.data.problem import Problem, seed_of
 from stages.data.prompts import Frontier, PromptStream
 from stages.data.settings import FrontierSettings
+from stages.domains import DomainSettings, RolloutSettings, SamplingSettings
 from stages.guards.measures import graded, is_right
 from stages.objectives.groups import Batch, Group, groups_of
 from stages.sampling.engines import StageEngines
-from stages.settings import DomainSettings, RolloutSettings, SamplingSettings, StageJob
+from stages.settings import StageJob
 
 
 class PromptBuffer:
@@ -65,7 +66,7 @@ class PromptBuffer:
         """Request one short response to each of the next prompts, which stay in their stream."""
         domain = next(iter(self.domains))
         problems = self._stream(domain, self._streams[domain].cursor).take(count)
-        seed = seed_of(self._job.settings.seed, self._job.stage, domain, purpose)
+        seed = seed_of(self._job.settings.seed, self._job.seeded_as, domain, purpose)
         groups = groups_of(problems, 1, seed)
         limit = min(longest, self.sampling.max_response_tokens)
         short = self.sampling.model_copy(update={"max_response_tokens": limit})
@@ -151,7 +152,7 @@ class PromptBuffer:
 
     def _group(self, problem: Problem, attempt: int = 0) -> Group:
         purpose = f"prompt {problem.index}, attempt {attempt}"
-        seed = seed_of(self._job.settings.seed, self._job.stage, problem.domain, purpose)
+        seed = seed_of(self._job.settings.seed, self._job.seeded_as, problem.domain, purpose)
         [group] = groups_of([problem], self.sampling.group_size, seed)
         return group
 
@@ -164,7 +165,7 @@ class PromptBuffer:
 
     def _frontier(self, domain: str, settings: FrontierSettings) -> Frontier:
         encode = self._engines.tokenizer.encode
-        seed = seed_of(self._job.settings.seed, self._job.stage, domain, "curriculum")
+        seed = seed_of(self._job.settings.seed, self._job.seeded_as, domain, "curriculum")
         return Frontier(settings, domain, lambda prompt: len(encode(prompt)), seed)
 
     def _stream(self, domain: str, cursor: int) -> PromptStream:
@@ -174,7 +175,7 @@ class PromptBuffer:
             self._engines.tokenizer,
             domain,
             settings.seed,
-            self._job.stage,
+            self._job.seeded_as,
             cursor=cursor,
             longest=settings.longest_prompt(self.sampling),
         )

@@ -17,13 +17,15 @@ from parallel.distributed import broadcast, is_main, scatter
 from parallel.mismatch import bounds_of
 from parallel.model.policy import TrainedPolicy
 from parallel.sample import Sample
+from stages.domains import DomainSettings, PolicySettings, RolloutSettings
+from stages.kinds.distill import DistillSettings
 from stages.metrics import batch_metrics, mean_of_updates, token_efficiency
 from stages.objectives.groups import Batch, Group
 from stages.objectives.surrogate import CorrectionSettings, correction_weights
 from stages.sampling.engines import StageEngines, rollout_log
 from stages.sampling.logprob_check import Mismatch, MismatchError, compare, measure_mismatch
 from stages.sampling.prompt_buffer import Prefetcher, PromptBuffer
-from stages.settings import DomainSettings, MergeSettings, PolicySettings, RolloutSettings, StageJob
+from stages.settings import StageJob
 
 ATTEMPTS = 2
 PROBES_PER_ENGINE, PROBE_TOKENS = 4, 8  # responses that show whether a weight sync is right
@@ -62,7 +64,7 @@ class OnPolicyStage(ABC):
     def __init__(
         self,
         job: StageJob,
-        settings: PolicySettings | MergeSettings,
+        settings: PolicySettings | DistillSettings,
         rollout: RolloutSettings,
         domains: Mapping[str, DomainSettings],
         updates: int,

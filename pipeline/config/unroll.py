@@ -1,0 +1,278 @@
+"""The stages that the blocks of a run stand for, their names, and what their references mean.
+
+A block with `for_each: domain` stands for one stage of each of its domains. A reference is the name
+of a stage or of a block; a block with several stages means the one of the stage's own domain. What
+contains a slash is the path of a model outside the run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from parallel.errors import hint
+from stages.domains import PolicySettings
+from stages.kinds.grpo import GrpoSettings
+from stages.kinds.kind import KINDS, Found, Inputs, StageSettings
+from stages.kinds.rules import At, under
+from stages.objectives.loss import ObjectiveSettings
+from stages.settings import RunSettings
+
+GATE = "gates."
+NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"  # of a stage, which names a directory
+
+
+def is_path(reference: str) -> bool:
+    """Return whether a reference is the path of a model outside the run."""
+    return "/" in reference
+
+
+@dataclass(frozen=True)
+class Unrolled:
+    """A stage of a block: its name, its domains, and its only one where the block has others."""
+
+    name: str
+    block: str
+    settings: StageSettings
+    domains: tuple[str, ...]
+    domain: str | None
+
+    @property
+    def key(self) -> str:
+        """The key of its block."""
+        return f"stages.{self.block}"
+
+    @property
+    def seed_name(self) -> str:
+        """The name that its random numbers derive from."""
+        return _named(self.settings.seeded_as or self.name, self.domain)
+
+    @property
+    def gate(self) -> str | None:
+        """The name of its gate, None where it has none."""
+        gate = self.settings.gated
+        measured = set(self.domains) & set(gate.domains or self.domains) if gate else ()
+        return f"{GATE}{self.name}" if measured else None
+
+
+class Blocks:
+    """The blocks of a run, unrolled."""
+
+    def __init__(self, run: RunSettings) -> None:
+        self.run = run
+        self.stages = [each for name in run.stages for each in _unrolled(run, name)]
+
+    @cached_property
+    def by_name(self) -> dict[str, Unrolled]:
+        """The stages by name; of two with one name the last."""
+        return {each.name: each for each in self.stages}
+
+    @cached_property
+    def _by_block(self) -> dict[str, list[Unrolled]]:
+        found: dict[str, list[Unrolled]] = {name: [] for name in self.run.stages}
+        for each in self.stages:
+            found[each.block].append(each)
+        return found
+
+    def resolve(self, reference: str, domain: str | None = None) -> str | None:
+        """Return the stage, or the path, that a reference means; None where it means none.
+
+        `domain` is that of the stage that refers, or of its teacher.
+        """
+        reference = _named(reference, domain)
+        if is_path(reference) or reference in self.by_name:
+            return reference
+        alike = self._by_block.get(reference, [])
+        own = [each.name for each in alike if len(alike) == 1 or each.domain == domain]
+        return own[0] if len(own) == 1 else None
+
+    def inputs(self, stage: Unrolled) -> Inputs:
+        """Return the inputs of a stage as they are named."""
+        return stage.settings.inputs(self.run, stage.domains)
+
+    def references(self, stage: Unrolled) -> Iterator[tuple[str, str, str | None, str]]:
+        """Yield every reference of a stage: its key, itself, the domain, and what it must leave."""
+        found, block = self.inputs(stage), stage.settings
+        if found.parent is not None:
+            yield block.key_of("parent"), found.parent, stage.domain, "checkpoints"
+        for domain, name in found.teachers.items():
+            yield block.key_of("teachers", domain), name, domain, "checkpoints"
+        for known_as, name in found.models.items():
+            yield block.key_of("models", known_as), name, stage.domain, "checkpoints"
+        for source, name in found.data.items():
+            yield block.key_of("data", source), name, stage.domain, "data"
+        for name in block.after:
+            yield "after", name, stage.domain, ""
+
+
+def policies(run: RunSettings) -> Iterator[tuple[At, PolicySettings, ObjectiveSettings]]:
+    """Yield every policy that trains on rewards, with each of its objectives and their keys.
+
+    Two stages that state nothing themselves share their domain's.
+    """
+    found = {}
+    for stage in Blocks(run).stages:
+        if not isinstance(block := stage.settings, GrpoSettings):
+            continue
+        policy, several = block.policy(run, stage.domains), len(stage.domains) > 1
+        for domain, objective in block.objectives(run, stage.domains).items():
+            of = [domain] if several and block.objective is None else stage.domains
+            at = (
+                under(f"domains.{domain}")
+                if several and len(of) == 1
+                else block.keys(stage.key, of)
+            )
+            found.setdefault(at("objective"), (at, policy, objective))
+    yield from found.values()
+
+
+def _named(template: str, domain: str | None) -> str:
+    return template.replace("{domain}", domain) if domain else template
+
+
+def _unrolled(run: RunSettings, block: str) -> list[Unrolled]:
+    settings = run.stages[block]
+    domains = run.domains_of(settings)
+    if settings.for_each is None:
+        only = domains[0] if len(domains) == 1 else None
+        return [Unrolled(settings.as_ or block, block, settings, domains, only)]
+    template = settings.as_ or f"{block}.{{domain}}"
+    return [Unrolled(_named(template, each), block, settings, (each,), each) for each in domains]
+
+
+def graph_rules(run: RunSettings) -> Found:
+    """Yield everything that keeps the blocks from being a graph of stages."""
+    wrong = [*_block_rules(run)]
+    yield from wrong
+    if wrong:
+        return
+    blocks = Blocks(run)
+    yield from _name_rules(blocks)
+    broken = [*_reference_rules(blocks)]
+    yield from broken
+    if not broken:
+        yield from _cycle_rules(blocks)
+
+
+def unread(run: RunSettings) -> Iterator[str]:
+    """Yield a line for each stage that trains or collects what no other stage reads."""
+    blocks = Blocks(run)
+    read = {
+        blocks.resolve(reference, domain)
+        for stage in blocks.stages
+        for _, reference, domain, _ in blocks.references(stage)
+    }
+    every = any(blocks.inputs(stage).every_model for stage in blocks.stages)
+    for stage in blocks.stages:
+        leaves = KINDS[stage.settings.kind].leaves
+        if stage.name not in read and (leaves == "data" or (leaves == "checkpoints" and not every)):
+            yield f"{stage.key}: no stage reads the {leaves} of {stage.name}"
+
+
+def _block_rules(run: RunSettings) -> Found:
+    for name, block in run.stages.items():
+        key = f"stages.{name}"
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}", name):
+            yield key, "a block's name must be 1 to 100 letters, digits, _ or -"
+        lists = {"domains": block.domains, "gate.domains": block.gated and block.gated.domains}
+        for where, named in lists.items():
+            for domain in named or ():
+                if domain not in run.domains:
+                    yield f"{key}.{where}", f"no such domain: {domain}; {hint(domain, run.domains)}"
+            if named == ():
+                yield f"{key}.{where}", "must name at least one domain; null is all"
+        if block.gated is not None and block.from_ is None:
+            yield (
+                f"{key}.gate",
+                f"it compares the stage with what that starts from, and {key}.from is null",
+            )
+        for where, template in (("as", block.as_), ("seeded_as", block.seeded_as)):
+            if template is None:
+                continue
+            if block.for_each and "{domain}" not in template:
+                yield (
+                    f"{key}.{where}",
+                    f"{template} would name the stages of all domains alike; write "
+                    f"{template}.{{domain}}",
+                )
+            elif not re.fullmatch(NAME, template.replace("{domain}", "domain")):
+                why = f"{template} must be letters, digits, _, - or ., since it names a directory"
+                yield f"{key}.{where}", why
+
+
+def _name_rules(blocks: Blocks) -> Found:
+    """Yield every name that two stages have, at the later one's block."""
+    first: dict[str, Unrolled] = {}
+    for stage in blocks.stages:
+        for name in filter(None, (stage.name, stage.gate)):
+            if (other := first.setdefault(name, stage)) is not stage:
+                yield (
+                    stage.key,
+                    f"two stages would be named {name}, of this block and of {other.key}; rename "
+                    "a block, or set `as`",
+                )
+
+
+def _reference_rules(blocks: Blocks) -> Found:
+    for stage in blocks.stages:
+        for where, reference, domain, leaves in blocks.references(stage):
+            key, found = f"{stage.key}.{where}", blocks.resolve(reference, domain)
+            if found is None:
+                yield key, _unresolved(blocks, reference, domain)
+            elif is_path(found):
+                if where == "after":
+                    yield key, f"{reference} is a path; only stages of the run can be waited for"
+            elif leaves and (left := KINDS[blocks.by_name[found].settings.kind].leaves) != leaves:
+                yield key, f"{found} leaves {left}, and {leaves} are needed here"
+
+
+def _unresolved(blocks: Blocks, reference: str, domain: str | None) -> str:
+    alike = [each.name for each in blocks.stages if each.block == reference]
+    if domain and len(alike) > 1:
+        return f"{reference} has no stage of the domain {domain}; it has {', '.join(alike)}"
+    if alike:
+        return f"{reference} stands for {len(alike)} stages: name one of {', '.join(alike)}"
+    known = dict.fromkeys([*blocks.by_name, *blocks.run.stages])
+    return f"no such stage: {reference}; {hint(reference, known)}"
+
+
+def _cycle_rules(blocks: Blocks) -> Found:
+    """Yield each cycle once, at the first of its stages."""
+    waits = {
+        stage.name: [
+            found
+            for _, reference, domain, _ in blocks.references(stage)
+            if (found := blocks.resolve(reference, domain)) and not is_path(found)
+        ]
+        for stage in blocks.stages
+    }
+    for path in _cycles(waits):
+        yield f"{blocks.by_name[path[0]].key}.from", f"dependency cycle: {' -> '.join(path)}"
+
+
+def _cycles(waits: Mapping[str, Sequence[str]]) -> Iterator[list[str]]:
+    """Yield every cycle that a walk along the first references finds, without recursion."""
+    done: set[str] = set()
+    for start in waits:
+        path: list[str] = []
+        places: Counter[str] = Counter()
+        stack = [(start, iter(waits[start]))] if start not in done else []
+        path += [name for name, _ in stack]
+        places.update(path)
+        while stack:
+            name, following = stack[-1]
+            step = next((each for each in following if each not in done), None)
+            if step is None:
+                done.add(name)
+                stack.pop()
+                path.pop()
+                places[name] -= 1
+            elif places[step]:
+                yield [*path[path.index(step) :], step]
+            else:
+                stack.append((step, iter(waits[step])))
+                path.append(step)
+                places[step] += 1

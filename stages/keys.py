@@ -1,0 +1,66 @@
+"""Dotted keys of settings: patterns, leaves, and the keys that change no result.
+
+A key of a pattern stands for everything below it, and `*` for one name. Never imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+# Settings that no stage reads: they affect a result by rounding at most.
+ENGINE_KEYS = (
+    *("count", "tensor", "data", "placement", "max_sequences", "kv_cache_mebibytes"),
+    *("start_timeout_seconds", "request_timeout_seconds", "hang_timeout_seconds", "max_restarts"),
+    *("transport", "check_refit", "expert_parallel"),
+    *("max_logprob_difference", "max_mean_logprob_difference", "max_high_ratio"),
+)
+LOOP_KEYS = (
+    "micro_batch_tokens",
+    "checkpoint_every",
+    "keep_last",
+    "keep_best",
+    "async_checkpoints",
+)
+# Of a stage's own block: what it starts from, waits for and is called is in the graph, and the
+# lineage has the digests of its inputs.
+STRUCTURE = ("from", "for_each", "as", "domains", "after", "seeded_as", "teachers", "models")
+NEUTRAL_KEYS = ("guards", "gate", *STRUCTURE, *(f"loop.{key}" for key in LOOP_KEYS))
+NON_INVALIDATING_KEYS = (
+    *("name", "layout", "logging", "launch", "rewards", "domains.*.guards"),
+    *(f"engine.{key}" for key in ENGINE_KEYS),
+    *(f"domains.*.loop.{key}" for key in LOOP_KEYS),
+    *(f"stages.*.loop.{key}" for key in LOOP_KEYS),
+    *("stages.*.guards", "stages.*.seeded_as", "stages.*.after"),
+)
+
+
+def matches(key: str, pattern: str) -> bool:
+    """Return whether `pattern` names `key` or a key above it."""
+    parts, wanted = key.split("."), pattern.split(".")
+    below = len(parts) >= len(wanted)
+    return below and all(w in ("*", p) for p, w in zip(parts, wanted, strict=False))
+
+
+def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every leaf of nested mappings as (dotted key, value); an empty mapping is a leaf."""
+    if not isinstance(value, dict) or (prefix and not value):
+        yield prefix, value
+        return
+    for name, child in value.items():
+        yield from flatten(child, f"{prefix}.{name}" if prefix else name)
+
+
+def leaves(tree: dict[str, Any], pattern: str) -> Iterator[tuple[str, Any]]:
+    """Yield every leaf at or below a dotted pattern, like `flatten`; `*` matches one name."""
+    found = [("", tree)]
+    for part in pattern.split("."):
+        found = [
+            (f"{prefix}.{name}" if prefix else name, value[name])
+            for prefix, value in found
+            if isinstance(value, dict)
+            for name in (value if part == "*" else [part])
+            if name in value
+        ]
+    for prefix, value in found:
+        yield from flatten(value, prefix)

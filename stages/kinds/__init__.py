@@ -1,0 +1,36 @@
+"""The kinds of stages: every module of this package, and those that other packages bring.
+
+An installed package brings kinds by naming modules under the entry point `braid.stages`. Never
+imports torch.
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+from importlib import import_module
+from importlib.metadata import entry_points
+from operator import or_
+from pkgutil import iter_modules
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
+
+from stages.kinds.kind import KINDS, StageSettings
+
+for _module in iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")
+for _entry in sorted(entry_points(group="braid.stages"), key=lambda each: each.name):
+    _entry.load()
+
+if TYPE_CHECKING:
+    Kind = str
+    AnyStageSettings = StageSettings
+else:
+    Kind = Literal[*KINDS]
+    AnyStageSettings = Annotated[
+        reduce(or_, (each.settings for each in KINDS.values() if each.settings)),
+        Field(discriminator="kind"),
+    ]
+# What `python -m stages.main` runs: the kinds, and the preview of a domain outside a run.
+MODULES: dict[str, str] = {name: kind.work for name, kind in KINDS.items()}
+MODULES["preview"] = "stages.preview"

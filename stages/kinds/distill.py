@@ -1,0 +1,110 @@
+"""`distill`: the merge of several models into one, by on-policy distillation from each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from parallel.errors import hint
+from parallel.settings import Count, OptimizerSettings
+from stages.domains import LoopSettings, PromptRolloutSettings, RoutingSettings, SamplingSettings
+from stages.guards.settings import MergeGateSettings
+from stages.kinds.kind import (
+    MODEL,
+    SAMPLED,
+    SOURCE,
+    Found,
+    Inputs,
+    RunBlocks,
+    StageKind,
+    StageSettings,
+    register,
+)
+from stages.kinds.rules import sampling_rules, under, warmup_rules
+
+
+class DistillSamplingSettings(SamplingSettings):
+    """The rollouts of one step, for each domain, whose teacher grades each alone."""
+
+    group_size: Count = Field(default=1, description="responses to each prompt")
+
+
+class DistillSettings(StageSettings):
+    """Multi-teacher on-policy distillation: each prompt is graded by its own domain's teacher."""
+
+    kind: Literal["distill"] = "distill"
+    teachers: str | dict[str, str] = Field(
+        description="teachers by domain; or one block for all: with for_each: domain, each domain's"
+        f" own stage of it. Each is {SOURCE}"
+    )
+    method: Literal["full_vocab_reverse_kl"] = Field(
+        default="full_vocab_reverse_kl", description="loss"
+    )
+    averaged_over: Literal["domains", "tokens"] = Field(
+        default="domains",
+        description="domains: mean over domains of each one's mean over tokens. tokens: mean over"
+        " all tokens, most of them of the domain with the longest responses",
+    )
+    domain_weights: dict[str, Annotated[float, Field(gt=0)]] = Field(
+        default={}, description="relative weights of domains in that mean; of the others 1"
+    )
+    sampling: DistillSamplingSettings = DistillSamplingSettings()
+    rollout: PromptRolloutSettings = PromptRolloutSettings()
+    routing: RoutingSettings = RoutingSettings()
+    optimizer: OptimizerSettings
+    loop: LoopSettings
+    gate: MergeGateSettings | None = Field(
+        default=None, description="gate that it must pass before dependent stages start"
+    )
+
+    def inputs(self, run: RunBlocks, domains: Sequence[str]) -> Inputs:
+        return Inputs(parent=self.from_, teachers=self.teachers_of(domains))
+
+    def key_of(self, role: str, name: str = "") -> str:
+        one = role == "teachers" and isinstance(self.teachers, str)
+        return "teachers" if one else super().key_of(role, name)
+
+    def teachers_of(self, domains: Sequence[str]) -> Mapping[str, str]:
+        """Return the teacher of each domain that has one, as it is named."""
+        if isinstance(self.teachers, str):
+            return dict.fromkeys(domains, self.teachers)
+        return {name: self.teachers[name] for name in domains if name in self.teachers}
+
+    def trained_by(
+        self, run: RunBlocks, domains: Sequence[str]
+    ) -> tuple[OptimizerSettings, LoopSettings]:
+        return self.optimizer, self.loop
+
+    def replay(self, run: RunBlocks, domains: Sequence[str]) -> str:
+        return self.routing.replay
+
+    def violations(self, key: str, run: RunBlocks, domains: Sequence[str]) -> Found:
+        at = under(key)
+        if self.from_ is None:
+            yield at("from"), "must name what the student starts from"
+        if isinstance(self.teachers, dict):
+            for name in sorted(set(domains) - self.teachers.keys()):
+                yield (
+                    at("teachers"),
+                    f"no teacher for the domain {name}; add one, or leave it out of domains: "
+                    f"[{', '.join(each for each in domains if each != name)}]",
+                )
+        for block, named in (("teachers", self.teachers), ("domain_weights", self.domain_weights)):
+            for name in sorted(set(named) - set(domains)) if isinstance(named, dict) else ():
+                yield at(f"{block}.{name}"), f"no such domain: {name}; {hint(name, domains)}"
+        yield from warmup_rules(at, self.optimizer, self.loop)
+        yield from sampling_rules(at, self.sampling, self.rollout, run)
+
+
+DISTILL = register(
+    StageKind(
+        "distill",
+        "stages.distill",
+        "checkpoints",
+        (*MODEL, *SAMPLED, "domains.{domain}.prompts"),
+        DistillSettings,
+        samples=True,
+    )
+)
