@@ -1,7 +1,8 @@
-"""The first stage of a run without a cold start: the import of a Hugging Face checkpoint."""
+"""The import of a model from outside the run, such as a Hugging Face checkpoint."""
 
 from __future__ import annotations
 
+from parallel.checkpoint import load
 from parallel.checkpoint.save import Saver
 from parallel.distributed import is_main
 from parallel.model.policy import Policy
@@ -11,7 +12,7 @@ from stages.settings import RunSettings, StageJob
 
 
 def run(job: StageJob) -> None:
-    """Write `model.initial_weights` as the checkpoint of step 0.
+    """Write the model of `from`, or `model.initial_weights`, as the checkpoint of step 0.
 
     Raises:
         WeightsError: they are of another model.
@@ -19,7 +20,10 @@ def run(job: StageJob) -> None:
     if is_main():
         look_for_held_out(job.settings, load_tokenizer(job.settings.model))
     policy = Policy(job.settings.model, job.settings.layout)
-    policy.start_fresh(job.settings.seed)
+    if job.parent is not None:
+        load.weights(policy, job.parent)
+    else:
+        policy.start_fresh(job.settings.seed)
     Saver(job.files.checkpoints, asynchronous=False).begin(policy, 0, {})
 
 

@@ -67,8 +67,8 @@ class RunSettings(Settings):
         "experts": "domains",
         "cold_start": f"stages.cold_start, with kind: sft; {TEMPLATE}. Without one, extend"
         " pipelines/experts-merge-from-weights.yaml",
-        "merge": f"stages.merge, with kind: distill; {TEMPLATE}. Without one: stages: {{merge: null,"
-        " export: null}",
+        "merge": f"stages.merge, with kind: distill; {TEMPLATE}. Without one:"
+        " stages: {merge: null, export: null}",
         "mixed": "stages.mixed, with kind: grpo, from: cold_start and its own optimizer and loop",
         "rounds": "blocks of stages for each round, as in configs/pipelines/two-rounds.yaml",
     }

@@ -81,12 +81,17 @@ def training_state(policy: TrainedPolicy, checkpoint: Path) -> dict[str, Any]:
 def weights(policy: Policy, checkpoint: Path, head: bool = True) -> None:
     """Load only the weights of `checkpoint`, as a child stage, a reference or a teacher does.
 
-    Without `head` the policy keeps its own, as a critic does. Collective.
+    A directory with a config.json is a Hugging Face checkpoint. Without `head` the policy keeps its
+    own, as a critic does. Collective.
 
     Raises:
+        WeightsError: the Hugging Face checkpoint is of another model.
         CheckpointError: it is damaged; the result of another stage has no substitute.
         UnreadableCheckpoint: it cannot be read.
     """
+    if (checkpoint / "config.json").is_file():
+        policy.load_hugging_face(checkpoint)
+        return
     if damage := _damage(checkpoint):
         raise CheckpointError(
             f"damaged checkpoint: {damage}; remove {checkpoint} and resume the run: its stage "

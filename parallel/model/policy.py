@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -69,13 +70,22 @@ class Policy:
 
     def start_fresh(self, seed: int) -> None:
         """Load the run's initial weights: a Hugging Face checkpoint's, or random ones."""
-        self.residency.hold()
         if self.settings.initial_weights is not None:
-            source = self.settings.initial_weights
-            hugging_face_weights.load_weights(self.settings, self.bridge, self.chunks, source)
-        else:
-            for chunk in self.chunks:
-                initialize(chunk, self.settings, seed)
+            self.load_hugging_face(self.settings.initial_weights)
+            return
+        self.residency.hold()
+        for chunk in self.chunks:
+            initialize(chunk, self.settings, seed)
+        self.weights_changed()
+
+    def load_hugging_face(self, source: Path) -> None:
+        """Load this rank's shards of a Hugging Face checkpoint.
+
+        Raises:
+            WeightsError: it is of another model.
+        """
+        self.residency.hold()
+        hugging_face_weights.load_weights(self.settings, self.bridge, self.chunks, source)
         self.weights_changed()
 
     def weights_changed(self) -> None:

@@ -207,7 +207,8 @@ def _domain_rules(
     yield from _reward_rules(f"{key}.rewards", domain, pool)
     objectives = {key: domain.objective}
     for block, stage in run.stages.items() if run else ():
-        if isinstance(stage, GrpoSettings) and stage.objective and name in run.domains_of(stage):
+        of_it = run is not None and name in run.domains_of(stage)
+        if isinstance(stage, GrpoSettings) and stage.objective and of_it:
             objectives[f"stages.{block}"] = stage.objective
     for where, objective in objectives.items():
         if objective.advantage.needs_step_rewards:

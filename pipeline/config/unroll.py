@@ -113,7 +113,7 @@ def policies(run: RunSettings) -> Iterator[tuple[At, PolicySettings, ObjectiveSe
 
     Two stages that state nothing themselves share their domain's.
     """
-    found = {}
+    found: dict[str, tuple[At, PolicySettings, ObjectiveSettings]] = {}
     for stage in Blocks(run).stages:
         if not isinstance(block := stage.settings, GrpoSettings):
             continue

@@ -3,8 +3,9 @@
 The stage itself only measures, as `stages.evaluate` does. The verdict is a pure function of the
 measured accuracies, the expert's metrics and the settings.
 
-- A trained stage passes if the lower bound of the 95 % interval of its gain is at least `min_gain`: a
-  gain within chance does not count, and an expert without a gain has nothing to teach.
+- A trained stage passes if the lower bound of the 95 % interval of its gain over its parent is at
+  least `min_gain`: a gain within chance does not count, and an expert without one has nothing to
+  teach.
 - No number of problems proves that a merge equals its teachers. Below `min_kept` of a teacher's
   accuracy the gate warns; it stops if the upper bound of the 95 % interval is below that too.
 """
@@ -87,7 +88,7 @@ def ending(run: Run, stage: Stage) -> str:
     if isinstance(gate, MergeGateSettings):
         verdict = judge_merge(stage, gate, models)
     else:
-        assert stage.gated is not None
+        assert isinstance(gate, GainGateSettings) and stage.gated is not None
         verdict = judge_gain(stage, gate, models, all_lines(run.stage(stage.gated).metrics))
     write_atomically(directory.verdict, json.dumps(asdict(verdict), indent=2) + "\n")
     if verdict.outcome == "stopped":

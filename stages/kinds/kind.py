@@ -113,12 +113,12 @@ class StageSettings(Settings):
     ) -> tuple[OptimizerSettings, LoopSettings] | None:
         """Return the optimizer and the loop; None where nothing is trained."""
         policy = self.policy(run, domains)
-        return policy and (policy.optimizer, policy.loop)
+        return None if policy is None else (policy.optimizer, policy.loop)
 
     def replay(self, run: RunBlocks, domains: Sequence[str]) -> str | None:
         """Return which experts it trains on, as `routing.replay`; None where it samples nothing."""
         policy = self.policy(run, domains)
-        return policy and policy.routing.replay
+        return None if policy is None else policy.routing.replay
 
     def read(self, run: RunBlocks, domains: Sequence[str]) -> dict[str, Any]:
         """Return all of the block that a stage's result may depend on, as plain values."""
