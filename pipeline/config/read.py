@@ -1,4 +1,4 @@
-"""YAML files as a tree with the source location of every key and `extends: FILE` resolved.
+"""YAML files as a tree with the source location of every key and `extends` resolved.
 
 A tree consists of `Mapping` and `Leaf`. A list is a leaf: an extending file replaces it whole.
 `Reader.violations` collects all errors, so that they are reported together; reading raises only
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -243,7 +244,7 @@ class Reader:
         base: Mapping | None = None
         for name, child, where in self._entries(node, place, key):
             if name == "extends":
-                base = self._extended(child, where, key)
+                base = self._bases(child, where, key)
             else:
                 entries[name] = self._node(child, where, (*key, name))
         own = Mapping(entries, place)
@@ -265,10 +266,20 @@ class Reader:
                 taken.add(name)
                 yield name, value_node, where
 
+    def _bases(self, node: yaml.Node, place: SourceLocation, key: Key) -> Mapping:
+        """Return the mapping in a file, or in a list of files, each merged into those before it."""
+        if not isinstance(node, yaml.SequenceNode):
+            return self._extended(node, place, key)
+        files = [(each, place.at(each.start_mark.line + 1)) for each in node.value]
+        if not files:
+            return self._unreadable(place, (*key, "extends"), "must name at least one file")
+        bases = (self._extended(each, where, key) for each, where in files)
+        return reduce(merge, bases)
+
     def _extended(self, node: yaml.Node, place: SourceLocation, key: Key) -> Mapping:
         key_here = (*key, "extends")
         if not isinstance(node, yaml.ScalarNode) or not node.value:
-            return self._unreadable(place, key_here, "must be the path of one file")
+            return self._unreadable(place, key_here, "must be the path of a file, or a list of paths")
         if len(self.violations) >= MOST_ERRORS:  # a file with errors is parsed every time
             self.broken = True
             return Mapping({}, place)

@@ -17,10 +17,18 @@ from pydantic import Field
 
 from stages.kinds.kind import KINDS, StageSettings
 
+ENTRY_POINT = "braid.stages"
+
 for _module in iter_modules(__path__):
     import_module(f"{__name__}.{_module.name}")
-for _entry in sorted(entry_points(group="braid.stages"), key=lambda each: each.name):
-    _entry.load()
+for _entry in sorted(entry_points(group=ENTRY_POINT), key=lambda each: each.name):
+    try:
+        _entry.load()
+    except Exception as error:
+        raise ImportError(
+            f"{_entry.value}, which an installed package names as the entry point {ENTRY_POINT}:"
+            f" {_entry.name}, cannot be imported: {error!r}; fix or uninstall the package"
+        ) from error
 
 if TYPE_CHECKING:
     Kind = str

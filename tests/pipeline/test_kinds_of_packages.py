@@ -1,0 +1,73 @@
+"""A kind of stage that an installed package brings, found by its entry point."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+MODULE = """\
+from typing import Literal
+
+from pydantic import Field
+
+from stages.kinds.kind import MODEL, StageKind, StageSettings, register
+
+
+class PruneSettings(StageSettings):
+    \"\"\"The removal of experts that are hardly used.\"\"\"
+
+    kind: Literal["prune"] = "prune"
+    share: float = Field(default=0.5, gt=0, lt=1, description="share of the experts that stays")
+
+
+register(StageKind("prune", "pruning_work", "checkpoints", MODEL, PruneSettings, script="export"))
+"""
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """A directory of installed packages, with one that brings the kind `prune`."""
+    packages = tmp_path / "packages"
+    information = packages / "pruning-1.0.dist-info"
+    information.mkdir(parents=True)
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: pruning\nVersion: 1.0\n")
+    (information / "entry_points.txt").write_text("[braid.stages]\nprune = pruning_kind\n")
+    (packages / "pruning_kind.py").write_text(MODULE)
+    return packages
+
+
+def braid(package: Path, *arguments: str) -> tuple[int, str]:
+    """Run `braid` where the package is installed; return its exit status and all that it prints."""
+    finished = subprocess.run(
+        [sys.executable, "-m", "pipeline.cli", *arguments],
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": f"{REPOSITORY}:{package}"},
+        capture_output=True,
+        text=True,
+    )
+    return finished.returncode, finished.stdout + finished.stderr
+
+
+def test_a_package_brings_a_kind(package: Path, config: Path, runs: Path) -> None:
+    pruned = "stages.export.from=pruned"
+    config.write_text(f"{config.read_text()}  pruned: {{kind: prune, from: merge, share: 0.25}}\n")
+    code, said = braid(package, "plan", str(config), pruned, "--runs-dir", str(runs))
+    assert code == 0, said
+    assert next(
+        line.split()[:3] for line in said.splitlines() if line.split()[:1] == ["pruned"]
+    ) == ["pruned", "prune", "merge"]
+    code, said = braid(package, "validate", str(config), "stages.pruned.share=2")
+    assert code == 1
+    assert "stages.pruned.share: should be less than 1, not 2" in said
+    code, said = braid(package, "validate", str(config), "stages.pruned.shares=0.5")
+    assert (code, 'did you mean "share"?' in said) == (1, True), said
+
+
+def test_a_kind_that_cannot_be_imported_is_named(package: Path, config: Path) -> None:
+    (package / "pruning_kind.py").write_text("raise RuntimeError('no GPU')")
+    code, said = braid(package, "validate", str(config))
+    assert code == 1
+    assert "braid.stages: prune, cannot be imported: RuntimeError('no GPU')" in said
