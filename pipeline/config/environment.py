@@ -6,18 +6,17 @@ They find a mistyped path or function before the cold start instead of after it,
 from __future__ import annotations
 
 import ast
-import json
 import os
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from parallel.errors import hint
-from parallel.families import FAMILIES
-from parallel.files import WEIGHTS_INDEX, unreachable
+from parallel.files import unreachable
 from parallel.settings import CHARACTERS
+from pipeline.config.checkpoints import model_violation, weights_violation
+from pipeline.config.unroll import Blocks, is_path
 from pipeline.text import shown
 from stages.data.reasoning_gym import FORMATS, options, value_violation
 from stages.data.settings import (
@@ -32,7 +31,6 @@ from stages.rewards.kinds.python import PythonReward
 from stages.settings import RunSettings
 
 Found = Iterator[tuple[str, str]]
-MOST_BYTES = 1 << 26  # of a JSON file, far above any checkpoint's index
 
 
 def violations(run: RunSettings) -> Found:
@@ -42,9 +40,14 @@ def violations(run: RunSettings) -> Found:
     """
     model, tokenizer = run.model, Path(run.model.tokenizer)
     if model.initial_weights is not None and (
-        problem := _weights_violation(model.initial_weights, model.family)
+        problem := weights_violation(model.initial_weights, model)
     ):
         yield "model.initial_weights", problem
+    blocks = Blocks(run)
+    for stage in blocks.stages:
+        for where, reference, *_ in blocks.references(stage):
+            if is_path(reference) and (problem := model_violation(Path(reference), model)):
+                yield f"{stage.key}.{where}", problem
     if model.tokenizer == CHARACTERS:
         pass
     elif (why := unreachable(tokenizer)) is not None:
@@ -96,83 +99,6 @@ def _missing_data(key: str, domain: DomainSettings, demonstrated: bool) -> Found
             why = str(error)
         if why is not None:
             yield f"{key}.{block}.path", f"{path} {why}"
-
-
-def _weights_violation(directory: Path, family: str) -> str | None:
-    """Return the first error in a Hugging Face checkpoint, or None.
-
-    Only its small files are read; the stage that loads the tensors checks them.
-    """
-    if (why := unreachable(directory)) is not None:
-        return f"{shown(directory)} {why}"
-    if not directory.is_dir():
-        return f"no such directory: {shown(directory)}"
-    config, problem = _json(path := directory / "config.json")
-    if problem is not None:
-        return f"{problem}; name the directory of a Hugging Face checkpoint"
-    kind = config.get("model_type")
-    if not isinstance(kind, str | None):
-        return f"{shown(path)}: model_type: must be the name of a family"
-    if kind not in FAMILIES:
-        known = hint(str(kind), FAMILIES)
-        return f"{shown(path)}: model_type: unknown family {json.dumps(kind)}; {known}"
-    if kind != family:
-        return f"{shown(path)}: model_type: {kind}, but model.family is {family}"
-    return _files_violation(directory)
-
-
-def _files_violation(directory: Path) -> str | None:
-    path = directory / WEIGHTS_INDEX
-    if not path.exists() and not path.is_symlink():
-        if found := sorted(directory.glob("*.safetensors")):
-            return next(filter(None, map(_not_a_file, found)), None)
-        return (
-            f"{shown(directory)} has neither a *.safetensors file nor {WEIGHTS_INDEX}; convert "
-            "other formats with transformers' save_pretrained"
-        )
-    index, problem = _json(path)
-    if problem is not None:
-        return problem
-    files = index.get("weight_map")
-    named = files.values() if isinstance(files, dict) else ()
-    if not named or not all(isinstance(name, str) for name in named):
-        return f"{shown(path)}: weight_map: must name the file of every tensor"
-    absent = sorted(name for name in set(named) if not (directory / name).is_file())
-    if not absent:
-        return None
-    more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
-    return f"{shown(path)}: weight_map: no such file: {absent[0]}{more}"
-
-
-def _json(path: Path) -> tuple[dict[str, Any], str | None]:
-    """Return the object in a JSON file, or the problem with it."""
-    try:
-        if not path.exists() and not path.is_symlink():
-            return {}, f"{shown(path.parent)} has no {path.name}"
-        if (problem := _not_a_file(path)) is not None:
-            return {}, problem
-        if path.stat().st_size > MOST_BYTES:
-            return {}, f"{shown(path)}: larger than {MOST_BYTES >> 20} MiB"
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        return {}, f"{shown(path)}: cannot be read: {error.strerror}"
-    except (ValueError, RecursionError) as error:
-        return {}, f"{shown(path)}: is not valid JSON: {error}"
-    if not isinstance(found, dict):
-        return {}, f"{shown(path)}: is not a JSON object"
-    return found, None
-
-
-def _not_a_file(path: Path) -> str | None:
-    """Return the problem with an existing path that is not a file.
-
-    A pipe would be read for ever; an aborted download leaves a broken link in Hugging Face's cache.
-    """
-    if path.is_file():
-        return None
-    if path.is_symlink() and not path.exists():
-        return f"{shown(path)}: is a broken symlink; download the file again"
-    return f"{shown(path)}: is not a file"
 
 
 def _reward_needs(key: str, domain: DomainSettings) -> Found:

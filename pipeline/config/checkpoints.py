@@ -1,0 +1,142 @@
+"""Checks of models outside a run before any stage starts: they exist, and are of its model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+from yaml import CSafeLoader
+
+from parallel.errors import hint
+from parallel.families import FAMILIES, configuration
+from parallel.files import CHECKSUMS, WEIGHTS_INDEX, read_text, unreachable
+from parallel.settings import ModelSettings
+from pipeline.text import shown
+
+MOST_BYTES = 1 << 26  # of a JSON file, far above any checkpoint's index
+# Of a model's settings, those in which a teacher may differ from its student.
+ANY_VALUE = ("initial_weights", "initialization", "precision", "tokenizer")
+# Keys of a config.json that transformers writes in several forms; the stage that loads compares.
+COMPUTED = ("rope_scaling", "mlp_only_layers", "sliding_window", "decoder_sparse_step")
+
+
+def model_violation(path: Path, model: ModelSettings) -> str | None:
+    """Return why a path outside the run is no model of these settings, or None.
+
+    It may be a stage's directory of a run, a checkpoint of one, or a Hugging Face checkpoint.
+    """
+    if (why := unreachable(path)) is not None:
+        return f"{shown(path)} {why}"
+    if (path / "config.json").exists():
+        return weights_violation(path, model)
+    if not (path / "checkpoints").is_dir() and not (path / CHECKSUMS).exists():
+        return (
+            f"{shown(path)}: no model there; name a stage's directory of a run "
+            "(runs/NAME/stages/STAGE), a checkpoint in one, or a Hugging Face checkpoint"
+        )
+    for above in path.resolve().parents:
+        if (settings := above / "run.yaml").is_file():
+            return _other_model(settings, model)
+    return None
+
+
+def _other_model(settings: Path, model: ModelSettings) -> str | None:
+    """Return the first difference between the model of another run and this one's."""
+    try:
+        theirs = yaml.load(read_text(settings), Loader=CSafeLoader)["model"]
+    except (OSError, yaml.YAMLError, KeyError, TypeError, RecursionError) as error:
+        return f"{shown(settings)}: cannot be read: {error!r}"
+    for key, ours in model.model_dump(mode="json").items():
+        if key not in ANY_VALUE and theirs.get(key) != ours:
+            return (
+                f"{shown(settings)}: another model: model.{key} is {json.dumps(theirs.get(key))}"
+                f" there and {json.dumps(ours)} here"
+            )
+    return None
+
+
+def weights_violation(directory: Path, model: ModelSettings) -> str | None:
+    """Return the first error in a Hugging Face checkpoint of a model, or None.
+
+    Only its small files are read; the stage that loads the tensors checks them.
+    """
+    if (why := unreachable(directory)) is not None:
+        return f"{shown(directory)} {why}"
+    if not directory.is_dir():
+        return f"no such directory: {shown(directory)}"
+    config, problem = _json(path := directory / "config.json")
+    if problem is not None:
+        return f"{problem}; name the directory of a Hugging Face checkpoint"
+    kind = config.get("model_type")
+    if not isinstance(kind, str | None):
+        return f"{shown(path)}: model_type: must be the name of a family"
+    if kind not in FAMILIES:
+        known = hint(str(kind), FAMILIES)
+        return f"{shown(path)}: model_type: unknown family {json.dumps(kind)}; {known}"
+    if kind != model.family:
+        return f"{shown(path)}: model_type: {kind}, but model.family is {model.family}"
+    ours, names = configuration(model), FAMILIES[kind].names
+    for key, value in ours.items():
+        if key in config and key not in COMPUTED and config[key] != value:
+            where = f"model.{names[key]}" if key in names else f"model.architecture.{key}"
+            return (
+                f"{shown(path)}: {key}: {json.dumps(config[key])}, but {where} is"
+                f" {json.dumps(value)}"
+            )
+    return _files_violation(directory)
+
+
+def _files_violation(directory: Path) -> str | None:
+    path = directory / WEIGHTS_INDEX
+    if not path.exists() and not path.is_symlink():
+        if found := sorted(directory.glob("*.safetensors")):
+            return next(filter(None, map(_not_a_file, found)), None)
+        return (
+            f"{shown(directory)} has neither a *.safetensors file nor {WEIGHTS_INDEX}; convert "
+            "other formats with transformers' save_pretrained"
+        )
+    index, problem = _json(path)
+    if problem is not None:
+        return problem
+    files = index.get("weight_map")
+    named = files.values() if isinstance(files, dict) else ()
+    if not named or not all(isinstance(name, str) for name in named):
+        return f"{shown(path)}: weight_map: must name the file of every tensor"
+    absent = sorted(name for name in set(named) if not (directory / name).is_file())
+    if not absent:
+        return None
+    more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
+    return f"{shown(path)}: weight_map: no such file: {absent[0]}{more}"
+
+
+def _json(path: Path) -> tuple[dict[str, Any], str | None]:
+    """Return the object in a JSON file, or the problem with it."""
+    try:
+        if not path.exists() and not path.is_symlink():
+            return {}, f"{shown(path.parent)} has no {path.name}"
+        if (problem := _not_a_file(path)) is not None:
+            return {}, problem
+        if path.stat().st_size > MOST_BYTES:
+            return {}, f"{shown(path)}: larger than {MOST_BYTES >> 20} MiB"
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        return {}, f"{shown(path)}: cannot be read: {error.strerror}"
+    except (ValueError, RecursionError) as error:
+        return {}, f"{shown(path)}: is not valid JSON: {error}"
+    if not isinstance(found, dict):
+        return {}, f"{shown(path)}: is not a JSON object"
+    return found, None
+
+
+def _not_a_file(path: Path) -> str | None:
+    """Return the problem with an existing path that is not a file.
+
+    A pipe would be read for ever; an aborted download leaves a broken link in Hugging Face's cache.
+    """
+    if path.is_file():
+        return None
+    if path.is_symlink() and not path.exists():
+        return f"{shown(path)}: is a broken symlink; download the file again"
+    return f"{shown(path)}: is not a file"
