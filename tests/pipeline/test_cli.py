@@ -16,7 +16,7 @@ import pytest
 
 from pipeline import cli
 from pipeline.commands.run import _audit_tables
-from stages.kinds import NON_INVALIDATING_KEYS
+from stages.keys import NON_INVALIDATING_KEYS
 
 Braid = Callable[..., tuple[int, str, str]]
 
@@ -98,15 +98,23 @@ def test_a_plan_names_every_parallelism(braid: Braid, config: Path) -> None:
 
 
 def test_a_run_without_a_cold_start(braid: Braid, config: Path, runs: Path, start: Path) -> None:
-    without = [f"model.initial_weights={start}", "cold_start=null"]
-    code, out, _ = braid("plan", config, *without)
+    cold = (
+        "  cold_start:\n    kind: sft\n    optimizer: {learning_rate: 1e-3}\n    loop: {steps: 2}\n"
+    )
+    text = config.read_text()
+    assert cold in text
+    imported = config.with_name("imported.yaml")
+    text = text.replace(cold, "  initial: {kind: import}\n")
+    imported.write_text(text.replace("from: cold_start", "from: initial"))
+    without = [imported, f"model.initial_weights={start}"]
+    code, out, _ = braid("plan", *without)
     first, expert = (line.split() for line in out.splitlines()[2:4])
     assert (code, first[:4]) == (0, ["initial", "import", "model.initial_weights", "pending"])
     assert expert[:6] == ["experts.sums", "grpo", "initial", "2", "yes", "pending"]
-    _, out, _ = braid("plan", config, "--memory", *without)
+    _, out, _ = braid("plan", "--memory", *without)
     [memory] = [line for line in out.splitlines() if line.startswith("initial ")]
     assert len(memory.split()) == 5  # name, parameters, total, and no optimizer
-    code, out, err = braid("run", config, *without)
+    code, out, err = braid("run", *without)
     assert (code, err) == (0, "")
     assert "[1/6] initial  done in" in out
     results = json.loads((runs / "small" / "results.json").read_text())
@@ -155,11 +163,8 @@ def test_what_changes_no_result_may_change_in_a_run(braid: Braid, config: Path, 
     before = settings.read_text()
     code, _, err = braid("run", config, *neutral, "seed=1")
     assert code == 1
-    assert (
-        "only these settings may change:\n  logging\n  launch\n  layout\n  rounds\n  rewards: "
-        in err
-    )
-    assert "\n  every expert, mixed: guards\n" in err
+    assert "only these settings may change:\n  logging\n  launch\n  layout\n  rewards: " in err
+    assert "\n  every domain and stage: guards\n" in err
     assert settings.read_text() == before
 
     code, out, err = braid("run", config, *neutral)

@@ -99,7 +99,7 @@ def test_schema_errors_are_reported_together_and_hide_broken_rules(
         "it must be less than engine.max_model_tokens = 20",
         "small.yaml:18: domains.words.sampling.max_response_tokens: 24 leaves no room for a "
         "prompt; it must be less than engine.max_model_tokens = 20",
-        "small.yaml:29: stages.merge.sampling.max_response_tokens: 24 leaves no room for a prompt; "
+        "small.yaml:28: stages.merge.sampling.max_response_tokens: 24 leaves no room for a prompt; "
         "it must be less than engine.max_model_tokens = 20",
     ]
 
@@ -173,7 +173,7 @@ def test_an_override_of_a_former_key_says_its_new_form(config: Path, former: str
 def test_what_the_messages_of_former_keys_advise_is_valid(
     config: Path, template: str, start: Path
 ) -> None:
-    domains, _, stages = config.read_text().partition("stages:\n")
+    domains, _, _ = config.read_text().partition("stages:\n")
     optimizer = "{optimizer: {learning_rate: 1e-3}, loop: {steps: 2}}"
     cold = f"  cold_start: {optimizer}\n" if template == "experts-merge" else ""
     path = REPOSITORY / "configs" / "pipelines" / f"{template}.yaml"
