@@ -128,7 +128,7 @@ def test_a_run_from_its_start_to_its_table(braid: Braid, config: Path, runs: Pat
     assert (code, err) == (0, "")
     assert "[2/6] experts.sums  done in" in out
     assert "◆ 50.0 ± 5.0" in out
-    assert out.endswith(f"merged model: {runs}/small/stages/export/huggingface\n")
+    assert out.endswith(f"model of merge: {runs}/small/stages/export/huggingface\n")
     assert set(json.loads((runs / "small" / "results.json").read_text())) == {"models", "minutes"}
 
     ledger = (runs / "small" / "ledger.jsonl").read_text()
@@ -256,7 +256,7 @@ def test_a_run_that_cannot_be_read_hides_no_other(braid: Braid, config: Path, ru
     (runs / "old" / "run.yaml").write_text("nam: old\n")
     code, out, err = braid("status")
     assert (code, err) == (0, "")
-    assert out.startswith("old: 6 configuration errors:")
+    assert out.startswith("old: 5 configuration errors:")
     assert 'run.yaml:1: nam: unknown key; did you mean "name"?\n' in out
     assert out.endswith("\nsmall: 2 done, 1 failed, 3 pending\n")
 
