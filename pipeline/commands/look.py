@@ -265,7 +265,10 @@ def _show_run(arguments: Namespace, run: Run) -> None:
         say(unasked)
     if report.evaluated(run, states):
         if (models := read_models(run.results)) is None:
-            say(f"\n{shown(run.results)} is damaged; rerun the evaluation")
+            again = " ".join(
+                f"--from {each.name}" for each in run.stages if each.kind == "evaluate"
+            )
+            say(f"\n{shown(run.results)} is damaged; rerun the evaluation with {again}")
         else:
             print("", report.results_table(models, own=run.own_domains), sep="\n")
     if not run.is_running() and report.can_continue(run.stages, states):

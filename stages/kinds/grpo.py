@@ -108,6 +108,13 @@ class GrpoSettings(StageSettings):
         """Return the objective of every domain."""
         return {name: self.objective or run.domains[name].objective for name in domains}
 
+    def trained_by(
+        self, run: RunBlocks, domains: Sequence[str]
+    ) -> tuple[OptimizerSettings, LoopSettings] | None:
+        if len(domains) > 1 and (self.optimizer is None or self.loop is None):
+            return None  # `violations` requires both
+        return super().trained_by(run, domains)
+
     def read(self, run: RunBlocks, domains: Sequence[str]) -> dict[str, Any]:
         policy = self.policy(run, domains).model_dump(mode="json", include=set(TRAINING))
         own = self.objectives(run, domains)
@@ -137,15 +144,25 @@ class GrpoSettings(StageSettings):
                 )
         rewards = {reward for name in domains for reward in run.domains[name].rewards}
         policy = self.policy(run, domains)
-        yield from policy_rules(self.keys(key, domains), policy, rewards, run)
+        for name, objective in self.objectives(run, domains).items():
+            own = policy.model_copy(update={"objective": objective})
+            yield from policy_rules(self.keys(key, domains, name), own, rewards, run)
 
-    def keys(self, key: str, domains: Sequence[str]) -> At:
-        """Return where each key of the policy is stated: in this block, or in its only domain."""
+    def keys(self, key: str, domains: Sequence[str], of: str | None = None) -> At:
+        """Return where each key of the policy is stated: in this block, or in its only domain.
+
+        With several domains an objective that is not stated in this block is that of the domain
+        `of`.
+        """
         [first, *others] = domains
 
         def at(name: str) -> str:
-            stated = getattr(self, name.partition(".")[0]) is not None
-            return f"{key}.{name}" if stated or others else f"domains.{first}.{name}"
+            block = name.partition(".")[0]
+            if getattr(self, block) is None and not others:
+                return f"domains.{first}.{name}"
+            if getattr(self, block) is None and block == "objective" and of is not None:
+                return f"domains.{of}.{name}"
+            return f"{key}.{name}"
 
         return at
 

@@ -60,7 +60,7 @@ class RunPlan:
     @property
     def stages(self) -> list[str]:
         *before, merge = self.training
-        return [*before, "gates.chain_sum", merge, "evaluate", "export"]
+        return [*before, "gates.experts.chain_sum", merge, "evaluate", "export"]
 
 
 # The merge has saved nothing by then, and repeats its first step.
@@ -136,7 +136,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory, plan: RunPlan, peaceful: Sm
     ]
     order = plan.stages
     moments.sort(key=lambda moment: (order.index(moment.stage), moment.step, moment.seconds))
-    begin = ["run", *plan.arguments, "merge.loop.checkpoint_every=2"]
+    begin = ["run", *plan.arguments, "stages.merge.loop.checkpoint_every=2"]
     run = KilledRun(directory, plan.name, begin, ["resume", plan.name])
     try:
         struck = [run.kill(moment, order) for moment in moments]
@@ -257,7 +257,7 @@ def test_each_domain_has_its_own_kl(peaceful: SmokeRun) -> None:
 
 
 def test_a_gate_measures_an_expert_and_its_parent_on_its_own_domain(peaceful: SmokeRun) -> None:
-    folder = peaceful.path / "stages" / "gates.chain_sum"
+    folder = peaceful.path / "stages" / "gates.experts.chain_sum"
     models = json.loads((folder / "results.json").read_text())["models"]
     assert [(name, list(scores)) for name, scores in models.items()] == [
         ("experts.chain_sum", ["chain_sum"]),
@@ -269,7 +269,7 @@ def test_a_gate_measures_an_expert_and_its_parent_on_its_own_domain(peaceful: Sm
     assert verdict["outcome"] in ("passed", "warned")
     assert gain.startswith("experts.chain_sum gains ")
     assert all("mismatch_max reaches" in bound and "above" not in bound for bound in bounds)
-    said = f"gates.chain_sum  {verdict['outcome']}: experts.chain_sum gains "
+    said = f"gates.experts.chain_sum  {verdict['outcome']}: experts.chain_sum gains "
     assert said in peaceful.output
 
 

@@ -269,8 +269,8 @@ def _file(random: Random, config: Config) -> str:
         return config.entry
     if folder:
         return random.choice([config.entry, config.entry, "domains/_base.yaml"])
-    read = ["quickstart.yaml", "models/tiny-moe.yaml", "domains/_base.yaml"]
-    return random.choice([config.entry, *read, "domains/chain_sum.yaml"])
+    read = ["quickstart.yaml", "models/tiny-moe.yaml", "pipelines/experts-merge.yaml"]
+    return random.choice([config.entry, *read, "domains/_base.yaml", "domains/chain_sum.yaml"])
 
 
 def _spot(random: Random, root: type[BaseModel]) -> tuple[list[str], Any, list[Any]]:
@@ -285,7 +285,7 @@ def _spot(random: Random, root: type[BaseModel]) -> tuple[list[str], Any, list[A
             path.append(found.alias or name)
             annotation, bounds = found.annotation, found.metadata
         elif get_origin(annotation) is dict:
-            names = ["chain_sum", "exact", "evaluate", random.choice(NAMES), "x"]
+            names = ["chain_sum", "exact", "experts", "merge", random.choice(NAMES), "x"]
             path.append(random.choice(names))
             annotation, bounds = get_args(annotation)[1], []
         else:
@@ -304,7 +304,9 @@ def plausible(random: Random, annotation: Any, bounds: list[Any]) -> Any:
     if origin is Literal:
         return random.choice(arguments)
     if origin is dict:
-        names = random.sample(["chain_sum", "exact", "x", "evaluate"], random.choice([0, 1, 2]))
+        names = random.sample(
+            ["chain_sum", "exact", "x", "experts", "merge"], random.choice([0, 1, 2])
+        )
         return {name: plausible(random, arguments[1], []) for name in names}
     if origin in (list, tuple):
         several = [each for each in arguments if each is not ...]

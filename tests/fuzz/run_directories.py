@@ -32,11 +32,11 @@ FAKES = {"cold_start": {"0": "end_early"}}
 ENDINGS: dict[str, dict[str, dict[str, str]]] = {  # by run: the action of each stage's rank
     "done": FAKES,
     "failed": {**FAKES, "experts.spell_backward": {"0": "save_then_break"}},
-    "stopped": {**FAKES, "gates.chain_sum": {"0": "fall_short"}},
+    "stopped": {**FAKES, "gates.experts.chain_sum": {"0": "fall_short"}},
 }
 STAGES = [
-    *("cold_start", "experts.chain_sum", "experts.spell_backward", "gates.chain_sum", "merge"),
-    *("evaluate", "export"),
+    *("cold_start", "experts.chain_sum", "experts.spell_backward"),
+    *("gates.experts.chain_sum", "merge", "evaluate", "export"),
 ]
 TEXTS = ["", "x", "[/x]", "[red]", ":skull:", "\x1b[2J", "\x9b2J", "a\nb", "\u202ea", "\ud800"]
 NUMBERS = [0, -1, 1, 2, 0.5, 1e308, -1e308, 10**18, 2**64, 10**400, float("inf"), float("nan")]
@@ -121,7 +121,7 @@ def _make_runs(folder: Path) -> None:
     for runs, name, actions in [*wanted, (folder, "whole", FAKES)]:
         commands.PROGRAMS = fake_programs(actions)
         # The gate fails a run only where its on_failure is stop.
-        stop = "domains.chain_sum.gate.on_failure=stop"
+        stop = "stages.experts.gate.on_failure=stop"
         arguments = ["run", "--runs-dir", str(runs), "--name", name, str(config), stop]
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             codes = [cli.main(arguments) for _ in range(2)]  # a failed stage has two attempts

@@ -99,10 +99,10 @@ MUTANTS = [
         "tests/audit",
     ),
     Mutant(
-        "kl.reference cold_start is the parent",
+        "kl.reference of another stage is the parent",
         "stages/objectives/models.py",
-        'if settings.reference == "cold_start":',
-        'if settings.reference == "cold start":',
+        'elif settings.reference != "parent":',
+        'elif settings.reference == "another":',
         "tests/stages/test_expert.py tests/audit",
     ),
     Mutant(
@@ -255,8 +255,8 @@ MUTANTS = [
     Mutant(
         "the cold start has no load balance",
         "stages/sft.py",
-        "            cold_start.routing,\n",
-        "            type(cold_start.routing)(load_balance=0.0),\n",
+        "            own.routing,\n",
+        "            type(own.routing)(load_balance=0.0),\n",
         "tests/audit",
     ),
     Mutant(

@@ -56,7 +56,7 @@ def within(seconds: float) -> Iterator[None]:
         ("engine.tensor", 9 * 10**18),
         ("engine.max_model_tokens", 9 * 10**18),
         ("domains.sums.rollout.oversampling", 9 * 10**18),
-        ("domains.sums.gate.window", 9 * 10**18),
+        ("stages.experts.gate.window", 9 * 10**18),
         ("rewards.memory_mebibytes", 9 * 10**18),
     ],
 )

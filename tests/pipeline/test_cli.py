@@ -16,7 +16,7 @@ import pytest
 
 from pipeline import cli
 from pipeline.commands.run import _audit_tables
-from stages.kinds import NON_INVALIDATING_KEYS
+from stages.keys import NON_INVALIDATING_KEYS
 
 Braid = Callable[..., tuple[int, str, str]]
 
@@ -98,15 +98,23 @@ def test_a_plan_names_every_parallelism(braid: Braid, config: Path) -> None:
 
 
 def test_a_run_without_a_cold_start(braid: Braid, config: Path, runs: Path, start: Path) -> None:
-    without = [f"model.initial_weights={start}", "cold_start=null"]
-    code, out, _ = braid("plan", config, *without)
+    cold = (
+        "  cold_start:\n    kind: sft\n    optimizer: {learning_rate: 1e-3}\n    loop: {steps: 2}\n"
+    )
+    text = config.read_text()
+    assert cold in text
+    imported = config.with_name("imported.yaml")
+    text = text.replace(cold, "  initial: {kind: import}\n")
+    imported.write_text(text.replace("from: cold_start", "from: initial"))
+    without = [imported, f"model.initial_weights={start}"]
+    code, out, _ = braid("plan", *without)
     first, expert = (line.split() for line in out.splitlines()[2:4])
     assert (code, first[:4]) == (0, ["initial", "import", "model.initial_weights", "pending"])
     assert expert[:6] == ["experts.sums", "grpo", "initial", "2", "yes", "pending"]
-    _, out, _ = braid("plan", config, "--memory", *without)
+    _, out, _ = braid("plan", "--memory", *without)
     [memory] = [line for line in out.splitlines() if line.startswith("initial ")]
     assert len(memory.split()) == 5  # name, parameters, total, and no optimizer
-    code, out, err = braid("run", config, *without)
+    code, out, err = braid("run", *without)
     assert (code, err) == (0, "")
     assert "[1/6] initial  done in" in out
     results = json.loads((runs / "small" / "results.json").read_text())
@@ -120,7 +128,7 @@ def test_a_run_from_its_start_to_its_table(braid: Braid, config: Path, runs: Pat
     assert (code, err) == (0, "")
     assert "[2/6] experts.sums  done in" in out
     assert "◆ 50.0 ± 5.0" in out
-    assert out.endswith(f"merged model: {runs}/small/stages/export/huggingface\n")
+    assert out.endswith(f"model of merge: {runs}/small/stages/export/huggingface\n")
     assert set(json.loads((runs / "small" / "results.json").read_text())) == {"models", "minutes"}
 
     ledger = (runs / "small" / "ledger.jsonl").read_text()
@@ -155,11 +163,8 @@ def test_what_changes_no_result_may_change_in_a_run(braid: Braid, config: Path, 
     before = settings.read_text()
     code, _, err = braid("run", config, *neutral, "seed=1")
     assert code == 1
-    assert (
-        "only these settings may change:\n  logging\n  launch\n  layout\n  rounds\n  rewards: "
-        in err
-    )
-    assert "\n  every expert, mixed: guards\n" in err
+    assert "only these settings may change:\n  logging\n  launch\n  layout\n  rewards: " in err
+    assert "\n  every domain and stage: guards\n" in err
     assert settings.read_text() == before
 
     code, out, err = braid("run", config, *neutral)
@@ -251,7 +256,7 @@ def test_a_run_that_cannot_be_read_hides_no_other(braid: Braid, config: Path, ru
     (runs / "old" / "run.yaml").write_text("nam: old\n")
     code, out, err = braid("status")
     assert (code, err) == (0, "")
-    assert out.startswith("old: 6 configuration errors:")
+    assert out.startswith("old: 5 configuration errors:")
     assert 'run.yaml:1: nam: unknown key; did you mean "name"?\n' in out
     assert out.endswith("\nsmall: 2 done, 1 failed, 3 pending\n")
 

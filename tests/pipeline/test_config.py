@@ -82,11 +82,12 @@ def test_schema_errors_are_reported_together_and_hide_broken_rules(
 ) -> None:
     edited(config, "name: small", "nam: small")
     edited(config, "expert: 2", "expert: 3")
-    edited(config, "steps: 2", "steps: two")
+    cold_start = "kind: sft\n    optimizer: {learning_rate: 1e-3}\n    loop: {steps: "
+    edited(config, f"{cold_start}2", f"{cold_start}two")
     assert errors(config, "engine.max_model_tokens=20") == [
         "small.yaml:1: name: required key is missing",
         'small.yaml:1: nam: unknown key; did you mean "name"?',
-        'small.yaml:15: cold_start.loop.steps: should be a valid integer, not "two"',
+        'small.yaml:26: stages.cold_start.loop.steps: should be a valid integer, not "two"',
     ]
     edited(config, "nam: small", "name: small")
     edited(config, "steps: two", "steps: 2")
@@ -94,12 +95,12 @@ def test_schema_errors_are_reported_together_and_hide_broken_rules(
         "small.yaml:12: layout.expert: 3 does not divide model.experts = 8; use one of "
         "[1, 2, 4, 8]",
         "small.yaml:12: layout.expert: expert 3 does not divide layout.ranks = 2",
-        "small.yaml:17: domains.sums.sampling.max_response_tokens: 24 leaves no room for a prompt; "
+        "small.yaml:14: domains.sums.sampling.max_response_tokens: 24 leaves no room for a prompt; "
         "it must be less than engine.max_model_tokens = 20",
-        "small.yaml:21: domains.words.sampling.max_response_tokens: 24 leaves no room for a "
+        "small.yaml:18: domains.words.sampling.max_response_tokens: 24 leaves no room for a "
         "prompt; it must be less than engine.max_model_tokens = 20",
-        "small.yaml:25: merge.sampling.max_response_tokens: 24 leaves no room for a prompt; it "
-        "must be less than engine.max_model_tokens = 20",
+        "small.yaml:28: stages.merge.sampling.max_response_tokens: 24 leaves no room for a prompt; "
+        "it must be less than engine.max_model_tokens = 20",
     ]
 
 
@@ -108,12 +109,12 @@ def test_a_renamed_key_is_reported_at_its_line(config: Path) -> None:
         config, "prompts: {dataset: chain_sum}", "prompts: {dataset: chain_sum}\n    reward: a:b"
     )
     [error] = errors(config)
-    assert error.startswith("small.yaml:19: domains.sums.reward: renamed to rewards: {NAME: ")
+    assert error.startswith("small.yaml:16: domains.sums.reward: renamed to rewards: {NAME: ")
 
 
 def test_the_former_key_of_domains_names_the_new_one(config: Path) -> None:
     config = edited(config, "\ndomains:\n", "\nexperts:\n")
-    assert errors(config) == ["small.yaml:16: experts: renamed to domains"]
+    assert errors(config) == ["small.yaml:13: experts: renamed to domains"]
     config = edited(config, "\nexperts:\n", "\ndomains:\n")
     old = ("experts.sums.loop.steps=3", "experts.words.loop.steps=3", "experts={}")
     for override in old:
@@ -122,6 +123,64 @@ def test_the_former_key_of_domains_names_the_new_one(config: Path) -> None:
     child = config.with_name("child.yaml")
     child.write_text("extends: small.yaml\nexperts: {sums: {loop: {steps: 3}}}\n")
     assert errors(child) == ["child.yaml:2: experts: renamed to domains"]
+
+
+# What a file says of its stages in place of `stages`, before these were blocks.
+FORMER = """\
+cold_start:
+  optimizer: {learning_rate: 1e-3}
+  loop: {steps: 2}
+merge:
+  optimizer: {learning_rate: 1e-3}
+  loop: {steps: 2}
+mixed:
+  optimizer: {learning_rate: 1e-3}
+  loop: {steps: 2}
+rounds: 2
+"""
+
+
+def test_a_file_of_the_former_keys_says_the_new_form_of_each(config: Path) -> None:
+    domains, _, _ = config.read_text().partition("stages:\n")
+    config.write_text(f"{domains}{FORMER}")
+    edited(config, "loop: {steps: 2}\n", "loop: {steps: 2}\n    from: cold_start\n    gate: {}\n")
+    template = "extends: pipelines/experts-merge.yaml has it"
+    assert errors(config) == [
+        "small.yaml:1: stages: required key is missing",
+        "small.yaml:18: domains.sums.from: renamed to stages.NAME.from, the stage that a stage "
+        "starts from",
+        "small.yaml:19: domains.sums.gate: renamed to stages.NAME.gate, of the stage that it "
+        "gates: gate: {domains: [DOMAIN]}",
+        f"small.yaml:24: cold_start: renamed to stages.cold_start, with kind: sft; {template}. "
+        "Without one, extend pipelines/experts-merge-from-weights.yaml",
+        f"small.yaml:27: merge: renamed to stages.merge, with kind: distill; {template}. Without "
+        "one: stages: {merge: null, export: null}",
+        "small.yaml:30: mixed: renamed to stages.mixed, with kind: grpo, from: cold_start and its "
+        "own optimizer and loop",
+        "small.yaml:33: rounds: renamed to blocks of stages for each round, as in "
+        "configs/pipelines/two-rounds.yaml",
+    ]
+
+
+@pytest.mark.parametrize("former", ["cold_start=null", "cold_start.loop.steps=3", "merge=null"])
+def test_an_override_of_a_former_key_says_its_new_form(config: Path, former: str) -> None:
+    [error] = errors(config, former)
+    name = former.partition("=")[0].partition(".")[0]
+    assert error.startswith(f"command line: {name}: renamed to stages.{name}, with kind: ")
+
+
+@pytest.mark.parametrize("template", ["experts-merge", "experts-merge-from-weights"])
+def test_what_the_messages_of_former_keys_advise_is_valid(
+    config: Path, template: str, start: Path
+) -> None:
+    domains, _, _ = config.read_text().partition("stages:\n")
+    optimizer = "{optimizer: {learning_rate: 1e-3}, loop: {steps: 2}}"
+    cold = f"  cold_start: {optimizer}\n" if template == "experts-merge" else ""
+    path = REPOSITORY / "configs" / "pipelines" / f"{template}.yaml"
+    config.write_text(f"extends: {path}\n{domains}stages:\n{cold}  merge: {optimizer}\n")
+    given = [] if cold else [f"model.initial_weights={start}"]
+    load(config, given, to_start=False)
+    load(config, [*given, "stages={merge: null, export: null}"], to_start=False)
 
 
 @pytest.mark.parametrize(
@@ -164,14 +223,14 @@ def test_a_mistyped_key_of_a_ratio_is_reported_at_its_line(config: Path) -> None
     old = "prompts: {dataset: chain_sum}"
     edited(config, old, f"{old}\n    objective: {{ratio: {{name: token, clip_hi: 1}}}}")
     message = 'ratio.clip_hi: unknown key; did you mean "clip_high"?'
-    assert errors(config) == [f"small.yaml:19: domains.sums.objective.{message}"]
+    assert errors(config) == [f"small.yaml:16: domains.sums.objective.{message}"]
 
 
 def test_overrides_apply_to_the_file_in_order(config: Path) -> None:
     overrides = [
         "domains.sums.objective.kl.coefficient=1e-3",
         "domains.sums.prompts.config.max_terms=4",
-        "cold_start.optimizer.betas=[0.8, 0.9]",
+        "stages.cold_start.optimizer.betas=[0.8, 0.9]",
         "layout={expert: 1}",
         "seed=1",
         "seed=2",
@@ -179,7 +238,7 @@ def test_overrides_apply_to_the_file_in_order(config: Path) -> None:
     settings = load(config, overrides)
     assert settings.domains["sums"].objective.kl.coefficient == 1e-3
     assert settings.domains["sums"].prompts.config == {"max_terms": 4}
-    assert settings.cold_start.optimizer.betas == (0.8, 0.9)
+    assert settings.stages["cold_start"].optimizer.betas == (0.8, 0.9)
     assert (settings.layout.ranks, settings.layout.expert) == (2, 1)
     assert settings.seed == 2
 
@@ -210,14 +269,14 @@ def test_a_mistyped_choice_hides_no_mistyped_key(config: Path) -> None:
         "prompts: {dataset: chain_sum}\n    objective:\n      ratio:\n        name: gpso\n"
         "        clip_hihg: 1\n        cap: 2\n    rewards: {a: {kind: mth, boxt: true}}",
     )
-    found = errors(config, "merge.loop.stepz=3")
+    found = errors(config, "stages.merge.loop.stepz=3")
     assert [error.partition(": should")[0] for error in found] == [
-        'command line: merge.loop.stepz: unknown key; did you mean "steps"?',
-        "small.yaml:21: domains.sums.objective.ratio.name",
-        "small.yaml:22: domains.sums.objective.ratio.clip_hihg: unknown key; did you mean "
+        'command line: stages.merge.loop.stepz: unknown key; did you mean "steps"?',
+        "small.yaml:18: domains.sums.objective.ratio.name",
+        "small.yaml:19: domains.sums.objective.ratio.clip_hihg: unknown key; did you mean "
         '"clip_high"?',
-        "small.yaml:24: domains.sums.rewards.a.kind",
-        'small.yaml:24: domains.sums.rewards.a.boxt: unknown key; did you mean "boxed"?',
+        "small.yaml:21: domains.sums.rewards.a.kind",
+        'small.yaml:21: domains.sums.rewards.a.boxt: unknown key; did you mean "boxed"?',
     ]
 
 
@@ -251,8 +310,8 @@ def test_missing_files_are_reported_with_the_other_errors(config: Path) -> None:
     edited(config, "prompts: {dataset: chain_sum}", "extends: none.yaml")
     edited(config, "steps: 2", "steps: two")
     assert errors(config) == [
-        'small.yaml:15: cold_start.loop.steps: should be a valid integer, not "two"',
-        "small.yaml:18: domains.sums.extends: no such file: none.yaml",
+        "small.yaml:15: domains.sums.extends: no such file: none.yaml",
+        'small.yaml:17: domains.sums.loop.steps: should be a valid integer, not "two"',
     ]
     assert errors(config.with_name("absent.yaml"), "seed=1") == [
         "absent.yaml: cannot be read: No such file or directory"

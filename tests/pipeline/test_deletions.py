@@ -58,9 +58,8 @@ def test_a_null_that_deletes_nothing_is_an_error(config: Path) -> None:
 
 
 def test_a_reference_to_a_deleted_domain_is_an_error(config: Path) -> None:
-    assert errors(config, "domains.words.from=experts.sums", "domains.sums=null") == [
-        "command line: domains.words.from: no such stage: experts.sums; did you mean "
-        '"experts.words"?'
+    assert errors(config, "stages.export.from=experts.sums", "domains.sums=null") == [
+        'command line: stages.export.from: no such stage: experts.sums; did you mean "experts"?'
     ]
 
 

@@ -306,7 +306,7 @@ def test_a_changed_setting_makes_finished_stages_stale(
     assert states(run, changed) == ["done", "stale", "done", *["stale"] * 3]
     with pytest.raises(StaleStages) as caught:
         go(run, changed)
-    assert "domains.sums.updates_per_rollout was 1 and is now 2" in str(caught.value)
+    assert "experts.sums: updates_per_rollout was 1 and is now 2" in str(caught.value)
     assert states(run, settings) == ["done"] * 6
 
 

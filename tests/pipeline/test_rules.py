@@ -18,16 +18,16 @@ from tests.pipeline.violations import edited, errors, judge, own, rewards
     [
         ("layout.expert=16", "layout.expert: 16 does not divide model.experts = 8"),
         (
-            "merge.optimizer.precision_aware=true",
-            "merge.optimizer.precision_aware: requires model.precision: bf16",
+            "stages.merge.optimizer.precision_aware=true",
+            "stages.merge.optimizer.precision_aware: requires model.precision: bf16",
         ),
         (
-            "merge.optimizer.cpu_offload=0.5\tlayout.distributed_optimizer=false",
-            "merge.optimizer.cpu_offload: requires layout.distributed_optimizer: true",
+            "stages.merge.optimizer.cpu_offload=0.5\tlayout.distributed_optimizer=false",
+            "stages.merge.optimizer.cpu_offload: requires layout.distributed_optimizer: true",
         ),
-        ("merge.optimizer.cpu_offload=1.5", "merge.optimizer.cpu_offload: should be less than or"),
-        ("layout.ranks=66", "domains: the sum of demonstrations.sequences_per_step is 64, less"),
-        ("layout.ranks=34", "merge.sampling.prompts_per_step: 32 prompts x 1 samples in 1 updates"),
+        ("stages.merge.optimizer.cpu_offload=1.5", "merge.optimizer.cpu_offload: should be less t"),
+        ("layout.ranks=66", "stages.cold_start: the sum of demonstrations.sequences_per_step is 6"),
+        ("layout.ranks=34", "stages.merge.sampling.prompts_per_step: 32 prompts x 1 samples in 1"),
         ("evaluation.problems=1", "evaluation.problems: 1 is less than the 2 data-parallel ranks"),
         ("model.max_positions=32", "engine.max_model_tokens: 64 is more than model.max_positions"),
         ("engine.tensor=3", "engine.tensor: 3 does not divide model.attention_heads = 4"),
@@ -60,8 +60,8 @@ from tests.pipeline.violations import edited, errors, judge, own, rewards
             "engine.kv_cache_mebibytes: 1 MiB cache the keys and values of 96 tokens, less than e",
         ),
         ("domains.sums.sampling.temperature=0.009", "should be greater than or equal to 0.01, not"),
-        ("merge.sampling.temperature=2.1", "merge.sampling.temperature: should be less than or eq"),
-        ("merge.sampling.top_k=81", "merge.sampling.top_k: 81 is more than model.vocabulary_size"),
+        ("stages.merge.sampling.temperature=2.1", "stages.merge.sampling.temperature: should be l"),
+        ("stages.merge.sampling.top_k=81", "stages.merge.sampling.top_k: 81 is more than model.vo"),
         ("domains.sums.loop.steps=" + "[" * 2000, "domains.sums.loop.steps: nested too deeply"),
         ("model.experts_per_token=1", "model.experts_per_token: 1 gives the router no gradient"),
         ("model.architecture={n_group: 2}", "model.architecture.n_group: unknown key of qwen3_moe"),
@@ -80,14 +80,14 @@ from tests.pipeline.violations import edited, errors, judge, own, rewards
         ("domains.sums.sampling.group_size=1", "a group of one has no advantage"),
         ("domains.sums.updates_per_rollout=3", "3 does not divide domains.sums.sampling.prompts_p"),
         (
-            "merge.rollout={mode: overlap, max_staleness: 2}",
-            "merge.rollout.max_staleness: 2 must be 1: overlap samples each step with",
+            "stages.merge.rollout={mode: overlap, max_staleness: 2}",
+            "stages.merge.rollout.max_staleness: 2 must be 1: overlap samples each step with",
         ),
-        ("merge.rollout.max_staleness=2", "2 has no effect: sync keeps no sample for a later"),
-        ("merge.rollout={oversampling: 2}", "merge.rollout.oversampling: unknown key"),
+        ("stages.merge.rollout.max_staleness=2", "2 has no effect: sync keeps no sample for a lat"),
+        ("stages.merge.rollout={oversampling: 2}", "stages.merge.rollout.oversampling: unknown ke"),
         ("domains.sums.rollout.mode=asink", "should be 'sync', 'overlap' or 'async'"),
         ("domains.words.prompts.held_out_fraction=0.5", "0.5 must be 0.25, as in domains.sums, or"),
-        (own("stages.domains.reward:exact"), "no module stages.domains.reward in"),
+        (own("stages.nowhere.reward:exact"), "no module stages.nowhere.reward in"),
         (own("stages.data.prompts:exakt"), "prompts.py defines no exakt"),
         (
             rewards("{kind: math, weight: 0}"),
@@ -107,13 +107,17 @@ from tests.pipeline.violations import edited, errors, judge, own, rewards
             "group_size: should be less than or equal to 1000000, not 1000000000",
         ),
         (
-            "merge.sampling={prompts_per_step: 2000, group_size: 1000}",
-            "merge.sampling.prompts_per_step: 2000 prompts x 1000 samples are 2000000 per step; at",
+            "stages.merge.sampling={prompts_per_step: 2000, group_size: 1000}",
+            "stages.merge.sampling.prompts_per_step: 2000 prompts x 1000 samples are 2000000 per s",
         ),
-        ("merge.loop.steps=1000000000000", "steps: should be less than or equal to 1000000, not"),
+        ("stages.merge.loop.steps=1000000000000", "steps: should be less than or equal to 100000"),
         ("rewards.workers=1000000", "rewards.workers: should be less than or equal to 1024, not"),
+        ("stages.merge.teachers=expert", 'merge.teachers: no such stage: expert; did you mean "ex'),
+        ("stages.export.from=experts", "export.from: experts stands for 2 stages: name one of e"),
+        ("stages.export.from=evaluate", "evaluate leaves results, and checkpoints are needed here"),
+        ("stages.export.after=[experts]", "export.after: experts stands for 2 stages: name one o"),
+        ("stages.experts.for_each=null", "stages.experts.optimizer: required with several domains"),
         ("engine.count=1000000", "engine.count: should be less than or equal to 10000, not"),
-        ("rounds=1000000000", "rounds: should be less than or equal to 1000, not 1000000000"),
         (
             rewards("{kind: length, at_least: 4, at_most: 3}"),
             "domains.sums.rewards.a.at_least: 4 is more than at_most = 3",
@@ -205,7 +209,7 @@ from tests.pipeline.violations import edited, errors, judge, own, rewards
             "domains.sums.reward=a:b",
             "domains.sums.reward: renamed to rewards: {NAME: {kind: python, function: package.",
         ),
-        ("merge.optimizer.warmup_steps=2", "2 must be less than the 2 updates of merge.loop.step"),
+        ("stages.merge.optimizer.warmup_steps=2", "2 must be less than the 2 updates of stages.me"),
         ("domains.sums.optimizer.warmup_steps=2", "2 must be less than the 2 updates of domains"),
     ],
 )
@@ -228,17 +232,17 @@ def test_a_deterministic_run_rejects_what_is_not_reproducible(config: Path) -> N
     found = errors(
         config,
         "deterministic=true",
-        "merge.rollout.mode=async",
+        "stages.merge.rollout.mode=async",
         "domains.sums.rollout={mode: overlap, oversampling: 1.5}",
     )
     assert [error.partition(" is not reproducible bit for bit")[0] for error in found] == [
         "command line: domains.sums.rollout.mode: overlap",
         "command line: domains.sums.rollout.oversampling: 1.5 takes the groups that finish first, "
         "which",
-        "command line: merge.rollout.mode: async",
+        "command line: stages.merge.rollout.mode: async",
     ]
     load(config, ["deterministic=true", "domains.sums.rollout.dynamic_sampling=2"])
-    load(config, ["merge.rollout={mode: async, max_staleness: 4}"])
+    load(config, ["stages.merge.rollout={mode: async, max_staleness: 4}"])
     load(config, ["domains.sums.rollout={oversampling: 1.5, max_staleness: 2}"])
 
 
@@ -317,4 +321,5 @@ def test_valid_base_urls_of_a_judge(config: Path, url: str) -> None:
 
 
 def test_the_merge_samples_one_response_per_prompt(config: Path) -> None:
-    assert load(config, ["merge.sampling.prompts_per_step=16"]).merge.sampling.group_size == 1
+    merge = load(config, ["stages.merge.sampling.prompts_per_step=16"]).stages["merge"]
+    assert merge.sampling.group_size == 1

@@ -24,9 +24,6 @@ model:
   experts_per_token: 2
   expert_hidden_size: 96
 layout: {ranks: 2, expert: 2}
-cold_start:
-  optimizer: {learning_rate: 1e-3}
-  loop: {steps: 20, checkpoint_every: 5}
 domains:
   sums:
     prompts: {dataset: chain_sum}
@@ -36,9 +33,20 @@ domains:
     prompts: {dataset: spell_backward}
     optimizer: {learning_rate: 1e-3}
     loop: {steps: 20, checkpoint_every: 5}
-merge:
-  optimizer: {learning_rate: 1e-3}
-  loop: {steps: 20, checkpoint_every: 5}
+stages:
+  cold_start:
+    kind: sft
+    optimizer: {learning_rate: 1e-3}
+    loop: {steps: 20, checkpoint_every: 5}
+  experts: {kind: grpo, from: cold_start, for_each: domain}
+  merge:
+    kind: distill
+    from: cold_start
+    teachers: experts
+    optimizer: {learning_rate: 1e-3}
+    loop: {steps: 20, checkpoint_every: 5}
+  evaluate: {kind: evaluate}
+  export: {kind: export, from: merge}
 """
 PROFILE = """\
 ranks_per_node: 1

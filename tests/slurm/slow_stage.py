@@ -73,7 +73,7 @@ def settings_of(job: dict) -> dict:
     settings = job["settings"]
     if job["kind"] == "grpo":
         return settings["domains"][job["domain"]]
-    return settings[{"sft": "cold_start", "distill": "merge"}[job["kind"]]]
+    return settings["stages"][job["block"]]
 
 
 def save(directory: Path, step: int) -> None:
