@@ -17,7 +17,7 @@ from typing import Literal
 from parallel.engine.memory import COMMUNICATOR_BYTES, CONTEXT_BYTES, EngineShare
 from parallel.memory import RankMemory
 from parallel.settings import EngineSettings, LayoutSettings
-from parallel.slots import engine_slots, gpus_needed
+from parallel.slots import engine_slots, fits_nodes, gpus_needed
 
 Phase = Literal["generate", "weight sync", "log-probabilities", "update", "optimizer step", "load"]
 Where = Literal["GPU", "trainer's GPU", "engine's GPU"]
@@ -209,7 +209,7 @@ def neighbours(layout: LayoutSettings, engine: EngineSettings, per_node: int) ->
     Engines map what is on their node, unless `engine.transport` sends all weights as messages. An
     engine that fills no node of `per_node` GPUs maps nothing: it is refused elsewhere.
     """
-    if engine.transport == "messages" or (engine.ranks > per_node and engine.ranks % per_node):
+    if engine.transport == "messages" or not fits_nodes(engine, per_node):
         return 0
     slots = [
         node * per_node + slot

@@ -356,6 +356,10 @@ def _divides_evenly(model: ModelSettings, layout: LayoutSettings) -> bool:
 
 def _uneven_stages(model: ModelSettings, layout: LayoutSettings, key: str) -> list[int]:
     """Return the sizes of the stage of `key` that fit the model, the closest to even first."""
+    if (
+        layout.pipeline > model.layers
+    ):  # a mistyped digit: no sizes, and no list of a million stages
+        return []
     even = model.layers / layout.pipeline
     sizes = sorted(range(1, model.layers), key=lambda size: abs(size - even))
     return [n for n in sizes if _divides_evenly(model, layout.model_copy(update={key: n}))]
@@ -385,13 +389,13 @@ def _pipeline_violations(model: ModelSettings, layout: LayoutSettings) -> Iterat
         key, parts, use = "pipeline", str(stages), f"{one_of(divisors(layers))}"
         if virtual > 1:
             key, parts = "virtual_pipeline", f"pipeline {stages} x virtual_pipeline {virtual}"
-            use = ""
+            use = one_of(divisors(layers // stages)) if layers % stages == 0 else ""
         if sizes := _uneven_stages(model, layout, uneven[0]):
             left = layers - sizes[0]
             leaves = f"which leaves {left} = {stages - 1} x {left // (stages - 1)}"
             use += f"{', or ' if use else 'use '}layout.first_stage_layers: {sizes[0]}, {leaves}"
         message = f"{parts} does not divide model.layers = {layers}"
-        yield f"layout.{key}", f"{message}; {use}" if use else message
+        yield f"layout.{key}", f"{message}; {use or 'change layout.pipeline'}"
 
 
 def _recompute_violations(

@@ -13,6 +13,7 @@ from parallel.engine.memory import gib
 from parallel.errors import UserError
 from parallel.phases import PhaseMemory
 from parallel.settings import divisors
+from parallel.slots import fits_nodes
 from pipeline.config.rules import violations
 from pipeline.report.gpu_memory import GpusOf, NodeGpus, stage_phases
 from pipeline.report.stage_memory import trained_by
@@ -155,9 +156,9 @@ def _engine_changes(settings: RunSettings, gpus: int) -> Iterator[Change]:
     if engine.placement == "shared":
         room = max(room, settings.layout.ranks)
     for size in divisors(model.attention_heads):
-        ranks = size * engine.data
-        if size > engine.tensor and (ranks <= gpus or ranks % gpus == 0):
-            yield {"engine.tensor": size, "engine.count": max(1, room // ranks)}
+        larger = engine.model_copy(update={"tensor": size})
+        if size > engine.tensor and fits_nodes(larger, gpus):
+            yield {"engine.tensor": size, "engine.count": max(1, room // larger.ranks)}
     if model.precision == "bf16" and engine.weights == "model":
         yield {"engine.weights": "fp8"}
 

@@ -155,6 +155,15 @@ def test_nothing_is_advised_where_nothing_fits(tmp_path: Path) -> None:
     )
 
 
+def test_no_engine_is_advised_whose_members_fill_no_node(tmp_path: Path) -> None:
+    """Of 32 heads, 16 ranks a member would be 32 ranks, four whole nodes, with members on two."""
+    profile = tmp_path / "small.yaml"
+    profile.write_text("gpus_per_node: 8\ngpu_memory_gib: 8\n")
+    lines = refused(qwen("engine={count: 1, tensor: 4, data: 2, max_model_tokens: 8192}"), profile)
+    assert len(lines) == 2
+    assert all(line.startswith(("experts.math: ", "merge: ")) for line in lines)
+
+
 def test_the_page_on_memory_has_the_table_and_the_refusal() -> None:
     """After a change: `python -m tests.pipeline.test_capacity` writes them."""
     assert page() == PAGE.read_text()
