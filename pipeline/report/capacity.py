@@ -39,7 +39,7 @@ class Overflow:
     @property
     def over(self) -> int:
         """The bytes too many."""
-        return self.phase.total - self.gpus.each
+        return _over(self.phase, self.gpus)
 
 
 def check_capacity(settings: RunSettings, stages: Iterable[Stage], gpus_of: GpusOf) -> None:
@@ -68,13 +68,20 @@ def _overflows(stage: Stage, settings: RunSettings, gpus_of: GpusOf) -> list[Ove
     return [each for each in found if each.over > 0]
 
 
+def _over(phase: PhaseMemory, gpus: NodeGpus) -> int:
+    """Return the bytes of a phase that a GPU lacks; negative if it has more."""
+    return phase.total + phase.reserve - gpus.each
+
+
 def _message(group: list[Overflow], settings: RunSettings) -> str:
     worst = max(group, key=lambda each: each.over)
     phase = worst.phase
-    parts = sorted(phase.gpu.items(), key=lambda each: -each[1])
+    kept = {"reserve": phase.reserve} if phase.reserve else {}
+    parts = sorted({**phase.gpu, **kept}.items(), key=lambda each: -each[1])
     listed = ", ".join(f"{name} {gib(count)}" for name, count in parts)
+    needed = gib(phase.total + phase.reserve)
     return (
-        f"{worst.stage.name}: {phase.phase} needs {gib(phase.total)} GiB of each {phase.where}, "
+        f"{worst.stage.name}: {phase.phase} needs {needed} GiB of each {phase.where}, "
         f"{gib(worst.over)} GiB more than its {gib(worst.gpus.each)} ({listed}); "
         f"{_advice(group, settings)}"
     )
@@ -108,7 +115,7 @@ def _excess(group: list[Overflow], settings: RunSettings, change: Change) -> flo
     stages = {each.stage.name: (each.stage, each.gpus) for each in group}
     awake = group[0].phase.phase in ENGINE_PHASES
     return sum(
-        max(0, phase.total - gpus.each)
+        max(0, _over(phase, gpus))
         for stage, gpus in stages.values()
         for phase in stage_phases(stage, changed, gpus)
         if (phase.phase in ENGINE_PHASES) == awake
@@ -174,9 +181,8 @@ def _training_changes(
     yield from wider
     least = max(LEAST_TOKENS, settings.engine.max_model_tokens)
     tokens = max((loop.micro_batch_tokens for _, loop in trained.values()), default=0)
-    for each in (tokens // 2, tokens // 4, tokens // 8):
-        if each >= least:
-            yield {f"{key}.loop.micro_batch_tokens": each for key in trained}
+    while (tokens := tokens // 2) >= least:
+        yield {f"{key}.loop.micro_batch_tokens": tokens for key in trained}
 
 
 def _block(stage: Stage) -> str:

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from parallel.engine.memory import GIB, engine_memory
 from parallel.errors import UserError
+from parallel.phases import engine_gpu_bytes
 from parallel.settings import EngineJob, ModelSettings
 from parallel.slots import MachineGpus
 from pipeline.config.validate import load, load_cluster
@@ -97,9 +99,9 @@ def test_a_layout_that_cannot_fit_is_refused_by_component() -> None:
 
 def test_an_engine_that_cannot_fit_is_refused_by_component() -> None:
     assert refused(qwen("engine.kv_cache_mebibytes=60000")) == [
-        "experts.math: generate needs 96.37 GiB of each GPU, 17.17 GiB more than its 79.20 (KV "
+        "experts.math: generate needs 97.37 GiB of each GPU, 18.17 GiB more than its 79.20 (KV "
         "cache 58.59, engine weights 28.45, trainer process 5.00, engine process 3.00, engine "
-        "workspace 1.33); set engine.kv_cache_mebibytes=null"
+        "workspace 1.33, reserve 1.00); set engine.kv_cache_mebibytes=null"
     ]
 
 
@@ -125,6 +127,7 @@ def test_deepseek_v3_does_not_fit_on_eight_gpus_but_on_256() -> None:
         # Engines on more GPUs than have ranks, and few samples for many data-parallel ranks.
         ("layout={ranks: 4, tensor: 4, expert: 4, recompute: full}", "engine.count=4", *EXACT),
         (*TOO_MUCH, "domains.math.sampling={prompts_per_step: 4, max_response_tokens: 6144}"),
+        ("domains.math.loop.micro_batch_tokens=100000000",),
     ],
 )
 def test_what_is_advised_fits(given: tuple[str, ...]) -> None:
@@ -153,6 +156,23 @@ def test_nothing_is_advised_where_nothing_fits(tmp_path: Path) -> None:
         line.endswith("; no two settings and no layout of 1,024 ranks make it fit; use larger GPUs")
         for line in lines
     )
+
+
+@pytest.mark.parametrize("placement", ["shared", "own"])
+def test_what_fits_is_what_an_engine_starts_in(placement: str) -> None:
+    """The cache's size is where the refusal of a job and that of an engine meet."""
+    total, layout = round(79.2 * GIB), qwen().layout
+    refusals = 0
+    for cache in range(40_000, 48_000, 250):
+        settings = qwen(f"engine.kv_cache_mebibytes={cache}", f"engine.placement={placement}")
+        allowed = engine_gpu_bytes(layout, settings.engine, [total] * 8)
+        try:
+            engine_memory(settings.model, settings.engine, total, total, allowed)
+            starts = True
+        except UserError:
+            starts, refusals = False, refusals + 1
+        assert starts == (refused(settings) == []), cache
+    assert 0 < refusals < 32
 
 
 def test_no_engine_is_advised_whose_members_fill_no_node(tmp_path: Path) -> None:
