@@ -176,7 +176,7 @@ def test_what_fits_is_what_an_engine_starts_in(placement: str) -> None:
 
 
 def test_no_engine_is_advised_whose_members_fill_no_node(tmp_path: Path) -> None:
-    """Of 32 heads, 16 ranks a member would be 32 ranks, four whole nodes, with members on two."""
+    """A member of 16 ranks, which divide the 32 heads, would be on two nodes."""
     profile = tmp_path / "small.yaml"
     profile.write_text("gpus_per_node: 8\ngpu_memory_gib: 8\n")
     lines = refused(qwen("engine={count: 1, tensor: 4, data: 2, max_model_tokens: 8192}"), profile)
