@@ -332,6 +332,8 @@ def test_tasks_on_gpus_choose_their_slots_behind_srun(
     assert f"/i.sif python3 -m parallel.on_gpus rank {caches} -m main\n" in record
     assert "APPTAINERENV_NCCL_IB_HCA=mlx5" in record
     assert "APPTAINERENV_MASTER_ADDR=127.0.0.1" in record
+    for name in environment_of("lo"):  # of the ranks and the engine, which meet in a refit
+        assert record.count(f"APPTAINERENV_{name}=lo\n") == len(started) == 2
 
 
 def test_a_loopback_address_is_refused_where_nodes_are_to_meet() -> None:
