@@ -158,6 +158,16 @@ def test_the_teachers_heads_are_on_the_last_stage_of_the_pipeline(last: int) -> 
     assert ("frozen model" in update.gpu) == (last > 24)
 
 
+def test_the_updates_of_a_step_are_its_domain_s() -> None:
+    """Between two of them the optimizer's state stays on the GPU beside a frozen model."""
+    for count in (1, 2):
+        settings = qwen(f"domains.math.updates_per_rollout={count}")
+        [expert] = [stage for stage in compile_graph(settings) if stage.kind == "grpo"]
+        phases = stage_phases(expert, settings, NodeGpus(8, 80 << 30))
+        gpu = next(each.gpu for each in phases if each.phase == "log-probabilities")
+        assert ("optimizer state" in gpu) == (count > 1)
+
+
 def test_full_recomputation_is_advised_without_modules() -> None:
     layout = "layout={ranks: 8, tensor: 4, expert: 8, recompute: selective, recompute_modules: "
     lines = refused(qwen(f"{layout}[layernorm]}}", "domains.math.loop.micro_batch_tokens=40000"))
