@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from parallel.model import offload
 from parallel.model.offload import WEIGHTS, DeviceShare, Residency
 
 WIDTH = 16
@@ -85,3 +86,20 @@ def test_a_model_leaves_before_the_next_one_comes(
     assert models[then].on_device == WEIGHTS
     assert models[first].on_device == frozenset()
     assert peak.bytes == BYTES
+
+
+def test_room_for_a_model_is_awaited_once_the_others_have_left(
+    models: list[Residency], peak: Peak, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And before it comes: an engine may still be leaving the device."""
+    asked: list[tuple[int, float, int]] = []
+
+    def wait(needed: int, seconds: float) -> None:
+        if needed:
+            asked.append((needed, seconds, peak.now()))
+
+    monkeypatch.setattr(offload, "_wait_for_room", wait)
+    turns = models[0].share
+    for model in models:
+        turns.hold(model, WEIGHTS)
+    assert asked == [(BYTES, turns.room_seconds, 0)] * len(models)
