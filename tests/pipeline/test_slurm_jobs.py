@@ -96,9 +96,9 @@ def test_an_engine_larger_than_a_node_takes_whole_nodes(
     assert job.nodes_per_engine == 2
     written = write_engine_job(run.engine(0), settings, 0, job)
     assert json.loads(written.read_text())["nodes"] == 2
-    engine = job.start_engine("engine 1", 1, ["python"], tmp_path / "engine.log")
-    wait_for_all([engine], seconds=60)
-    engine.reap()
+    step = job.start_engine("engine 1", 1, ["python"], tmp_path / "engine.log")
+    wait_for_all([step], seconds=60)
+    step.reap()
     # One task a node, which end together: vLLM cannot replace one of them.
     expected = "--nodelist=n5,n6 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=8 "
     assert expected in (started := recorded_srun.read_text())
