@@ -13,27 +13,27 @@ from parallel.cpu.gloo import separate_group
 from parallel.engine.lockstep import Agreement, Call, Lockstep, OutOfStep
 
 TIMEOUT = timedelta(seconds=60)
-Told = tuple[bool, Call]  # whether a member has work, and the call that it waits with
+Sent = tuple[bool, Call]  # whether a member has work, and the call that it waits with
 
 
-def agreed(told: Sequence[Told]) -> list[Agreement | type[OutOfStep]]:
-    """Return what each member learns, or that it ends, by what all of them tell."""
+def agreed(sent: Sequence[Sent]) -> list[Agreement | type[OutOfStep]]:
+    """Return what each member learns, or that it ends, by what all of them send."""
     store = dist.HashStore()
 
     def member(rank: int) -> Agreement | type[OutOfStep]:
-        lockstep = Lockstep(separate_group(store, rank, len(told), TIMEOUT))
+        lockstep = Lockstep(separate_group(store, rank, len(sent), TIMEOUT))
         try:
-            return lockstep.agree(*told[rank])
+            return lockstep.agree(*sent[rank])
         except OutOfStep as error:
-            assert str(error).endswith(f" do not all wait to {told[rank][1].name.lower()}")
+            assert str(error).endswith(f" do not all wait to {sent[rank][1].name.lower()}")
             return OutOfStep
 
-    with ThreadPoolExecutor(len(told)) as pool:
-        return list(pool.map(member, range(len(told))))
+    with ThreadPoolExecutor(len(sent)) as pool:
+        return list(pool.map(member, range(len(sent))))
 
 
 @pytest.mark.parametrize(
-    ("told", "learned"),
+    ("sent", "learned"),
     [
         # One member with a request has all of them take a step, but for none that waits alone.
         ([(False, Call.NONE)] * 3, Agreement(working=False, waiting=False)),
@@ -44,9 +44,9 @@ def agreed(told: Sequence[Told]) -> list[Agreement | type[OutOfStep]]:
     ],
 )
 def test_members_learn_whether_any_works_and_whether_all_wait(
-    told: list[Told], learned: Agreement
+    sent: list[Sent], learned: Agreement
 ) -> None:
-    assert agreed(told) == [learned] * 3
+    assert agreed(sent) == [learned] * 3
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,7 @@ def test_every_domain_is_compared_with_the_gpus(large: str) -> None:
 
 @pytest.mark.parametrize("last", [10, 38])
 def test_the_teachers_heads_are_on_the_last_stage_of_the_pipeline(last: int) -> None:
-    """Of two stages the one with more layers needs most, and is shown."""
+    """The stage with more layers needs most, and is shown."""
     layout = f"layout={{ranks: 8, tensor: 2, pipeline: 2, last_stage_layers: {last}, expert: 4}}"
     settings = qwen(layout)
     [merge] = [stage for stage in compile_graph(settings) if stage.kind == "distill"]
