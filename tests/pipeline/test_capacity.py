@@ -17,7 +17,7 @@ from pipeline.config.validate import load, load_cluster
 from pipeline.launch.launcher import write_engine_job
 from pipeline.launch.placement import ThisMachine
 from pipeline.report.capacity import check_capacity
-from pipeline.report.gpu_memory import NodeGpus, gpus_here, gpus_of
+from pipeline.report.gpu_memory import NodeGpus, gpus_here, gpus_of, stage_phases
 from pipeline.report.memory import memory_report
 from pipeline.run.graph import compile_graph
 from stages.directory import EngineDirectory
@@ -133,6 +133,42 @@ def test_deepseek_v3_does_not_fit_on_eight_gpus_but_on_256() -> None:
 def test_what_is_advised_fits(given: tuple[str, ...]) -> None:
     lines = refused(qwen(*given))
     assert lines and refused(qwen(*given, *advised(lines))) == []
+
+
+@pytest.mark.parametrize("large", ["math", "code"])
+def test_every_domain_is_compared_with_the_gpus(large: str) -> None:
+    """Experts differ in their loops and optimizers, whichever is trained first."""
+    settings = qwen()
+    [small] = settings.domains.values()
+    loop = small.loop.model_copy(update={"micro_batch_tokens": 400_000})
+    domains = dict.fromkeys(("math", "code"), small)
+    domains[large] = small.model_copy(update={"loop": loop})
+    [line] = refused(settings.model_copy(update={"domains": domains}))
+    assert line.startswith(f"experts.{large}: update needs ")
+
+
+@pytest.mark.parametrize("last", [10, 38])
+def test_the_teachers_heads_are_on_the_last_stage_of_the_pipeline(last: int) -> None:
+    """The stage with more layers needs most, and is shown."""
+    layout = f"layout={{ranks: 8, tensor: 2, pipeline: 2, last_stage_layers: {last}, expert: 4}}"
+    settings = qwen(layout)
+    [merge] = [stage for stage in compile_graph(settings) if stage.kind == "distill"]
+    update = next(
+        each
+        for each in stage_phases(merge, settings, NodeGpus(8, 80 << 30))
+        if each.phase == "update"
+    )
+    assert ("frozen model" in update.gpu) == (last > 24)
+
+
+def test_the_updates_of_a_step_are_its_domain_s() -> None:
+    """Between two of them the optimizer's state stays on the GPU beside a frozen model."""
+    for count in (1, 2):
+        settings = qwen(f"domains.math.updates_per_rollout={count}")
+        [expert] = [stage for stage in compile_graph(settings) if stage.kind == "grpo"]
+        phases = stage_phases(expert, settings, NodeGpus(8, 80 << 30))
+        gpu = next(each.gpu for each in phases if each.phase == "log-probabilities")
+        assert ("optimizer state" in gpu) == (count > 1)
 
 
 def test_full_recomputation_is_advised_without_modules() -> None:
