@@ -32,8 +32,8 @@ from pipeline.launch.runner import machine_shares
 from pipeline.report import explain
 from pipeline.report import status as report
 from pipeline.report.capacity import check_capacity
-from pipeline.report.gpu_memory import unchecked
 from pipeline.report.doctor import probe, section_table, sections
+from pipeline.report.gpu_memory import unchecked
 from pipeline.report.memory import memory_report
 from pipeline.report.stage_memory import stage_memory
 from pipeline.run.directory import RunDirectory

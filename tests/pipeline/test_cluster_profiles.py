@@ -247,12 +247,14 @@ def test_the_example_s_memory_is_not_checked(braid: Braid, config: Path) -> None
 def test_mebibytes_of_a_gpu_are_refused(tmp_path: Path) -> None:
     profile = tmp_path / "cluster.yaml"
     profile.write_text("gpus_per_node: 8\ngpu_memory_gib: 81559\n")
-    with pytest.raises(ConfigError, match="GiB, 79.6 for nvidia-smi's 81559 MiB, not 81559"):
+    with pytest.raises(ConfigError, match=r"GiB, 79\.6 for nvidia-smi's 81559 MiB, not 81559"):
         load_cluster(profile)
 
 
 def test_an_interface_without_a_name_is_refused(tmp_path: Path) -> None:
     profile = tmp_path / "cluster.yaml"
     profile.write_text('network_interface: ""\n')
-    with pytest.raises(ConfigError, match="yaml:1: network_interface: must be a name, such as ib0"):
+    with pytest.raises(
+        ConfigError, match=r"yaml:1: network_interface: must be a name, such as ib0"
+    ):
         load_cluster(profile)

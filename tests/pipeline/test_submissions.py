@@ -281,7 +281,8 @@ def test_a_refusal_of_sbatch_names_the_keys_it_is_about(
     said: str, braid: Braid, config: Path, profile: Path, slurm: Path
 ) -> None:
     profile.write_text(
-        "partition: gpuu\nwalltime: '9-0'\nkinds: {sft: {qos: fast, gpus_per_node: 9, gpu_memory_gib: 80}}\n"
+        "partition: gpuu\nwalltime: '9-0'\n"
+        "kinds: {sft: {qos: fast, gpus_per_node: 9, gpu_memory_gib: 80}}\n"
     )
     (slurm / "refuses").write_text(f"{said}\n")
     code, _, err = braid("submit", config, "--cluster", profile)
