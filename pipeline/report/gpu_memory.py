@@ -122,7 +122,7 @@ def _host_table(stage: Stage, settings: RunSettings, gpus: NodeGpus) -> Iterator
     rows = [_row(name, [each, ranks * each]) for name, each in kept.items()]
     total = sum(kept.values())
     rows.append(_row("total", [total, ranks * total], "bold"))
-    headings = ("component", "a rank", f"{ranks} ranks of a node")
+    headings = ("component", "a rank", f"{ranks} rank{'s' if ranks > 1 else ''} of a node")
     yield table(f"{stage.name}: GiB on the host", headings, rows, right=range(1, 3))
     yield ""
 

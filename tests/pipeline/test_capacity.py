@@ -237,6 +237,14 @@ def page() -> str:
     return "```\n".join(parts)
 
 
+def test_a_node_of_one_rank_has_one_rank(tmp_path: Path) -> None:
+    profile = tmp_path / "one.yaml"
+    profile.write_text("ranks_per_node: 1\ngpus_per_node: 1\ngpu_memory_gib: 79.2\n")
+    settings = qwen("engine={count: 8, tensor: 1, max_model_tokens: 8192}")
+    lines = "\n".join(memory_report(settings, gpus_of(load_cluster(profile))))
+    assert "1 rank of a node" in lines
+
+
 @pytest.fixture
 def profile(tmp_path: Path) -> Path:
     """A profile whose GPUs hold no more than a CUDA context."""

@@ -254,7 +254,5 @@ def test_mebibytes_of_a_gpu_are_refused(tmp_path: Path) -> None:
 def test_an_interface_without_a_name_is_refused(tmp_path: Path) -> None:
     profile = tmp_path / "cluster.yaml"
     profile.write_text('network_interface: ""\n')
-    with pytest.raises(
-        ConfigError, match=r"yaml:1: network_interface: must be a name, such as ib0"
-    ):
+    with pytest.raises(ConfigError, match=r"network_interface: must be a name, such as ib0"):
         load_cluster(profile)
