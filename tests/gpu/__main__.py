@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def summary(results: list[PartResult]) -> str:
-    """Return the number of parts that ran; `machine` only lists what there is."""
+    """Return the number of parts that ran; `machine` is not one: it checks nothing."""
     parts = [each for each in results if each.part != "machine"]
     return f"{sum(not each.skipped for each in parts)} of {len(parts)} parts ran"
 
