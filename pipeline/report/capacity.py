@@ -22,6 +22,8 @@ from stages.kinds import settings_key
 from stages.settings import RunSettings
 
 LEAST_TOKENS = 1024  # of a micro-batch that is suggested
+LEAST_SEQUENCES = 16  # of an engine that are suggested
+HOST_SHARES = (0.5, 1.0)  # of the optimizer's state that are suggested
 MOST_RANKS = 1024  # of a layout that is suggested
 ENGINE_PHASES = ("generate", "weight sync")
 
@@ -140,12 +142,15 @@ def _changes(group: list[Overflow], settings: RunSettings) -> Iterator[Change]:
     wider: list[Change] = [{"layout.tensor": size} for size in larger]
     if group[0].phase.phase in ENGINE_PHASES:
         yield from _engine_changes(settings, gpus)
+        # Its logits, of every sequence at once, are all that this makes smaller for certain.
+        if any(each.phase.gpu.get("engine workspace", 0) >= each.over for each in group):
+            yield from _fewer_sequences(settings.engine.max_sequences)
         yield from wider
     else:
         if layout.recompute != "full":
             yield {"layout.recompute": "full", **_without_modules(settings)}
         stages = {each.stage.name: each.stage for each in group}
-        yield from _training_changes(stages.values(), settings, wider)
+        yield from training_changes(stages.values(), settings, wider)
     yield from _rank_changes(settings)
 
 
@@ -170,19 +175,34 @@ def _engine_changes(settings: RunSettings, gpus: int) -> Iterator[Change]:
         yield {"engine.weights": "fp8"}
 
 
-def _training_changes(
+def _fewer_sequences(sequences: int) -> Iterator[Change]:
+    """Yield the powers of two below, the largest first."""
+    fewer = 1 << max(0, (sequences - 1).bit_length() - 1)
+    while fewer >= LEAST_SEQUENCES:
+        yield {"engine.max_sequences": fewer}
+        fewer //= 2
+
+
+def training_changes(
     stages: Iterable[Stage], settings: RunSettings, wider: Iterable[Change]
 ) -> Iterator[Change]:
+    """Yield changes of training; the only one of its numerics, bf16 moments, comes last."""
     trained = {_block(each): trained_by(each, settings) for each in stages if each.steps}
-    sharded = settings.layout.distributed_optimizer
-    adam = [key for key, (optimizer, _) in trained.items() if optimizer.algorithm == "adam"]
-    if sharded and settings.model.precision == "bf16" and adam:
-        yield {f"{key}.optimizer.precision_aware": True for key in adam}
-    yield from wider
     least = max(LEAST_TOKENS, settings.engine.max_model_tokens)
     tokens = max((loop.micro_batch_tokens for _, loop in trained.values()), default=0)
     while (tokens := tokens // 2) >= least:
         yield {f"{key}.loop.micro_batch_tokens": tokens for key in trained}
+    adam = {
+        key: optimizer
+        for key, (optimizer, _) in trained.items()
+        if optimizer.algorithm == "adam" and settings.layout.distributed_optimizer
+    }
+    for share in HOST_SHARES:  # changes no bit, and costs the time of the bus
+        if less := [key for key, optimizer in adam.items() if optimizer.cpu_offload < share]:
+            yield {f"{key}.optimizer.cpu_offload": share for key in less}
+    yield from wider
+    if adam and settings.model.precision == "bf16":
+        yield {f"{key}.optimizer.precision_aware": True for key in adam}
 
 
 def _block(stage: Stage) -> str:

@@ -134,6 +134,12 @@ def test_chunks_hold_the_layers_that_megatron_builds(layers: int) -> None:
             "stage, each in 2 chunks of equal size; use one of [2, 4]",
         ),
         (
+            4,
+            {"pipeline": 2, "first_stage_layers": 5},
+            "layout.first_stage_layers: first_stage_layers 5 is more than model.layers = 4; use "
+            "one of [1, 2, 3]",
+        ),
+        (
             5,
             {"pipeline": 2, "first_stage_layers": 3, "last_stage_layers": 1},
             "layout.first_stage_layers: first_stage_layers 3 + last_stage_layers 1 leaves 1 of "

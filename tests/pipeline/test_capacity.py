@@ -16,7 +16,7 @@ from parallel.slots import MachineGpus
 from pipeline.config.validate import load, load_cluster
 from pipeline.launch.launcher import write_engine_job
 from pipeline.launch.placement import ThisMachine
-from pipeline.report.capacity import check_capacity
+from pipeline.report.capacity import check_capacity, training_changes
 from pipeline.report.gpu_memory import NodeGpus, gpus_here, gpus_of, stage_phases
 from pipeline.report.memory import memory_report
 from pipeline.run.graph import compile_graph
@@ -50,7 +50,8 @@ DEEPSEEK_REFUSED = [
     "merge: update needs 1,442.66 GiB of each GPU, 1,363.46 GiB more than its 79.20 "
     "(optimizer state 941.73, gradients 323.32, trainer weights 161.66, activations 5.52, "
     "trainer process 5.00, engine process 3.00, dispatch and fragments 2.00, frozen model "
-    "0.43); set layout.tensor=8 layout.ranks=256 layout.expert=256",
+    "0.43); set domains.math.optimizer.cpu_offload=1.0 merge.optimizer.cpu_offload=1.0 "
+    "layout.ranks=128 layout.expert=128",
 ]
 
 
@@ -93,8 +94,44 @@ def test_a_layout_that_cannot_fit_is_refused_by_component() -> None:
         "merge: update needs 91.63 GiB of each GPU, 12.43 GiB more than its 79.20 (optimizer state "
         "42.65, gradients 19.24, trainer weights 9.62, activations 8.99, trainer process 5.00, "
         "engine process 3.00, dispatch and fragments 2.55, frozen model 0.58); set "
-        "domains.math.optimizer.precision_aware=true merge.optimizer.precision_aware=true"
+        "domains.math.optimizer.cpu_offload=0.5 merge.optimizer.cpu_offload=0.5"
     ]
+
+
+def test_the_numerics_of_adam_are_the_last_setting_of_training_to_change() -> None:
+    """Recompute, smaller micro-batches, Adam's state on the host, and then its precision."""
+    settings = qwen(*EXACT)
+    stages = {stage.name: stage for stage in compile_graph(settings)}
+    changes = [*training_changes([stages["merge"]], settings, [{"layout.tensor": 8}])]
+    assert [key for change in changes for key in change] == [
+        "merge.optimizer.cpu_offload",
+        "merge.optimizer.cpu_offload",
+        "layout.tensor",
+        "merge.optimizer.precision_aware",
+    ]
+    large = "domains.math.loop.micro_batch_tokens=32768"
+    lines = refused(qwen(*EXACT, large, "layout.recompute=none"))
+    assert "layout.recompute=full" in advised(lines)
+    lines = refused(qwen("domains.math.loop.micro_batch_tokens=400000"))
+    assert [each.partition("=")[0] for each in advised(lines)] == [
+        "domains.math.loop.micro_batch_tokens"
+    ]
+
+
+def test_an_optimizer_state_on_the_host_is_not_advised_to_sgd() -> None:
+    plain = ("merge.optimizer.algorithm=sgd", "merge.optimizer.precision_aware=false")
+    settings = qwen(*plain)
+    stages = {stage.name: stage for stage in compile_graph(settings)}
+    assert not [*training_changes([stages["merge"]], settings, [])]
+
+
+def test_fewer_sequences_are_advised_where_their_logits_do_not_fit() -> None:
+    given = ("engine.max_sequences=1000000", "engine.max_model_tokens=40960")
+    [line] = refused(qwen(*given))
+    assert advised([line]) == ["engine.max_sequences=16384"]
+    assert refused(qwen(*given, *advised([line]))) == []
+    cache = refused(qwen("engine.kv_cache_mebibytes=60000"))
+    assert "max_sequences" not in cache[0]
 
 
 def test_an_engine_that_cannot_fit_is_refused_by_component() -> None:
@@ -110,7 +147,7 @@ def test_glm_air_does_not_fit_on_eight_gpus() -> None:
     assert refused(settings) == GLM_REFUSED
 
 
-def test_deepseek_v3_does_not_fit_on_eight_gpus_but_on_256() -> None:
+def test_deepseek_v3_does_not_fit_on_eight_gpus_but_on_128() -> None:
     settings = qwen("engine={count: 1, tensor: 8, max_model_tokens: 8192}", *EXACT)
     settings = with_model(settings, DEEPSEEK_V3)
     assert refused(settings) == DEEPSEEK_REFUSED
@@ -234,6 +271,14 @@ def page() -> str:
     parts = PAGE.read_text().split("```\n")
     parts[3], parts[5] = f"{table}\n", f"{said}\n"
     return "```\n".join(parts)
+
+
+def test_a_node_of_one_rank_has_one_rank(tmp_path: Path) -> None:
+    profile = tmp_path / "one.yaml"
+    profile.write_text("ranks_per_node: 1\ngpus_per_node: 1\ngpu_memory_gib: 79.2\n")
+    settings = qwen("engine={count: 8, tensor: 1, max_model_tokens: 8192}")
+    lines = "\n".join(memory_report(settings, gpus_of(load_cluster(profile))))
+    assert "1 rank of a node" in lines
 
 
 @pytest.fixture

@@ -488,6 +488,6 @@ def test_submitting_without_slurm_says_so_and_keeps_the_commands(
     assert (code, "clustre.yaml: no such file; known: configs/clusters/" in err) == (1, True)
     code, _, err = braid("submit", config, "--cluster", profile)
     assert code == 1
-    assert "there is no sbatch here; run this on a machine that has Slurm's commands" in err
+    assert "there is no sbatch here; run this on a login node of the cluster" in err
     script = (runs / "small" / "slurm" / "submit.sh").read_text()
     assert script.count("sbatch --parsable") == 5
