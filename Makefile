@@ -108,19 +108,21 @@ mutants: $(INSTALLED)  ## mistakes made on purpose in a clone: do the tests catc
 	$(BIN)/python -m tests.mutants --jobs 2 $(if $(ONLY),--only "$(ONLY)") $(if $(RESULT),--result $(RESULT))
 
 # With the environment of `make install-gpu` where it is, else with the machine's own Python and torch and
-# the packages of `make gpu-bundle`. What is missing is skipped, and named.
+# the packages of `make gpu-bundle`, if they are for that Python; GPU_PYTHON=python3.12 names another.
+# What is missing is skipped, and named.
 GPU_BUNDLE := build/gpu-bundle
 GPU_BIN := $(if $(wildcard $(GPU_INSTALLED)),$(GPU_VENV)/bin)
-GPU_PYTHON := $(if $(GPU_BIN),$(GPU_BIN)/python,env PYTHONPATH=$(GPU_BUNDLE) python3)
+GPU_PYTHON := $(if $(GPU_BIN),$(GPU_BIN)/python,python3)
+GPU_PACKAGES := $(if $(GPU_BIN),,--bundle $(GPU_BUNDLE))
 
 gpu-check:  ## on a CUDA device: parity with a CPU, losses, refit by IPC, same bits (5 minutes); all tests of one rank
-	$(GPU_PYTHON) -m tests.gpu check
+	$(GPU_PYTHON) -m tests.gpu check $(GPU_PACKAGES)
 	$(if $(GPU_BIN),$(GPU_PYTHON) -m pytest -m one_device,@echo "tests of one rank: skipped: they need make install-gpu")
 
 gpu-bench:  ## on a CUDA device: tokens/s and MFU of layers of Qwen3-30B-A3B, memory, losses (4 minutes)
-	$(GPU_PYTHON) -m tests.gpu bench
+	$(GPU_PYTHON) -m tests.gpu bench $(GPU_PACKAGES)
 
-gpu-bundle: $(INSTALLED)  ## pack megatron-core and the like for a machine with a GPU and no registry (26 MiB)
+gpu-bundle: $(INSTALLED)  ## pack megatron-core and the like for a machine with a GPU and Python 3.12 and no registry (26 MiB)
 	$(BIN)/python -m tests.gpu.bundle $(GPU_BUNDLE)
 
 golden: $(INSTALLED)  ## rewrite the messages of tests/pipeline/golden; then read their diff

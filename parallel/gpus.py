@@ -119,6 +119,10 @@ def _parsed(line: str) -> Gpu:
     if len(values) != len(FIELDS):
         raise ValueError(f"unexpected line: {line}")
     index, uuid, name, total, free, driver, capability = values
+    counts = dict(zip(FIELDS, values, strict=True))
+    for field in ("index", "memory.total", "memory.free"):  # `[N/A]`, `[Insufficient Permissions]`
+        if not counts[field].isdecimal():
+            raise ValueError(f"it printed {counts[field]} as {field} of GPU {index}, {name}")
     return Gpu(int(index), uuid, name, int(total) << 20, int(free) << 20, driver, capability)
 
 

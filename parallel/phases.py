@@ -14,10 +14,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from parallel.engine.memory import COMMUNICATOR_BYTES, CONTEXT_BYTES, EngineShare
+from parallel.engine.memory import (
+    COMMUNICATOR_BYTES,
+    CONTEXT_BYTES,
+    RESERVE_BYTES,
+    EngineShare,
+)
 from parallel.memory import RankMemory
 from parallel.settings import EngineSettings, LayoutSettings
-from parallel.slots import engine_slots, gpus_needed
+from parallel.slots import engine_slots, fits_nodes, gpus_needed
 
 Phase = Literal["generate", "weight sync", "log-probabilities", "update", "optimizer step", "load"]
 Where = Literal["GPU", "trainer's GPU", "engine's GPU"]
@@ -66,12 +71,16 @@ class EngineOnGpus:
 
 @dataclass(frozen=True)
 class PhaseMemory:
-    """The bytes on a GPU in one phase, by component, and on the host of its rank."""
+    """The bytes on a GPU in one phase, by component, and on the host of its rank.
+
+    `reserve` must stay free besides: an engine does not start otherwise.
+    """
 
     phase: Phase
     where: Where
     gpu: dict[str, int]
     host: dict[str, int] = field(default_factory=dict)
+    reserve: int = 0
 
     @property
     def total(self) -> int:
@@ -128,7 +137,8 @@ def _generate(models: RankModels, engines: EngineOnGpus) -> PhaseMemory:
         "trainer process": trainer,
     }
     where: Where = "GPU" if engines.shared else "engine's GPU"
-    return PhaseMemory("generate", where, _present(gpu), _host(models, engines.shared))
+    host = _host(models, engines.shared)
+    return PhaseMemory("generate", where, _present(gpu), host, RESERVE_BYTES)
 
 
 def _weight_sync(models: RankModels, engines: EngineOnGpus) -> PhaseMemory:
@@ -209,7 +219,7 @@ def neighbours(layout: LayoutSettings, engine: EngineSettings, per_node: int) ->
     Engines map what is on their node, unless `engine.transport` sends all weights as messages. An
     engine that fills no node of `per_node` GPUs maps nothing: it is refused elsewhere.
     """
-    if engine.transport == "messages" or (engine.ranks > per_node and engine.ranks % per_node):
+    if engine.transport == "messages" or not fits_nodes(engine, per_node):
         return 0
     slots = [
         node * per_node + slot

@@ -65,7 +65,10 @@ class InitializationSettings(Settings):
 
 
 class ModelSettings(Settings):
-    """The architecture of a mixture-of-experts decoder, in Hugging Face's terms."""
+    """The architecture of a mixture-of-experts decoder, by Braid's names.
+
+    docs/how-to/models.md maps Hugging Face's.
+    """
 
     family: Literal["qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe"] = Field(
         "qwen3_moe",
@@ -356,6 +359,10 @@ def _divides_evenly(model: ModelSettings, layout: LayoutSettings) -> bool:
 
 def _uneven_stages(model: ModelSettings, layout: LayoutSettings, key: str) -> list[int]:
     """Return the sizes of the stage of `key` that fit the model, the closest to even first."""
+    if (
+        layout.pipeline > model.layers
+    ):  # a mistyped digit: no sizes, and no list of a million stages
+        return []
     even = model.layers / layout.pipeline
     sizes = sorted(range(1, model.layers), key=lambda size: abs(size - even))
     return [n for n in sizes if _divides_evenly(model, layout.model_copy(update={key: n}))]
@@ -379,19 +386,21 @@ def _pipeline_violations(model: ModelSettings, layout: LayoutSettings) -> Iterat
         chunks = f", each in {virtual} chunks of equal size" if virtual > 1 else ""
         shown = " + ".join(f"{name} {size}" for name, size in given.items())
         stages_left = f"{between} stage{'' if between == 1 else 's'}"
-        rest = f"{layers - sum(given.values())} of model.layers = {layers} for {stages_left}"
-        yield f"layout.{key}", f"{shown} leaves {rest}{chunks}; {fits or 'change layout.pipeline'}"
+        left = layers - sum(given.values())
+        leaves = f"leaves {left} of model.layers = {layers} for {stages_left}{chunks}"
+        wrong = f"is more than model.layers = {layers}" if left < 0 else leaves
+        yield f"layout.{key}", f"{shown} {wrong}; {fits or 'change layout.pipeline'}"
     elif layers % (stages * virtual):
         key, parts, use = "pipeline", str(stages), f"{one_of(divisors(layers))}"
         if virtual > 1:
             key, parts = "virtual_pipeline", f"pipeline {stages} x virtual_pipeline {virtual}"
-            use = ""
+            use = one_of(divisors(layers // stages)) if layers % stages == 0 else ""
         if sizes := _uneven_stages(model, layout, uneven[0]):
             left = layers - sizes[0]
             leaves = f"which leaves {left} = {stages - 1} x {left // (stages - 1)}"
             use += f"{', or ' if use else 'use '}layout.first_stage_layers: {sizes[0]}, {leaves}"
         message = f"{parts} does not divide model.layers = {layers}"
-        yield f"layout.{key}", f"{message}; {use}" if use else message
+        yield f"layout.{key}", f"{message}; {use or 'change layout.pipeline'}"
 
 
 def _recompute_violations(
@@ -434,19 +443,37 @@ def optimizer_violations(
                 yield field, f"requires {needs}"
 
 
+_MUST_DIVIDE = (
+    ("layout.expert", "model.experts"),
+    ("layout.tensor", "model.key_value_heads"),
+    ("layout.tensor", "model.vocabulary_size"),
+    ("layout.expert_tensor", "model.expert_hidden_size"),
+    ("model.key_value_heads", "model.attention_heads"),
+)
+
+
+def _dividing_ranks(
+    model: ModelSettings, layout: LayoutSettings, name: str, sizes: dict[str, int]
+) -> str:
+    """Return the end of a message: sizes of `name` whose product with the others divides ranks."""
+    product = math.prod(sizes.values())
+    ranks, others = f"a multiple of {product} as layout.ranks", product // sizes[name]
+    if layout.ranks % others:
+        return f"use {ranks}"
+    wholes = [whole for part, whole in _MUST_DIVIDE if part == f"layout.{name}"]
+    counts = [getattr(model, whole.removeprefix("model.")) for whole in wholes]
+    if name == "pipeline" and layout.first_stage_layers is layout.last_stage_layers is None:
+        counts.append(model.layers)
+    fits = [n for n in divisors(layout.ranks // others) if not any(each % n for each in counts)]
+    return f"{one_of(fits)}, or {ranks}"
+
+
 def layout_violations(model: ModelSettings, layout: LayoutSettings) -> list[tuple[str, str]]:
     """Return every reason why the layout does not fit the model, as (dotted key, message)."""
     found = []
     values = {f"layout.{name}": size for name, size in layout}
     values |= {f"model.{name}": size for name, size in model}
-    must_divide = [
-        ("layout.expert", "model.experts"),
-        ("layout.tensor", "model.key_value_heads"),
-        ("layout.tensor", "model.vocabulary_size"),
-        ("layout.expert_tensor", "model.expert_hidden_size"),
-        ("model.key_value_heads", "model.attention_heads"),
-    ]
-    for part, whole in must_divide:
+    for part, whole in _MUST_DIVIDE:
         if values[whole] % values[part]:
             use = one_of(divisors(values[whole]))
             message = f"{values[part]} does not divide {whole} = {values[whole]}; {use}"
@@ -461,7 +488,8 @@ def layout_violations(model: ModelSettings, layout: LayoutSettings) -> list[tupl
             split = [name for name, size in sizes.items() if size > 1]
             shown = " x ".join(f"{name} {sizes[name]}" for name in split)
             message = f"{shown} does not divide layout.ranks = {layout.ranks}"
-            found.append((f"layout.{split[-1]}", message))
+            use = _dividing_ranks(model, layout, split[-1], sizes)
+            found.append((f"layout.{split[-1]}", f"{message}; {use}"))
     if model.head_dim % 2:
         message = f"{model.head_dim} must be even (rotary embeddings rotate pairs)"
         found.append(("model.head_dim", message))

@@ -119,22 +119,30 @@ def nodes_needed(layout: LayoutSettings, engine: EngineSettings | None, per_node
 
 
 def check_engine_size(engine: EngineSettings, per_node: int, limit: str) -> None:
-    """Raise UserError where an engine neither fits on a node nor fills several; `limit` is named.
-
-    An engine of several nodes has the same number of ranks on each: vLLM's executor demands it.
-    Of an engine with members each is on one node.
-    """
-    if engine.data > 1 and engine.ranks > per_node and per_node % engine.tensor:
+    """Raise UserError where an engine neither fits a node nor fills several, naming `limit`."""
+    if fits_nodes(engine, per_node):
+        return
+    if engine.data > 1 and per_node % engine.tensor:
         raise UserError(
             f"engine: members of {engine.tensor} ranks do not fill {limit} = {per_node}; use an "
             f"engine.tensor that divides {per_node}"
         )
-    if engine.ranks <= per_node or engine.ranks % per_node == 0:
-        return
     raise UserError(
         f"engine: {engine.ranks} ranks exceed {limit} = {per_node} and are no multiple of it; "
         f"lower engine.tensor to {per_node} or less, or to a multiple of {per_node}"
     )
+
+
+def fits_nodes(engine: EngineSettings, per_node: int) -> bool:
+    """Return true if an engine fits on a node, or fills several.
+
+    An engine of several nodes has the same number of ranks on each: vLLM's executor demands it.
+    Of an engine with members each is on one node.
+    """
+    if engine.ranks <= per_node:
+        return True
+    member = engine.tensor if engine.data > 1 else 1
+    return engine.ranks % per_node == 0 and per_node % member == 0
 
 
 def gpus_needed(layout: LayoutSettings, engine: EngineSettings | None) -> int:

@@ -33,6 +33,7 @@ from pipeline.report import explain
 from pipeline.report import status as report
 from pipeline.report.capacity import check_capacity
 from pipeline.report.doctor import probe, section_table, sections
+from pipeline.report.gpu_memory import unchecked
 from pipeline.report.memory import memory_report
 from pipeline.report.stage_memory import stage_memory
 from pipeline.run.directory import RunDirectory
@@ -111,8 +112,8 @@ def _check_engines(arguments: Namespace, settings: RunSettings, stages: Sequence
         check_engines(settings, load_cluster(arguments.cluster), stages)
 
 
-def _too_large(settings: RunSettings, stages: Iterable[Stage], arguments: Namespace) -> list[str]:
-    """Return why `braid run` would refuse stages for this machine's memory.
+def _too_large(settings: RunSettings, stages: Sequence[Stage], arguments: Namespace) -> list[str]:
+    """Return why `braid run` would refuse stages for this machine's memory, or none can tell.
 
     Raises:
         UserError: the GPUs of `--cluster`'s profile have too little.
@@ -123,7 +124,9 @@ def _too_large(settings: RunSettings, stages: Iterable[Stage], arguments: Namesp
         if arguments.cluster is not None:
             raise
         return [f"braid run is refused on this machine: {error}"]
-    return []
+    if arguments.cluster is None:
+        return []
+    return unchecked(load_cluster(arguments.cluster), arguments.cluster, stages)
 
 
 def _warn(texts: Iterable[str]) -> None:

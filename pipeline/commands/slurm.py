@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -25,7 +26,7 @@ from pipeline.config.cluster import READ_BY_JOBS, ClusterSettings
 from pipeline.config.validate import differing_keys, load, load_cluster
 from pipeline.report import status as report
 from pipeline.report.capacity import check_capacity
-from pipeline.report.gpu_memory import gpus_of
+from pipeline.report.gpu_memory import gpus_of, unchecked
 from pipeline.report.tables import terminal
 from pipeline.run.directory import RunDirectory, check_owner, warn_of_readers
 from pipeline.run.gates import check_stopped
@@ -108,6 +109,7 @@ def submit(arguments: Namespace) -> None:
     warn_of_readers(run)
     if not run.settings_file.exists():  # checked early, so that no directory is created in vain
         check_dependencies(asked.wanted, as_done(asked.planned(run.states), *IN_FLIGHT))
+        queue.check_answers(run)
     with run.lock(shared=True), run.lock_submission() as lock:
         states = _settled(asked)
         jobs = _submissions(asked, states)
@@ -207,7 +209,10 @@ def _asked(arguments: Namespace) -> _Submission:
     check_owner(run, arguments.trust_run)
     profile = arguments.cluster or run.cluster
     if arguments.cluster is None and not run.cluster.exists():
-        raise UserError("--cluster FILE is required; configs/clusters has examples")
+        raise UserError(
+            "--cluster FILE is required; cp configs/clusters/example.yaml "
+            "configs/clusters/mine.yaml and fill it in"
+        )
     if not profile.exists():
         known = [shown(path) for path in sorted(Path("configs/clusters").glob("*.yaml"))]
         others = f"; {hint(str(profile), known)}" if known else ""
@@ -223,7 +228,10 @@ def _asked(arguments: Namespace) -> _Submission:
     other, fork = common.forked(arguments, run)
     submitting.check_engines(run.settings, cluster, run.stages)
     asked = _Submission(run, profile, cluster, wanted, arguments.rerun, other, fork.reused)
-    check_capacity(run.settings, unfinished(wanted, asked.planned(run.states)), gpus_of(cluster))
+    left = unfinished(wanted, asked.planned(run.states))
+    check_capacity(run.settings, left, gpus_of(cluster))
+    for line in unchecked(cluster, profile, left):
+        say(line, file=sys.stderr)
     return asked
 
 

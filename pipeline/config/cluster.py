@@ -14,6 +14,7 @@ from stages.kinds import Kind
 
 WALLTIME = re.compile(r"(\d+-)?\d+(:\d\d){0,2}")  # the form of sbatch --time
 MOST_WARNING_SECONDS = 65_535  # the limit of sbatch --signal
+MOST_GIBIBYTES = 1000  # no GPU has more; MiB are thousands
 FORMS = '"D-HH:MM:SS", "HH:MM:SS" or "MINUTES"'
 # Keys that a job reads from its profile at every start; the others are options of sbatch.
 READ_BY_JOBS = (
@@ -75,8 +76,17 @@ def _option(value: str) -> str:
     return value
 
 
+def _gibibytes(value: Any) -> Any:
+    """Reject the MiB that nvidia-smi prints."""
+    if type(value) in (int, float) and value > MOST_GIBIBYTES:
+        message = "should be in GiB, {gibibytes} for nvidia-smi's {value} MiB"
+        shown = {"gibibytes": f"{value / 1024:.1f}", "value": f"{value:g}"}
+        raise PydanticCustomError("gibibytes", message, shown)
+    return value
+
+
 Walltime = Annotated[str, BeforeValidator(_walltime)]
-GpuMemory = Annotated[float, Field(gt=0, le=10_000)]
+GpuMemory = Annotated[float, BeforeValidator(_gibibytes), Field(gt=0, le=MOST_GIBIBYTES)]
 Option = Annotated[str, AfterValidator(_option)]
 
 
@@ -193,6 +203,8 @@ def violations(cluster: ClusterSettings) -> Iterator[tuple[str, str]]:
             yield from _too_few_gpus(cluster.of_kind(kind), f"kinds.{kind}.ranks_per_node")
     if cluster.local_directory is not None and not cluster.local_directory.startswith("/"):
         yield "local_directory", f"{cluster.local_directory} must be an absolute path"
+    if cluster.network_interface == "":
+        yield "network_interface", "must be a name, such as ib0; null is the host name's interface"
     if cluster.gres or not cluster.gpus_per_node:
         return
     if "--exclusive" not in map(str.strip, cluster.options):

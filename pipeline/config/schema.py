@@ -3,11 +3,51 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Collection
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
 Key = tuple[str | int, ...]
+# Keys by the names that other projects give them, for suggestions alone.
+ALIASES = {
+    # Hugging Face's config.json
+    "num_hidden_layers": "model.layers",
+    "num_attention_heads": "model.attention_heads",
+    "num_key_value_heads": "model.key_value_heads",
+    "moe_intermediate_size": "model.expert_hidden_size",
+    "num_experts": "model.experts",
+    "num_local_experts": "model.experts",
+    "n_routed_experts": "model.experts",
+    "num_experts_per_tok": "model.experts_per_token",
+    "rope_theta": "model.rope_base",
+    "rms_norm_eps": "model.norm_epsilon",
+    "max_position_embeddings": "model.max_positions",
+    "vocab_size": "model.vocabulary_size",
+    # Megatron's arguments
+    "tensor_model_parallel_size": "layout.tensor",
+    "tp": "layout.tensor",
+    "pipeline_model_parallel_size": "layout.pipeline",
+    "pp": "layout.pipeline",
+    "expert_model_parallel_size": "layout.expert",
+    "ep": "layout.expert",
+    "expert_tensor_parallel_size": "layout.expert_tensor",
+    "etp": "layout.expert_tensor",
+    "context_parallel_size": "layout.context",
+    "cp": "layout.context",
+    "sequence_parallel": "layout.tensor",
+    "lr": "optimizer.learning_rate",
+    "micro_batch_size": "loop.micro_batch_tokens",
+    # vLLM's arguments
+    "tensor_parallel_size": "engine.tensor",
+    "gpu_memory_utilization": "engine.kv_cache_mebibytes",
+    "max_model_len": "engine.max_model_tokens",
+    "max_num_seqs": "engine.max_sequences",
+}
+_REMARKS = {
+    "sequence_parallel": "sequence parallelism is on wherever tensor > 1",
+    "gpu_memory_utilization": "it is computed where null",
+}
 
 
 def type_at(root: type[BaseModel], key: Key) -> Any:
@@ -43,6 +83,18 @@ def fields(annotation: Any) -> dict[Any, Any]:
 def renamed(annotation: Any, name: str) -> str | None:
     """Return the new name of a settings class's former key, or None."""
     return annotation.renamed.get(name) if _is_settings(annotation) else None
+
+
+def alias_hint(name: str, known: Collection[str]) -> str | None:
+    """Return the end of a message about another project's name for a key; None for others.
+
+    A key of the same block, one of `known`, is named without its path.
+    """
+    if (target := ALIASES.get(name)) is None:
+        return None
+    own = target.rpartition(".")[2]
+    remark = f" ({_REMARKS[name]})" if name in _REMARKS else ""
+    return f'did you mean "{own if own in known else target}"?{remark}'
 
 
 def without_arms(root: type[BaseModel], location: Key) -> Key:

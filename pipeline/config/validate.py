@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
@@ -339,10 +339,10 @@ def _renamed(root: type[Settings], location: tuple[str | int, ...]) -> str | Non
     return schema.renamed(schema.type_at(root, location[:-1]), str(location[-1]))
 
 
-def _unknown(annotation: Any, name: str, known: Iterable[str]) -> str:
+def _unknown(annotation: Any, name: str, known: Collection[str]) -> str:
     if now := schema.renamed(annotation, name):
         return f"renamed to {now}"
-    return f"unknown key; {hint(name, known)}"
+    return f"unknown key; {schema.alias_hint(name, known) or hint(name, known)}"
 
 
 def _reading_order(violation: Violation) -> tuple[str, int]:

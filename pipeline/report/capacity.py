@@ -13,13 +13,18 @@ from parallel.engine.memory import gib
 from parallel.errors import UserError
 from parallel.phases import PhaseMemory
 from parallel.settings import divisors
+from parallel.slots import fits_nodes
 from pipeline.config.rules import violations
 from pipeline.report.gpu_memory import GpusOf, NodeGpus, stage_phases
 from pipeline.report.stage_memory import trained_by
 from pipeline.run.graph import Stage
+from stages.kinds.grpo import GrpoSettings
+from stages.kinds.rules import At, under
 from stages.settings import RunSettings
 
 LEAST_TOKENS = 1024  # of a micro-batch that is suggested
+LEAST_SEQUENCES = 16  # of an engine that are suggested
+HOST_SHARES = (0.5, 1.0)  # of the optimizer's state that are suggested
 MOST_RANKS = 1024  # of a layout that is suggested
 ENGINE_PHASES = ("generate", "weight sync")
 
@@ -37,7 +42,7 @@ class Overflow:
     @property
     def over(self) -> int:
         """The bytes too many."""
-        return self.phase.total - self.gpus.each
+        return _over(self.phase, self.gpus)
 
 
 def check_capacity(settings: RunSettings, stages: Iterable[Stage], gpus_of: GpusOf) -> None:
@@ -66,13 +71,20 @@ def _overflows(stage: Stage, settings: RunSettings, gpus_of: GpusOf) -> list[Ove
     return [each for each in found if each.over > 0]
 
 
+def _over(phase: PhaseMemory, gpus: NodeGpus) -> int:
+    """Return the bytes of a phase that a GPU lacks; negative if it has more."""
+    return phase.total + phase.reserve - gpus.each
+
+
 def _message(group: list[Overflow], settings: RunSettings) -> str:
     worst = max(group, key=lambda each: each.over)
     phase = worst.phase
-    parts = sorted(phase.gpu.items(), key=lambda each: -each[1])
+    kept = {"reserve": phase.reserve} if phase.reserve else {}
+    parts = sorted({**phase.gpu, **kept}.items(), key=lambda each: -each[1])
     listed = ", ".join(f"{name} {gib(count)}" for name, count in parts)
+    needed = gib(phase.total + phase.reserve)
     return (
-        f"{worst.stage.name}: {phase.phase} needs {gib(phase.total)} GiB of each {phase.where}, "
+        f"{worst.stage.name}: {phase.phase} needs {needed} GiB of each {phase.where}, "
         f"{gib(worst.over)} GiB more than its {gib(worst.gpus.each)} ({listed}); "
         f"{_advice(group, settings)}"
     )
@@ -106,7 +118,7 @@ def _excess(group: list[Overflow], settings: RunSettings, change: Change) -> flo
     stages = {each.stage.name: (each.stage, each.gpus) for each in group}
     awake = group[0].phase.phase in ENGINE_PHASES
     return sum(
-        max(0, phase.total - gpus.each)
+        max(0, _over(phase, gpus))
         for stage, gpus in stages.values()
         for phase in stage_phases(stage, changed, gpus)
         if (phase.phase in ENGINE_PHASES) == awake
@@ -131,12 +143,15 @@ def _changes(group: list[Overflow], settings: RunSettings) -> Iterator[Change]:
     wider: list[Change] = [{"layout.tensor": size} for size in larger]
     if group[0].phase.phase in ENGINE_PHASES:
         yield from _engine_changes(settings, gpus)
+        # Its logits, of every sequence at once, are all that this makes smaller for certain.
+        if any(each.phase.gpu.get("engine workspace", 0) >= each.over for each in group):
+            yield from _fewer_sequences(settings.engine.max_sequences)
         yield from wider
     else:
         if layout.recompute != "full":
             yield {"layout.recompute": "full", **_without_modules(settings)}
         stages = {each.stage.name: each.stage for each in group}
-        yield from _training_changes(stages.values(), settings, wider)
+        yield from training_changes(stages.values(), settings, wider)
     yield from _rank_changes(settings)
 
 
@@ -154,39 +169,53 @@ def _engine_changes(settings: RunSettings, gpus: int) -> Iterator[Change]:
     if engine.placement == "shared":
         room = max(room, settings.layout.ranks)
     for size in divisors(model.attention_heads):
-        ranks = size * engine.data
-        if size > engine.tensor and (ranks <= gpus or ranks % gpus == 0):
-            yield {"engine.tensor": size, "engine.count": max(1, room // ranks)}
+        larger = engine.model_copy(update={"tensor": size})
+        if size > engine.tensor and fits_nodes(larger, gpus):
+            yield {"engine.tensor": size, "engine.count": max(1, room // larger.ranks)}
     if model.precision == "bf16" and engine.weights == "model":
         yield {"engine.weights": "fp8"}
 
 
-def _training_changes(
+def _fewer_sequences(sequences: int) -> Iterator[Change]:
+    """Yield the powers of two below, the largest first."""
+    fewer = 1 << max(0, (sequences - 1).bit_length() - 1)
+    while fewer >= LEAST_SEQUENCES:
+        yield {"engine.max_sequences": fewer}
+        fewer //= 2
+
+
+def training_changes(
     stages: Iterable[Stage], settings: RunSettings, wider: Iterable[Change]
 ) -> Iterator[Change]:
+    """Yield changes of training; the only one of its numerics, bf16 moments, comes last."""
     trained = {
-        key: trained_by(each, settings)
+        at("loop"): (at, *trained_by(each, settings))
         for each in stages
         if each.steps
-        for key in [_block(each, settings)]
+        for at in [_keys(each, settings)]
     }
-    sharded = settings.layout.distributed_optimizer
-    adam = [key for key, (optimizer, _) in trained.items() if optimizer.algorithm == "adam"]
-    if sharded and settings.model.precision == "bf16" and adam:
-        yield {f"{key}.optimizer.precision_aware": True for key in adam}
-    yield from wider
     least = max(LEAST_TOKENS, settings.engine.max_model_tokens)
-    tokens = max((loop.micro_batch_tokens for _, loop in trained.values()), default=0)
-    for each in (tokens // 2, tokens // 4, tokens // 8):
-        if each >= least:
-            yield {f"{key}.loop.micro_batch_tokens": each for key in trained}
+    tokens = max((loop.micro_batch_tokens for _, _, loop in trained.values()), default=0)
+    while (tokens := tokens // 2) >= least:
+        yield {at("loop.micro_batch_tokens"): tokens for at, *_ in trained.values()}
+    adam = [
+        (at, optimizer)
+        for at, optimizer, _ in trained.values()
+        if optimizer.algorithm == "adam" and settings.layout.distributed_optimizer
+    ]
+    for share in HOST_SHARES:  # changes no bit, and costs the time of the bus
+        if less := [at for at, optimizer in adam if optimizer.cpu_offload < share]:
+            yield {at("optimizer.cpu_offload"): share for at in less}
+    yield from wider
+    if adam and settings.model.precision == "bf16":
+        yield {at("optimizer.precision_aware"): True for at, _ in adam}
 
 
-def _block(stage: Stage, settings: RunSettings) -> str:
-    """Return the key of the settings that a stage trains with: of its block, or of its domain."""
+def _keys(stage: Stage, settings: RunSettings) -> At:
+    """Return where each setting that a stage trains with is stated."""
     assert stage.block is not None
-    stated = getattr(settings.stages[stage.block], "loop", None) is not None
-    return f"stages.{stage.block}" if stated else f"domains.{stage.domain}"
+    block, key = settings.stages[stage.block], f"stages.{stage.block}"
+    return block.keys(key, stage.domains) if isinstance(block, GrpoSettings) else under(key)
 
 
 def _rank_changes(settings: RunSettings) -> Iterator[Change]:

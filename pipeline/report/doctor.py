@@ -53,6 +53,7 @@ APEX = {
     ),
 }
 LITTLE = 1 << 30
+ENDED = "its import "  # the begin of an error of a package that ended the probes
 
 # By imported name: what its probe found, or {"missing": True}, or {"error": one line}.
 Findings = dict[str, dict[str, Any]]
@@ -81,11 +82,11 @@ def probe(command: Sequence[str] = COMMAND, timeout: float = TIMEOUT_SECONDS) ->
         )
         output, last = ended.stdout, ended.stderr.decode(errors="replace").strip().splitlines()[-1:]
         if ended.returncode < 0:
-            ending = f"its import was killed by {signal_name(-ended.returncode)}"
+            ending = f"{ENDED}was killed by {signal_name(-ended.returncode)}"
         elif ended.returncode:
-            ending = ": ".join([f"its import ended with exit status {ended.returncode}", *last])
+            ending = ": ".join([f"{ENDED}ended with exit status {ended.returncode}", *last])
     except subprocess.TimeoutExpired as error:
-        output, ending = error.stdout or b"", f"its import took more than {timeout:g} s"
+        output, ending = error.stdout or b"", f"{ENDED}took more than {timeout:g} s"
     findings: Findings = {}
     current = "torch"
     for line in output.splitlines():
@@ -139,8 +140,11 @@ def _versions(findings: Findings, extra: str) -> Iterator[Row]:
     for requirement in requirements:
         if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
             row = _version(requirement, findings, extra)
+            if row.name == OPTIONAL and ENDED in row.value:
+                continue  # see _ended
             if row.verdict != "ok" or row.name in SHOWN:
                 yield row
+    yield from _ended(findings, extra)
     apex = _installed("apex")
     kind = findings.get("apex", {}).get("kind")
     if kind == "nvidia":
@@ -150,6 +154,17 @@ def _versions(findings: Findings, extra: str) -> Iterator[Row]:
         yield Row("apex", f"{apex or 'of unknown version'} is {value}", "note", fix)
     elif apex is None:
         yield Row("apex", "not installed; optional: torch's AdamW computes the same")
+
+
+def _ended(findings: Findings, extra: str) -> Iterator[Row]:
+    """Yield a TransformerEngine whose import ends the process: stages on GPUs end with it.
+
+    Stages fall back to plain torch from an exception alone, and nothing after it was tried here.
+    """
+    error = findings.get(IMPORTED_AS[OPTIONAL], {}).get("error", "")
+    if error.startswith(ENDED):
+        fix = GPU_SET if extra == "gpu" else f"pip uninstall {OPTIONAL}"
+        yield Row(OPTIONAL, f"{error}; nothing after it was tried", "error", fix)
 
 
 def _version(requirement: Requirement, findings: Findings, extra: str) -> Row:

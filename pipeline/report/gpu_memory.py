@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from parallel.engine.memory import GIB, engine_share, gib
 from parallel.errors import UserError
@@ -28,6 +29,7 @@ from pipeline.report.stage_memory import (
 )
 from pipeline.report.tables import Cell, table
 from pipeline.run.graph import Stage
+from pipeline.text import shown
 from stages.settings import RunSettings
 
 
@@ -45,6 +47,16 @@ GpusOf = Callable[[str], NodeGpus | None]
 def gpus_of(cluster: ClusterSettings) -> GpusOf:
     """Return the function that gives the GPUs of a kind's node in a profile, if it says them."""
     return lambda kind: _of_profile(cluster.of_kind(kind))
+
+
+def unchecked(cluster: ClusterSettings, profile: Path, stages: Iterable[Stage]) -> list[str]:
+    """Return a line that says so where stages get GPUs whose memory the profile leaves out."""
+    owns = [cluster.of_kind(kind) for kind in {stage.kind for stage in stages}]
+    if not any(own.gpus_per_node and own.gpu_memory_gib is None for own in owns):
+        return []
+    return [
+        f"memory is not checked: set gpu_memory_gib in {shown(profile)} (79.2 for an H100 of 80 GB)"
+    ]
 
 
 def gpus_here(settings: RunSettings, parallel: int = 1) -> GpusOf:
@@ -109,7 +121,7 @@ def _host_table(stage: Stage, settings: RunSettings, gpus: NodeGpus) -> Iterator
     rows = [_row(name, [each, ranks * each]) for name, each in kept.items()]
     total = sum(kept.values())
     rows.append(_row("total", [total, ranks * total], "bold"))
-    headings = ("component", "a rank", f"{ranks} ranks of a node")
+    headings = ("component", "a rank", f"{ranks} rank{'s' if ranks > 1 else ''} of a node")
     yield table(f"{stage.name}: GiB on the host", headings, rows, right=range(1, 3))
     yield ""
 

@@ -17,6 +17,7 @@ from pipeline.run.run import QueuedJob, Run, StageState
 from pipeline.text import reason, say, shown
 
 PATIENCE_SECONDS = 60.0  # a busy controller answers late
+LOGIN_NODE = "run this on a login node of the cluster, which has Slurm's commands"
 SEPARATOR = "\x1f"  # in no reason, no path and no stage's name
 QUEUE_FORMAT = SEPARATOR.join(("%i", "%T", "%r", "%M", "%l", "%N", "%k"))  # %k: the comment
 
@@ -51,19 +52,29 @@ def call(command: Sequence[str], keep: Sequence[int] = ()) -> str:
             },
         )
     except FileNotFoundError as error:
-        raise SlurmError(
-            f"there is no {command[0]} here; run this on a machine that has Slurm's commands"
-        ) from error
+        raise SlurmError(f"there is no {command[0]} here; {LOGIN_NODE}") from error
     except subprocess.TimeoutExpired as error:
         raise SlurmError(f"{command[0]} printed nothing for {PATIENCE_SECONDS:g} s") from error
     if found.returncode:
-        raise SlurmError(f"{command[0]} failed: {' '.join(found.stderr.split())}")
+        said = " ".join(found.stderr.split()) or f"exit {found.returncode}"
+        # squeue refuses nobody: it lacks a configuration or does not reach the controller.
+        elsewhere = command[0] == "squeue" or "controller" in said
+        raise SlurmError(f"{command[0]} failed: {said}{f'; {LOGIN_NODE}' if elsewhere else ''}")
     return found.stdout
 
 
 def is_here() -> bool:
     """Return whether this machine has Slurm's commands."""
     return shutil.which("squeue") is not None
+
+
+def check_answers(run: RunDirectory) -> None:
+    """Raise SlurmError where Slurm is here and does not answer; called before a run is written.
+
+    A machine without Slurm may write a run's commands for another one.
+    """
+    if is_here():
+        queued(run.path, ())
 
 
 def comment_of(run: RunDirectory, stages: Iterable[Stage]) -> str:

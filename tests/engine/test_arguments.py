@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from parallel.engine import arguments, environment
-from parallel.engine.arguments import engine_arguments
+from parallel.engine.arguments import engine_arguments, own_gpus
 from parallel.engine.memory import engine_memory
 from parallel.errors import UserError
 from parallel.gpus import Gpu
@@ -143,6 +143,16 @@ def test_a_gpu_s_memory_is_what_is_free_or_what_the_launcher_grants(
     monkeypatch.setattr(arguments, "visible_gpus", list)
     with pytest.raises(UserError, match="sees no GPU; check CUDA_VISIBLE_DEVICES"):
         engine_arguments(job(), "directory", cuda=True)
+
+
+def test_a_node_of_a_larger_engine_uses_its_part_of_the_gpus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On each of its nodes the engine has the same number of ranks."""
+    there = [Gpu(each, f"GPU-{each}", GPU.name, 80 * GIB, each, "", "") for each in range(8)]
+    monkeypatch.setattr(arguments, "visible_gpus", lambda: there)
+    for nodes, used in ((1, 4), (2, 2), (4, 1)):
+        assert own_gpus(job({"nodes": nodes}, tensor=4)) == there[:used]
 
 
 def test_an_engine_that_shares_gpus_can_sleep(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 from vllm.outputs import CompletionOutput, SamplingMask
 from vllm.v1.worker.gpu.sample.output import SamplingMaskTensors
 
+from parallel.engine import refit_extension
+from parallel.engine.refit_extension import RefitExtension
 from parallel.engine.sampling_masks import empty_whole_masks, kept_sets
 from parallel.engine.wire import Sampling
 
@@ -56,3 +60,18 @@ def test_a_request_that_keeps_all_has_no_sets_on_an_engine_with_masks() -> None:
     output = completion(SamplingMask([[], []]), 2)
     assert kept_sets(output, Sampling(1.0, max_tokens=2, end_token=1), VOCABULARY) == []
     assert kept_sets(output, Sampling(0.0, max_tokens=2, end_token=1), VOCABULARY) == []
+
+
+@pytest.mark.parametrize("masks", [True, False])
+def test_a_worker_empties_whole_masks_where_its_engine_returns_masks(
+    masks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emptied: list[bool] = []
+    alone = SimpleNamespace(rank_in_group=0, world_size=1)
+    monkeypatch.setattr(refit_extension, "get_tp_group", lambda: alone)
+    monkeypatch.setattr(refit_extension, "empty_whole_masks", lambda: emptied.append(True))
+    worker = RefitExtension()
+    worker.model_config = SimpleNamespace(return_sampling_mask=masks)
+    with pytest.raises(ValidationError):
+        worker.prepare("no model")  # which it reads next
+    assert emptied == [True] * masks

@@ -23,6 +23,7 @@ PACKAGES = (
     *("msgspec", "setproctitle"),  # the engine's wire format; the names of processes
 )
 PYTHON = "3.12"
+VERSION_FILE = "python-version.txt"  # in the bundle: pip leaves no note of the Python it packed for
 GLIBC = (28, 27, 24, 17, 12, 5)  # of the wheels' platforms: pip matches each number exactly
 MOST_MEBIBYTES = 64  # what a machine may be lent with
 
@@ -39,6 +40,26 @@ def requirements() -> Iterator[str]:
         yield pinned[package].strip()
 
 
+def unusable(directory: Path) -> str:
+    """Return why this Python cannot import the bundle and the fix; empty if it can.
+
+    Its extensions are compiled for one version: another finds `msgspec` and no `msgspec._core`.
+    """
+    if not directory.is_dir():
+        return f"there is no bundle {directory}; `make gpu-bundle` packs it"
+    try:
+        packed = (directory / VERSION_FILE).read_text().strip()
+    except OSError:
+        return f"the bundle {directory} has no {VERSION_FILE}; pack it again with `make gpu-bundle`"
+    here = f"{sys.version_info.major}.{sys.version_info.minor}"
+    if packed == here:
+        return ""
+    return (
+        f"the bundle {directory} is for Python {packed}, this is {here}; use that Python, as with "
+        f"`make gpu-check GPU_PYTHON=python{packed}`"
+    )
+
+
 def main() -> None:
     """Install the packages into the directory named by argv[1], which is replaced."""
     directory = Path(sys.argv[1])
@@ -53,6 +74,7 @@ def main() -> None:
         command += ["--platform=manylinux2014_x86_64", "--target", str(directory)]
         if status := subprocess.run([*command, "-r", file.name], check=False).returncode:
             sys.exit(status)
+    (directory / VERSION_FILE).write_text(f"{PYTHON}\n")
     mebibytes = sum(each.stat().st_size for each in directory.rglob("*") if each.is_file()) / 2**20
     if mebibytes > MOST_MEBIBYTES:
         sys.exit(f"{directory}: {mebibytes:.0f} MiB is more than {MOST_MEBIBYTES}; pack fewer")

@@ -14,6 +14,7 @@ from pathlib import Path
 from unittest import mock
 
 from parallel.determinism import set_up_rank
+from tests.gpu.bundle import PACKAGES, unusable
 from tests.gpu.findings import Finding, PartResult, write
 
 # The module of each part, which has a function of the part's name.
@@ -26,14 +27,17 @@ MODULES = {
     "refit": "tests.gpu.refit",
     "model_speed": "tests.gpu.model_speed",
 }
+# The modules that the bundle has.
+BUNDLED = {"megatron", *(package.replace("-", "_") for package in PACKAGES)}
 
 
 @dataclass(frozen=True)
 class Lane:
-    """The device of a part; `small` takes sizes for a CPU."""
+    """The device of a part; `small` takes sizes for a CPU; the bundle of packages, if there is."""
 
     device: str
     small: bool
+    bundle: Path | None = None
 
 
 def main() -> None:
@@ -42,13 +46,14 @@ def main() -> None:
     parser.add_argument("result", type=Path)
     parser.add_argument("--device", required=True)
     parser.add_argument("--small", action="store_true")
+    parser.add_argument("--bundle", type=Path)
     parser.add_argument("parts", nargs="+")
     asked = parser.parse_args()
     # Before torch is imported: deterministic algorithms need it, and they are one of the parts.
     set_up_rank("determinism" in asked.parts)
     results: list[PartResult] = []
     for part in asked.parts:
-        results.append(run(part, Lane(asked.device, asked.small)))
+        results.append(run(part, Lane(asked.device, asked.small, asked.bundle)))
         write(asked.result, results)
 
 
@@ -67,12 +72,22 @@ def run(part: str, lane: Lane) -> PartResult:
         findings = tuple(function(lane))
     except ImportError as error:
         traceback.print_exc()
-        return PartResult(part, skipped=f"{error}; `make gpu-bundle` packs what is missing")
+        return PartResult(part, skipped=f"{error}; {fix(error, lane.bundle)}")
     except Exception as error:
         traceback.print_exc()
         why = f"{type(error).__name__}: {error}".splitlines()[0]
         return PartResult(part, seconds=time.monotonic() - started, failed=why)
     return PartResult(part, findings, time.monotonic() - started)
+
+
+def fix(error: ImportError, bundle: Path | None) -> str:
+    """Return what to do about a failed import; one without a name is of a shared library."""
+    package = (error.name or "").partition(".")[0]
+    if package == "torch":
+        return "install torch with CUDA for this Python; the bundle has none"
+    if package in BUNDLED:
+        return (unusable(bundle) if bundle else "") or f"`make gpu-bundle` packs {package}"
+    return f"install {package} for this Python" if package else "fix the installation"
 
 
 @contextmanager

@@ -6,14 +6,16 @@ import dataclasses
 from typing import Any
 
 import pytest
+import torch
 
-from parallel import device, memory
+from parallel import capabilities, device, memory
 from parallel.capabilities import (
     Machine,
     check_capabilities,
     check_optimizer,
     data_parallel_flags,
     rank_environment,
+    this_machine,
     transformer_flags,
 )
 from parallel.errors import UserError
@@ -95,6 +97,33 @@ def test_the_dispatcher_follows_the_nodes(
 ) -> None:
     flags = transformer_flags(machine, model(precision="bf16"), layout)
     assert flags["moe_token_dispatcher_type"] == expected
+
+
+@pytest.mark.parametrize(
+    ("visible", "said", "gpus"),
+    [
+        (8, {}, 8),
+        (1, {"LOCAL_WORLD_SIZE": "8"}, 8),
+        (1, {"SLURM_NTASKS_PER_NODE": "4"}, 4),
+        (8, {"LOCAL_WORLD_SIZE": "2"}, 8),
+    ],
+)
+def test_a_rank_bound_to_one_gpu_knows_of_the_others_of_its_node(
+    visible: int, said: dict[str, str], gpus: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else experts on one node would be exchanged as over several."""
+    for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in said.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    monkeypatch.setattr(device, "layer_specs", lambda: "transformer_engine")
+    monkeypatch.setattr(capabilities, "find_spec", lambda _: None)
+    found = this_machine()
+    assert found == Machine(cuda=True, transformer_engine=True, gpus=gpus)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert this_machine().gpus == 1
 
 
 def test_every_flag_is_a_field_of_megatron() -> None:

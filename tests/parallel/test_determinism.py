@@ -77,6 +77,13 @@ def test_a_deterministic_rank_is_set_up_before_it_imports_torch(
     }
 
 
+def test_a_user_s_variables_do_not_change_a_deterministic_rank(tmp_path: Path) -> None:
+    """Such as those of a container's image."""
+    users = {"CUBLAS_WORKSPACE_CONFIG": ":0:0", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "1"}
+    plain = environment_at_torch_import(tmp_path, True)
+    assert environment_at_torch_import(tmp_path, True, **users) == plain
+
+
 def test_another_rank_has_its_environment_as_it_was(tmp_path: Path) -> None:
     assert environment_at_torch_import(tmp_path, False) == dict.fromkeys(NAMES)
 

@@ -150,3 +150,26 @@ def test_experts_are_split_over_all_ranks_by_number_or_by_width() -> None:
     assert engine_weights(QWEN3_30B, whole) == engine_weights(QWEN3_30B, split)
     # A rank with whole experts computes with their full width.
     assert engine_share(QWEN3_30B, whole).workspace > engine_share(QWEN3_30B, split).workspace
+
+
+@pytest.mark.parametrize(
+    "setting", [{}, {"tensor": 2}, {"tensor": 2, "kv_cache_mebibytes": 1000}, {"weights": "fp8"}]
+)
+def test_the_least_memory_that_it_waits_for_is_what_it_starts_in(setting: dict[str, Any]) -> None:
+    engine = EngineSettings(max_model_tokens=8192, **setting)
+    least = engine_share(QWEN3_30B, engine).least
+    engine_memory(QWEN3_30B, engine, H100, least)
+    with pytest.raises(UserError, match=r" exceed the .* by 0\.00 GiB; "):
+        engine_memory(QWEN3_30B, engine, H100, least - 1)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "communicators"), [({}, 0), ({"tensor": 2}, 1), ({"data": 2}, 1)]
+)
+def test_ranks_that_exchange_tokens_keep_communicators(
+    ranks: dict[str, int], communicators: int
+) -> None:
+    """Members of one rank each do too: their experts are split over all of them."""
+    one = engine_share(QWEN3_30B, EngineSettings()).process
+    several = engine_share(QWEN3_30B, EngineSettings().model_copy(update=ranks)).process
+    assert several - one == communicators * COMMUNICATOR_BYTES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,17 @@ def test_a_driver_that_fails_is_one_error(monkeypatch: pytest.MonkeyPatch, tmp_p
         visible_gpus()
     put_nvidia_smi(monkeypatch, tmp_path, "something else")
     with pytest.raises(UserError, match="unexpected line"):
+        visible_gpus()
+
+
+@pytest.mark.parametrize("total", ["[N/A]", "[Insufficient Permissions]"])
+def test_memory_that_the_driver_does_not_know_is_shown_as_it_printed_it(
+    total: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As on GPUs that share the host's memory, and on some slices."""
+    put_nvidia_smi(monkeypatch, tmp_path, GPU_LINES.replace("81559", total))
+    said = f"nvidia-smi: it printed {total} as memory.total of GPU 0, NVIDIA H100 80GB HBM3; "
+    with pytest.raises(UserError, match=re.escape(said)):
         visible_gpus()
 
 

@@ -6,6 +6,7 @@ not checked here.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,8 @@ import pytest
 import torch
 
 from parallel.errors import UserError
-from parallel.model import offload
+from parallel.model import host_state, offload
+from parallel.model.host_state import HostState
 from parallel.model.offload import HostMemory
 
 
@@ -78,3 +80,29 @@ def test_memory_for_copies_is_used_unpinned(
     memory = HostMemory(3 << 20, pinned=True)
     assert "offload: CUDA cannot pin 3 MiB" in capfd.readouterr().err
     memory.close()
+
+
+def test_state_of_the_optimizer_is_in_mapped_memory_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adam's kernels read and write it: pinned memory that is not mapped would not do."""
+    asked: list[tuple[bool, bool]] = []
+
+    def memory(size: int, pinned: bool, mapped: bool = False) -> HostMemory:
+        asked.append((pinned, mapped))
+        return HostMemory(size, pinned=False)
+
+    monkeypatch.setattr(host_state, "HostMemory", memory)
+    weight = torch.nn.Parameter(torch.ones(8))
+    part = SimpleNamespace(
+        optimizer=torch.optim.Adam([weight]),
+        config=SimpleNamespace(use_precision_aware_optimizer=False),
+        shard_fp32_from_float16_groups=[],
+    )
+    optimizer = SimpleNamespace(chained_optimizers=[part])
+    monkeypatch.setattr(host_state, "device", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(
+        torch, "empty", lambda *size, dtype, device="": torch.zeros(size, dtype=dtype)
+    )
+    HostState(optimizer, 1.0)
+    assert asked == [(True, True)]
+    for moment in part.optimizer.state[weight].values():
+        assert moment.untyped_storage().nbytes() == 2 * 256  # both in the one block

@@ -23,7 +23,7 @@ from parallel.weights.mapping import share
 from parallel.weights.needs import needed
 from parallel.weights.planner import EngineSizes, Hosts, Plan
 from parallel.weights.transport import LOST, Meeting
-from tests.parallel.nccl_double import LateNetwork
+from tests.parallel.nccl_double import LateNetwork, LateWork
 from tests.parallel.test_weight_plan import at, layouts, model, numbered, parameters
 from tests.tiers import tiered
 
@@ -124,6 +124,8 @@ def test_ranks_whose_batches_run_one_after_another_meet(
     loaded, _ = refit(settings, layout, fleet, network)
     check(settings, fleet, loaded)
     dtypes = 2
+    engines = range(layout.ranks, layout.ranks + sum(fleet.engines))
+    assert network.aborted == set(engines)  # each has left the group and its communicator
     assert network.largest_batch <= dtypes * -(-layout.ranks // sum(fleet.engines))
 
 
@@ -206,4 +208,15 @@ def test_a_sender_stops_waiting_for_a_silent_engine_and_reports_it() -> None:
     reason, _ = stuck(network, 0.3)
     assert "no rank at the other end within 0.3 s" in reason
     assert network.store.check([LOST])
+    assert network.aborted == {0}
+
+
+def test_an_error_of_nccl_ends_the_refit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A work that failed is completed too, and its buffers hold anything."""
+    monkeypatch.setattr(LateWork, "is_completed", lambda _: True)
+    monkeypatch.setattr(LateWork, "exception", lambda _: RuntimeError("ncclSystemError: no route"))
+    network = LateNetwork(dead=frozenset({1}))
+    reason, _ = stuck(network, 60.0)
+    assert reason == "refit: ncclSystemError: no route"
+    assert network.store.check([LOST])  # so that the other ranks stop waiting
     assert network.aborted == {0}

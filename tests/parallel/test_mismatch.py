@@ -72,6 +72,18 @@ def test_one_stray_token_among_few_probes_does_not_stop_a_stage() -> None:
     assert bounds.exceeded(metrics(stray, 0.01 + 3 * stray / 32, 3 / 32), 32)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "passes", "exceeds"), [(32, 1, 2), (1_000, 6, 7), (1_000_000, 1_127, 1_128)]
+)
+def test_more_tokens_far_off_than_chance_explains_stop_a_stage(
+    tokens: int, passes: int, exceeds: int
+) -> None:
+    """One and four standard deviations above 1 in 1,000, however many tokens there are."""
+    bounds = bounds_of(LOW, EngineSettings())
+    assert not bounds.exceeded(metrics(2.0, 0.01, passes / tokens), tokens)
+    assert bounds.exceeded(metrics(2.0, 0.01, exceeds / tokens), tokens)
+
+
 def test_the_bounds_make_no_finished_stage_stale() -> None:
     bounds = ("max_logprob_difference", "max_mean_logprob_difference", "max_high_ratio")
     assert {f"engine.{key}" for key in bounds} <= set(NON_INVALIDATING_KEYS)

@@ -110,3 +110,25 @@ def test_the_cores_near_a_gpu_are_those_of_its_numa_node(tmp_path: Path) -> None
     assert cores_near([first, second], driver, devices) == {mine[0], mine[-1]}
     assert cores_near([], driver, devices) == set()
     assert cores_near([first], tmp_path / "no driver", devices) == set()
+
+
+@pytest.mark.parametrize(
+    ("slots", "visible", "near"), [("1,2", 4, {1, 2}), ("rank", 4, {3}), ("rank", 1, {0})]
+)
+def test_a_task_runs_on_the_cores_near_its_own_gpus_alone(
+    slots: str, visible: int, near: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GPUs that it only maps the memory of do not count; a number stands for a GPU's core."""
+    bound: list[tuple[int, set[int]]] = []
+    started: list[list[str]] = []
+    seen = {"SLURM_LOCALID": "3", "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(visible)))}
+    monkeypatch.setattr(os, "environ", {**os.environ, **seen})
+    monkeypatch.setattr(os, "sched_setaffinity", lambda *given: bound.append(given))
+    monkeypatch.setattr(os, "execv", lambda _, arguments: started.append(arguments))
+    monkeypatch.setattr(sys, "argv", ["on_gpus", slots, "", "-m", "server"])
+    monkeypatch.setattr(on_gpus, "visible_gpus", lambda: gpus(visible))
+    monkeypatch.setattr(on_gpus, "built_for_cpu", lambda: False)
+    monkeypatch.setattr(on_gpus, "cores_near", lambda found: {each.index for each in found})
+    on_gpus.main()
+    assert bound == [(0, near)]
+    assert started == [[sys.executable, "-m", "server"]]

@@ -132,14 +132,18 @@ def test_a_gpu_s_memory_is_shared_with_its_uuid(monkeypatch: pytest.MonkeyPatch)
         "_release_ipc_counter",
         lambda *counter, device: released.append((*counter, device)),
     )
-    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    names = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"  # torch reads both
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
     [memory] = share({"a": parameter}).storages
     assert isinstance(memory, DeviceMemory)
     assert memory.gpu == "GPU-b"
     assert released == [(b"counter", 0, Exported.device)]  # else it would never be freed
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    with pytest.raises(UserError, match="cannot map memory of expandable segments; remove"):
-        share({"a": parameter})
+    for name in names:
+        with monkeypatch.context() as given:
+            given.setenv(name, "backend:native,expandable_segments:True")
+            with pytest.raises(UserError, match="cannot map memory of expandable segments; remove"):
+                share({"a": parameter})
 
 
 @pytest.mark.parametrize(

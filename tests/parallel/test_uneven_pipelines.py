@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from parallel.settings import LayoutSettings, ModelSettings, chunk_layers, layout_violations
+from parallel.settings import (
+    MOST,
+    LayoutSettings,
+    ModelSettings,
+    chunk_layers,
+    layout_violations,
+)
 
 
 def model(layers: int) -> ModelSettings:
@@ -105,7 +111,14 @@ def test_chunks_hold_the_layers_that_megatron_builds(layers: int) -> None:
             5,
             {"pipeline": 2, "virtual_pipeline": 2},
             "layout.virtual_pipeline: pipeline 2 x virtual_pipeline 2 does not divide "
-            "model.layers = 5",
+            "model.layers = 5; change layout.pipeline",
+        ),
+        (
+            6,
+            {"pipeline": 2, "virtual_pipeline": 2},
+            "layout.virtual_pipeline: pipeline 2 x virtual_pipeline 2 does not divide "
+            "model.layers = 6; use one of [1, 3], or layout.first_stage_layers: 2, which leaves 4 "
+            "= 1 x 4",
         ),
         (
             61,
@@ -119,6 +132,12 @@ def test_chunks_hold_the_layers_that_megatron_builds(layers: int) -> None:
             {"pipeline": 2, "virtual_pipeline": 2, "last_stage_layers": 3},
             "layout.last_stage_layers: last_stage_layers 3 leaves 3 of model.layers = 6 for 1 "
             "stage, each in 2 chunks of equal size; use one of [2, 4]",
+        ),
+        (
+            4,
+            {"pipeline": 2, "first_stage_layers": 5},
+            "layout.first_stage_layers: first_stage_layers 5 is more than model.layers = 4; use "
+            "one of [1, 2, 3]",
         ),
         (
             5,
@@ -169,3 +188,16 @@ def test_layers_of_real_models(layers: int, changes: dict[str, Any], sizes: list
     layout = LayoutSettings(ranks=changes["pipeline"], **changes)
     assert not layout_violations(model(layers), layout)
     assert [len(chunk) for chunk in chunk_layers(model(layers), layout)] == sizes
+
+
+def test_a_mistyped_number_of_stages_lists_no_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list of a million stages for each of 2000 sizes would take minutes."""
+
+    def listed(*_: object) -> list[int]:
+        raise AssertionError("the stages were listed")
+
+    monkeypatch.setattr("parallel.settings._stage_layers", listed)
+    found = layout_violations(model(2000), LayoutSettings(ranks=MOST, pipeline=MOST))
+    divisors = "1, 2, 4, 5, 8, 10, 16, 20, 25, 40, 50, 80, 100, 125, 200, 250, 400, 500, 1000, 2000"
+    message = f"1000000 does not divide model.layers = 2000; use one of [{divisors}]"
+    assert found == [("layout.pipeline", message)]

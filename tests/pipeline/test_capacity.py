@@ -8,14 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from parallel.engine.memory import GIB, engine_memory
 from parallel.errors import UserError
+from parallel.phases import engine_gpu_bytes
 from parallel.settings import EngineJob, ModelSettings
 from parallel.slots import MachineGpus
 from pipeline.config.validate import load, load_cluster
 from pipeline.launch.launcher import write_engine_job
 from pipeline.launch.placement import ThisMachine
-from pipeline.report.capacity import check_capacity
-from pipeline.report.gpu_memory import NodeGpus, gpus_here, gpus_of
+from pipeline.report.capacity import check_capacity, training_changes
+from pipeline.report.gpu_memory import NodeGpus, gpus_here, gpus_of, stage_phases
 from pipeline.report.memory import memory_report
 from pipeline.run.graph import compile_graph
 from stages.directory import EngineDirectory
@@ -48,7 +50,8 @@ DEEPSEEK_REFUSED = [
     "merge: update needs 1,442.66 GiB of each GPU, 1,363.46 GiB more than its 79.20 "
     "(optimizer state 941.73, gradients 323.32, trainer weights 161.66, activations 5.52, "
     "trainer process 5.00, engine process 3.00, dispatch and fragments 2.00, frozen model "
-    "0.43); set layout.tensor=8 layout.ranks=256 layout.expert=256",
+    "0.43); set domains.math.optimizer.cpu_offload=1.0 merge.optimizer.cpu_offload=1.0 "
+    "layout.ranks=128 layout.expert=128",
 ]
 
 
@@ -91,15 +94,51 @@ def test_a_layout_that_cannot_fit_is_refused_by_component() -> None:
         "merge: update needs 91.63 GiB of each GPU, 12.43 GiB more than its 79.20 (optimizer state "
         "42.65, gradients 19.24, trainer weights 9.62, activations 8.99, trainer process 5.00, "
         "engine process 3.00, dispatch and fragments 2.55, frozen model 0.58); set "
-        "domains.math.optimizer.precision_aware=true merge.optimizer.precision_aware=true"
+        "domains.math.optimizer.cpu_offload=0.5 merge.optimizer.cpu_offload=0.5"
     ]
+
+
+def test_the_numerics_of_adam_are_the_last_setting_of_training_to_change() -> None:
+    """Recompute, smaller micro-batches, Adam's state on the host, and then its precision."""
+    settings = qwen(*EXACT)
+    stages = {stage.name: stage for stage in compile_graph(settings)}
+    changes = [*training_changes([stages["merge"]], settings, [{"layout.tensor": 8}])]
+    assert [key for change in changes for key in change] == [
+        "merge.optimizer.cpu_offload",
+        "merge.optimizer.cpu_offload",
+        "layout.tensor",
+        "merge.optimizer.precision_aware",
+    ]
+    large = "domains.math.loop.micro_batch_tokens=32768"
+    lines = refused(qwen(*EXACT, large, "layout.recompute=none"))
+    assert "layout.recompute=full" in advised(lines)
+    lines = refused(qwen("domains.math.loop.micro_batch_tokens=400000"))
+    assert [each.partition("=")[0] for each in advised(lines)] == [
+        "domains.math.loop.micro_batch_tokens"
+    ]
+
+
+def test_an_optimizer_state_on_the_host_is_not_advised_to_sgd() -> None:
+    plain = ("merge.optimizer.algorithm=sgd", "merge.optimizer.precision_aware=false")
+    settings = qwen(*plain)
+    stages = {stage.name: stage for stage in compile_graph(settings)}
+    assert not [*training_changes([stages["merge"]], settings, [])]
+
+
+def test_fewer_sequences_are_advised_where_their_logits_do_not_fit() -> None:
+    given = ("engine.max_sequences=1000000", "engine.max_model_tokens=40960")
+    [line] = refused(qwen(*given))
+    assert advised([line]) == ["engine.max_sequences=16384"]
+    assert refused(qwen(*given, *advised([line]))) == []
+    cache = refused(qwen("engine.kv_cache_mebibytes=60000"))
+    assert "max_sequences" not in cache[0]
 
 
 def test_an_engine_that_cannot_fit_is_refused_by_component() -> None:
     assert refused(qwen("engine.kv_cache_mebibytes=60000")) == [
-        "experts.math: generate needs 96.37 GiB of each GPU, 17.17 GiB more than its 79.20 (KV "
+        "experts.math: generate needs 97.37 GiB of each GPU, 18.17 GiB more than its 79.20 (KV "
         "cache 58.59, engine weights 28.45, trainer process 5.00, engine process 3.00, engine "
-        "workspace 1.33); set engine.kv_cache_mebibytes=null"
+        "workspace 1.33, reserve 1.00); set engine.kv_cache_mebibytes=null"
     ]
 
 
@@ -108,7 +147,7 @@ def test_glm_air_does_not_fit_on_eight_gpus() -> None:
     assert refused(settings) == GLM_REFUSED
 
 
-def test_deepseek_v3_does_not_fit_on_eight_gpus_but_on_256() -> None:
+def test_deepseek_v3_does_not_fit_on_eight_gpus_but_on_128() -> None:
     settings = qwen("engine={count: 1, tensor: 8, max_model_tokens: 8192}", *EXACT)
     settings = with_model(settings, DEEPSEEK_V3)
     assert refused(settings) == DEEPSEEK_REFUSED
@@ -125,11 +164,48 @@ def test_deepseek_v3_does_not_fit_on_eight_gpus_but_on_256() -> None:
         # Engines on more GPUs than have ranks, and few samples for many data-parallel ranks.
         ("layout={ranks: 4, tensor: 4, expert: 4, recompute: full}", "engine.count=4", *EXACT),
         (*TOO_MUCH, "domains.math.sampling={prompts_per_step: 4, max_response_tokens: 6144}"),
+        ("domains.math.loop.micro_batch_tokens=100000000",),
     ],
 )
 def test_what_is_advised_fits(given: tuple[str, ...]) -> None:
     lines = refused(qwen(*given))
     assert lines and refused(qwen(*given, *advised(lines))) == []
+
+
+@pytest.mark.parametrize("large", ["math", "code"])
+def test_every_domain_is_compared_with_the_gpus(large: str) -> None:
+    """Experts differ in their loops and optimizers, whichever is trained first."""
+    settings = qwen()
+    [small] = settings.domains.values()
+    loop = small.loop.model_copy(update={"micro_batch_tokens": 400_000})
+    domains = dict.fromkeys(("math", "code"), small)
+    domains[large] = small.model_copy(update={"loop": loop})
+    [line] = refused(settings.model_copy(update={"domains": domains}))
+    assert line.startswith(f"experts.{large}: update needs ")
+
+
+@pytest.mark.parametrize("last", [10, 38])
+def test_the_teachers_heads_are_on_the_last_stage_of_the_pipeline(last: int) -> None:
+    """The stage with more layers needs most, and is shown."""
+    layout = f"layout={{ranks: 8, tensor: 2, pipeline: 2, last_stage_layers: {last}, expert: 4}}"
+    settings = qwen(layout)
+    [merge] = [stage for stage in compile_graph(settings) if stage.kind == "distill"]
+    update = next(
+        each
+        for each in stage_phases(merge, settings, NodeGpus(8, 80 << 30))
+        if each.phase == "update"
+    )
+    assert ("frozen model" in update.gpu) == (last > 24)
+
+
+def test_the_updates_of_a_step_are_its_domain_s() -> None:
+    """Between two of them the optimizer's state stays on the GPU beside a frozen model."""
+    for count in (1, 2):
+        settings = qwen(f"domains.math.updates_per_rollout={count}")
+        [expert] = [stage for stage in compile_graph(settings) if stage.kind == "grpo"]
+        phases = stage_phases(expert, settings, NodeGpus(8, 80 << 30))
+        gpu = next(each.gpu for each in phases if each.phase == "log-probabilities")
+        assert ("optimizer state" in gpu) == (count > 1)
 
 
 def test_full_recomputation_is_advised_without_modules() -> None:
@@ -155,6 +231,32 @@ def test_nothing_is_advised_where_nothing_fits(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("placement", ["shared", "own"])
+def test_what_fits_is_what_an_engine_starts_in(placement: str) -> None:
+    """The cache's size is where the refusal of a job and that of an engine meet."""
+    total, layout = round(79.2 * GIB), qwen().layout
+    refusals = 0
+    for cache in range(40_000, 48_000, 250):
+        settings = qwen(f"engine.kv_cache_mebibytes={cache}", f"engine.placement={placement}")
+        allowed = engine_gpu_bytes(layout, settings.engine, [total] * 8)
+        try:
+            engine_memory(settings.model, settings.engine, total, total, allowed)
+            starts = True
+        except UserError:
+            starts, refusals = False, refusals + 1
+        assert starts == (refused(settings) == []), cache
+    assert 0 < refusals < 32
+
+
+def test_no_engine_is_advised_whose_members_fill_no_node(tmp_path: Path) -> None:
+    """A member of 16 ranks, which divide the 32 heads, would be on two nodes."""
+    profile = tmp_path / "small.yaml"
+    profile.write_text("gpus_per_node: 8\ngpu_memory_gib: 8\n")
+    lines = refused(qwen("engine={count: 1, tensor: 4, data: 2, max_model_tokens: 8192}"), profile)
+    assert len(lines) == 2
+    assert all(line.startswith(("experts.math: ", "merge: ")) for line in lines)
+
+
 def test_the_page_on_memory_has_the_table_and_the_refusal() -> None:
     """After a change: `python -m tests.pipeline.test_capacity` writes them."""
     assert page() == PAGE.read_text()
@@ -169,6 +271,14 @@ def page() -> str:
     parts = PAGE.read_text().split("```\n")
     parts[3], parts[5] = f"{table}\n", f"{said}\n"
     return "```\n".join(parts)
+
+
+def test_a_node_of_one_rank_has_one_rank(tmp_path: Path) -> None:
+    profile = tmp_path / "one.yaml"
+    profile.write_text("ranks_per_node: 1\ngpus_per_node: 1\ngpu_memory_gib: 79.2\n")
+    settings = qwen("engine={count: 8, tensor: 1, max_model_tokens: 8192}")
+    lines = "\n".join(memory_report(settings, gpus_of(load_cluster(profile))))
+    assert "1 rank of a node" in lines
 
 
 @pytest.fixture

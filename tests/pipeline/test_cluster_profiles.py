@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,9 @@ from pipeline.slurm.submit import (
     submissions,
 )
 from stages.settings import RunSettings
+from tests.runs import REPOSITORY
+
+Braid = Callable[..., tuple[int, str, str]]
 
 
 def test_errors_of_a_profile_are_reported_with_file_and_line(tmp_path: Path) -> None:
@@ -211,3 +215,44 @@ def test_a_profile_s_message_says_how_to_write_it(text: str, message: str, tmp_p
         load_cluster(path)
     [_, line] = str(caught.value).splitlines()
     assert line.startswith(f"{path}:2: {message}")
+
+
+UNCHECKED = "memory is not checked: set gpu_memory_gib in {} (79.2 for an H100 of 80 GB)"
+
+
+@pytest.mark.parametrize(
+    "command", [("validate",), ("plan",), ("plan", "--memory"), ("submit", "--dry-run")]
+)
+def test_memory_that_is_not_checked_is_said(
+    command: tuple[str, ...], braid: Braid, config: Path, tmp_path: Path
+) -> None:
+    profile = tmp_path / "cluster.yaml"
+    profile.write_text("ranks_per_node: 2\ngpus_per_node: 2\n")
+    given = (command[0], config, *command[1:], "--cluster", profile)
+    code, out, err = braid(*given)
+    lines = (out + err).splitlines()
+    assert code == 0 and lines.count(UNCHECKED.format(profile)) == 1
+    for known in ("gpu_memory_gib: 79.2\ngpus_per_node: 2\n", "gpus_per_node: 0\n"):
+        profile.write_text(f"ranks_per_node: 2\n{known}")
+        code, out, err = braid(*given)
+        assert code == 0 and "memory is not checked" not in out + err
+
+
+def test_the_example_s_memory_is_not_checked(braid: Braid, config: Path) -> None:
+    example = REPOSITORY / "configs" / "clusters" / "example.yaml"
+    code, out, _ = braid("validate", config, "--cluster", example, "--json")
+    assert code == 0 and "memory is not checked" in json.loads(out)["warnings"][-1]
+
+
+def test_mebibytes_of_a_gpu_are_refused(tmp_path: Path) -> None:
+    profile = tmp_path / "cluster.yaml"
+    profile.write_text("gpus_per_node: 8\ngpu_memory_gib: 81559\n")
+    with pytest.raises(ConfigError, match=r"GiB, 79\.6 for nvidia-smi's 81559 MiB, not 81559"):
+        load_cluster(profile)
+
+
+def test_an_interface_without_a_name_is_refused(tmp_path: Path) -> None:
+    profile = tmp_path / "cluster.yaml"
+    profile.write_text('network_interface: ""\n')
+    with pytest.raises(ConfigError, match=r"network_interface: must be a name, such as ib0"):
+        load_cluster(profile)

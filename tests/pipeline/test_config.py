@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 
 from pipeline.commands.common import read_run
+from pipeline.config import schema
 from pipeline.config.read import ConfigError
 from pipeline.config.validate import differing_keys, dump_resolved, load
 from pipeline.run.directory import RunDirectory
 from pipeline.run.run import Run
 from stages.rewards.kinds.python import PythonReward
+from stages.settings import RunSettings
 from tests.pipeline.violations import edited, errors
 
 REPOSITORY = Path(__file__).parents[2]
@@ -94,7 +96,8 @@ def test_schema_errors_are_reported_together_and_hide_broken_rules(
     assert errors(config, "engine.max_model_tokens=20") == [
         "small.yaml:12: layout.expert: 3 does not divide model.experts = 8; use one of "
         "[1, 2, 4, 8]",
-        "small.yaml:12: layout.expert: expert 3 does not divide layout.ranks = 2",
+        "small.yaml:12: layout.expert: expert 3 does not divide layout.ranks = 2; use one of "
+        "[1, 2], or a multiple of 3 as layout.ranks",
         "small.yaml:14: domains.sums.sampling.max_response_tokens: 24 leaves no room for a prompt; "
         "it must be less than engine.max_model_tokens = 20",
         "small.yaml:18: domains.words.sampling.max_response_tokens: 24 leaves no room for a "
@@ -378,3 +381,45 @@ def test_a_runs_settings_are_those_of_run_yaml(config: Path, run: RunDirectory) 
     run.settings_file.write_text("nam: small\n")
     with pytest.raises(ConfigError, match="did you mean"):
         read_run(run)
+
+
+@pytest.mark.parametrize("name", schema.ALIASES)
+def test_every_alias_means_a_key(name: str) -> None:
+    """`optimizer` and `loop` are blocks of every stage that trains."""
+    key = tuple(schema.ALIASES[name].split("."))
+    at = ("cold_start", *key) if key[0] in ("optimizer", "loop") else key
+    assert key[-1] in schema.fields(schema.type_at(RunSettings, at[:-1]))
+    assert name not in schema.fields(schema.type_at(RunSettings, at[:-1]))
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("engine.tensor_parallel_size=2", 'did you mean "tensor"?'),
+        ("engine.tp=2", 'did you mean "tensor"?'),
+        ("model.tensor_parallel_size=2", 'did you mean "engine.tensor"?'),
+        ("model.num_hidden_layers=2", 'did you mean "layers"?'),
+        ("layout.tensor_model_parallel_size=2", 'did you mean "tensor"?'),
+        ("pp=2", 'did you mean "layout.pipeline"?'),
+        ("cold_start.optimizer.lr=1", 'did you mean "learning_rate"?'),
+        ("cold_start.micro_batch_size=1", 'did you mean "loop.micro_batch_tokens"?'),
+        (
+            "engine.gpu_memory_utilization=0.9",
+            'did you mean "kv_cache_mebibytes"? (it is computed where null)',
+        ),
+        (
+            "layout.sequence_parallel=true",
+            'did you mean "tensor"? (sequence parallelism is on wherever tensor > 1)',
+        ),
+    ],
+)
+def test_a_key_s_name_in_other_projects_is_understood(
+    config: Path, override: str, said: str
+) -> None:
+    [found] = errors(config, override)
+    assert found.endswith(f"unknown key; {said}")
+
+
+def test_an_alias_in_a_file_is_understood_as_on_the_command_line(config: Path) -> None:
+    edited(config, "  layers: 4", "  num_hidden_layers: 4")
+    assert 'model.num_hidden_layers: unknown key; did you mean "layers"?' in "".join(errors(config))

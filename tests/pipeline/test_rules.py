@@ -18,6 +18,26 @@ from tests.pipeline.violations import edited, errors, judge, own, rewards
     [
         ("layout.expert=16", "layout.expert: 16 does not divide model.experts = 8"),
         (
+            "layout={ranks: 8, expert: 16}",
+            "expert 16 does not divide layout.ranks = 8; use one of [1, 2, 4, 8], or a multiple of "
+            "16 as layout.ranks",
+        ),
+        (
+            "layout={ranks: 12, tensor: 2, context: 5}",
+            "layout.context: tensor 2 x context 5 does not divide layout.ranks = 12; use one of "
+            "[1, 2, 3, 6], or a multiple of 10 as layout.ranks",
+        ),
+        (
+            "layout={ranks: 12, pipeline: 4, expert: 2}",
+            "layout.pipeline: expert 2 x pipeline 4 does not divide layout.ranks = 12; use one of "
+            "[1, 2], or a multiple of 8 as layout.ranks",
+        ),
+        (
+            "layout={ranks: 7, tensor: 2, context: 2}",
+            "layout.context: tensor 2 x context 2 does not divide layout.ranks = 7; use a multiple "
+            "of 4 as layout.ranks",
+        ),
+        (
             "stages.merge.optimizer.precision_aware=true",
             "stages.merge.optimizer.precision_aware: requires model.precision: bf16",
         ),

@@ -81,7 +81,7 @@ def test_engines_on_separate_devices_follow_the_last_rank_on_one_node_each() -> 
 
 
 def test_an_engine_larger_than_a_node_takes_whole_nodes(
-    run: RunDirectory, settings: RunSettings
+    run: RunDirectory, settings: RunSettings, recorded_srun: Path, tmp_path: Path
 ) -> None:
     cluster = ClusterSettings(ranks_per_node=4, cpus_per_rank=2)
     layout, engine = sizes(5, count=2, tensor=8, placement="own")
@@ -96,6 +96,13 @@ def test_an_engine_larger_than_a_node_takes_whole_nodes(
     assert job.nodes_per_engine == 2
     written = write_engine_job(run.engine(0), settings, 0, job)
     assert json.loads(written.read_text())["nodes"] == 2
+    step = job.start_engine("engine 1", 1, ["python"], tmp_path / "engine.log")
+    wait_for_all([step], seconds=60)
+    step.reap()
+    # One task a node, which end together: vLLM cannot replace one of them.
+    expected = "--nodelist=n5,n6 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=8 "
+    assert expected in (started := recorded_srun.read_text())
+    assert " --kill-on-bad-exit=1 " in started
 
 
 def test_too_few_nodes_are_refused_with_the_number() -> None:
@@ -328,10 +335,15 @@ def test_tasks_on_gpus_choose_their_slots_behind_srun(
         step.reap()
     record = recorded_srun.read_text()
     caches = f"/local/braid-{os.getuid()}"
+    [server] = [line for line in record.splitlines() if line.endswith(" -m server")]
+    assert f"--cpus-per-task={2 * cluster.cpus_per_rank} " in server  # of its two ranks
+    assert "--bind /local:/local " in server  # the caches are outside the image
     assert f"/i.sif python3 -m parallel.on_gpus 6,7 {caches} -m server\n" in record
     assert f"/i.sif python3 -m parallel.on_gpus rank {caches} -m main\n" in record
     assert "APPTAINERENV_NCCL_IB_HCA=mlx5" in record
     assert "APPTAINERENV_MASTER_ADDR=127.0.0.1" in record
+    for name in environment_of("lo"):  # of the ranks and the engine, which meet in a refit
+        assert record.count(f"APPTAINERENV_{name}=lo\n") == len(started) == 2
 
 
 def test_a_loopback_address_is_refused_where_nodes_are_to_meet() -> None:
@@ -476,6 +488,6 @@ def test_submitting_without_slurm_says_so_and_keeps_the_commands(
     assert (code, "clustre.yaml: no such file; known: configs/clusters/" in err) == (1, True)
     code, _, err = braid("submit", config, "--cluster", profile)
     assert code == 1
-    assert "there is no sbatch here; run this on a machine that has Slurm's commands" in err
+    assert "there is no sbatch here; run this on a login node of the cluster" in err
     script = (runs / "small" / "slurm" / "submit.sh").read_text()
     assert script.count("sbatch --parsable") == 5

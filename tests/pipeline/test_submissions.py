@@ -39,6 +39,27 @@ def test_a_dry_run_writes_nothing_and_prepare_the_run_s_directory(
     assert other[0] == 2
 
 
+@pytest.mark.parametrize("option", ["--prepare", "--json"])
+def test_a_queue_that_does_not_answer_leaves_no_run(
+    option: str, braid: Braid, config: Path, profile: Path, runs: Path, slurm: Path
+) -> None:
+    said = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
+    (slurm / "squeue").write_text(f"#!/bin/bash\necho '{said}' >&2; exit 1\n")
+    code, _, err = braid("submit", config, "--cluster", profile, option)
+    assert (code, err) == (
+        1,
+        f"braid: squeue failed: {said}; run this on a login node of the cluster, which has Slurm's "
+        "commands\n",
+    )
+    assert not (runs / "small").exists()
+
+
+def test_a_missing_profile_is_copied_from_the_example(braid: Braid, config: Path) -> None:
+    code, _, err = braid("submit", config, "--dry-run")
+    copied = "cp configs/clusters/example.yaml configs/clusters/mine.yaml and fill it in"
+    assert (code, err) == (1, f"braid: --cluster FILE is required; {copied}\n")
+
+
 def test_engines_need_no_cores_where_they_are_submitted(
     braid: Braid, config: Path, profile: Path, slurm: Path
 ) -> None:
@@ -260,7 +281,8 @@ def test_a_refusal_of_sbatch_names_the_keys_it_is_about(
     said: str, braid: Braid, config: Path, profile: Path, slurm: Path
 ) -> None:
     profile.write_text(
-        "partition: gpuu\nwalltime: '9-0'\nkinds: {sft: {qos: fast, gpus_per_node: 9}}\n"
+        "partition: gpuu\nwalltime: '9-0'\n"
+        "kinds: {sft: {qos: fast, gpus_per_node: 9, gpu_memory_gib: 80}}\n"
     )
     (slurm / "refuses").write_text(f"{said}\n")
     code, _, err = braid("submit", config, "--cluster", profile)
