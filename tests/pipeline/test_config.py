@@ -387,7 +387,7 @@ def test_a_runs_settings_are_those_of_run_yaml(config: Path, run: RunDirectory) 
 def test_every_alias_means_a_key(name: str) -> None:
     """`optimizer` and `loop` are blocks of every stage that trains."""
     key = tuple(schema.ALIASES[name].split("."))
-    at = ("cold_start", *key) if key[0] in ("optimizer", "loop") else key
+    at = ("stages", "cold_start", *key) if key[0] in ("optimizer", "loop") else key
     assert key[-1] in schema.fields(schema.type_at(RunSettings, at[:-1]))
     assert name not in schema.fields(schema.type_at(RunSettings, at[:-1]))
 
@@ -401,8 +401,8 @@ def test_every_alias_means_a_key(name: str) -> None:
         ("model.num_hidden_layers=2", 'did you mean "layers"?'),
         ("layout.tensor_model_parallel_size=2", 'did you mean "tensor"?'),
         ("pp=2", 'did you mean "layout.pipeline"?'),
-        ("cold_start.optimizer.lr=1", 'did you mean "learning_rate"?'),
-        ("cold_start.micro_batch_size=1", 'did you mean "loop.micro_batch_tokens"?'),
+        ("stages.cold_start.optimizer.lr=1", 'did you mean "learning_rate"?'),
+        ("stages.cold_start.micro_batch_size=1", 'did you mean "loop.micro_batch_tokens"?'),
         (
             "engine.gpu_memory_utilization=0.9",
             'did you mean "kv_cache_mebibytes"? (it is computed where null)',
