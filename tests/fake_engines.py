@@ -220,9 +220,7 @@ def toy_run(bound: float = 1e9, **domains: DomainSettings) -> RunSettings:
         engine=EngineSettings(max_logprob_difference=bound),
         rewards=RewardPoolSettings(workers=1),
         domains=domains,
-        stages={
-            "experts": GrpoSettings.model_validate({"from": "cold_start", "for_each": "domain"})
-        },
+        stages={"experts": EXPERTS},
         logging=LoggingSettings(wandb="disabled"),
     )
 
