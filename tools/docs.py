@@ -227,7 +227,8 @@ def _type(field: FieldInfo, places: Places) -> str:
     place = places[below[0]]
     anchor = re.sub(r"[^\w-]", "", _shown(place).lower())
     null = " or null" if NoneType in get_args(field.annotation) else ""
-    return f"[`{_shown(place) or _page(place).removesuffix('.md')}`]({_page(place)}{anchor and '#' + anchor}){null}"
+    shown = _shown(place) or _page(place).removesuffix(".md")
+    return f"[`{shown}`]({_page(place)}{anchor and '#' + anchor}){null}"
 
 
 def _named(annotation: Any, metadata: Any = ()) -> str:
