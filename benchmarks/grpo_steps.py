@@ -109,9 +109,11 @@ def configuration(
             "max_model_tokens": 64 + workload.max_response_tokens,
             "max_sequences": workload.rollouts // engines,
         },
-        "cold_start": {"optimizer": still, "loop": once},
         "domains": {"chain_sum": expert},
-        "merge": {"optimizer": still, "loop": once},
+        "stages": {
+            "cold_start": {"kind": "sft", "optimizer": still, "loop": once},
+            "experts": {"kind": "grpo", "from": "cold_start", "for_each": "domain"},
+        },
         "evaluation": {"problems": 2},
     }
 

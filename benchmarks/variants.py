@@ -167,11 +167,12 @@ def configuration(name: str, run_name: str, seed: int) -> dict[str, Any]:
     return {
         **quickstart,
         **placement,
+        "extends": str(CONFIGS / quickstart["extends"]),
         "name": run_name,
         "seed": seed,
         "model": {"extends": str(CONFIGS / "models" / "tiny-moe.yaml")},
         "domains": {each: shared | keys for each, keys in variants.items()},
-        "merge": None,
+        "stages": quickstart["stages"] | {"merge": None, "export": None},
         "evaluation": {"problems": 2},  # of every model on every domain, which are all the same
         "logging": {"wandb": "disabled"},
     }

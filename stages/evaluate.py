@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
+from urllib.parse import quote
 
 from parallel.checkpoint import load
 from parallel.distributed import broadcast, is_main
@@ -99,7 +100,7 @@ class Evaluation:
             self.engines.sync_weights(version)
         solved = {domain: self._solved(name, domain) for domain in self.domains_of(name)}
         if is_main():
-            write_atomically(self.job.files.solved / f"{name}.json", json.dumps(solved))
+            write_atomically(self.job.files.solved / f"{file_name(name)}.json", json.dumps(solved))
             samples = self.settings.samples_per_problem
             scores = {name: asdict(of_problems(right, samples)) for name, right in solved.items()}
             for domain, right in solved.items() if samples > 1 else ():
@@ -158,7 +159,7 @@ class Evaluation:
             self.engines.rewards.check_failures(failures, sum(len(group.drawn) for group in groups))
             watch_failures = sum(len(group.watch_failures) for group in groups)
             if self.job.settings.logging.auditable:
-                path = self.job.files.samples / name / f"{domain}_{start:06d}.jsonl"
+                path = self.job.files.samples / file_name(name) / f"{domain}_{start:06d}.jsonl"
                 answers = [sample for group in groups for sample in group.samples]
                 record(path, [answers], self.engines.tokenizer, auditable=True)
             rewards = self.domains[domain].rewards
@@ -186,4 +187,9 @@ class Evaluation:
         return groups
 
     def _result_file(self, name: str) -> Path:
-        return self.job.files.measured / f"{name}.json"
+        return self.job.files.measured / f"{file_name(name)}.json"
+
+
+def file_name(model: str) -> str:
+    """Return the name of a model's files: of one outside the run, its path without slashes."""
+    return quote(model, safe="")

@@ -30,12 +30,14 @@ ROOT = Path(__file__).parents[1]
 REFERENCE = ROOT / "docs" / "reference"
 NOTE = "<!-- Written by `make docs` from the declarations in the code; edit those. -->\n\n"
 CHOSEN_BY = ("name", "kind", "source")  # the keys that choose between settings classes
+STAGES = "stages.NAME"  # where every kind has its own blocks
 # The page of a block, by the beginning of its path; the first that fits counts.
 PAGES = {
     "domains.NAME.objective": "objective.md",
     "domains.NAME.rewards": "rewards.md",
     "domains.NAME.guards": "guards.md",
     "domains.NAME": "domain.md",
+    STAGES: "stages.md",
     "cluster": "cluster.md",
     "": "run.md",
 }
@@ -52,6 +54,12 @@ slip of a digit, 1,000,000 and above, are not shown.
 
 A domain's file, which a run names under `domains:`. [Add a domain](../how-to/domain.md) writes one;
 [what a change undoes](../explanation/run.md#what-a-change-undoes) lists the stages that go stale.
+""",
+    "stages.md": """\
+# Keys of stages
+
+The blocks `stages:` of a run, by kind. [Pipelines](../explanation/pipelines.md) says what blocks,
+names and references mean; [add a stage kind](../how-to/stage-kind.md) declares another one.
 """,
     "objective.md": """\
 # Keys of an objective
@@ -134,9 +142,11 @@ def _blocks() -> list[tuple[str, list[type[BaseModel]]]]:
             fresh = [model for model in models if model not in seen]
             seen |= set(fresh)
             found += [(path, fresh)] if fresh else []
-            for name, field in (pair for model in fresh for pair in model.model_fields.items()):
+            keys = ((model, *pair) for model in fresh for pair in model.model_fields.items())
+            for model, name, field in keys:
                 named = "NAME" if get_origin(field.annotation) is dict else ""
-                inner = ".".join(filter(None, (path, field.alias or name, named)))
+                kind = (_choice(model) or ("", ""))[1] if path == STAGES else ""
+                inner = ".".join(filter(None, (path, kind, field.alias or name, named)))
                 queue.append((inner, _models(field.annotation)))
     return found
 
@@ -154,7 +164,7 @@ def _page(path: str) -> str:
 
 def _shown(path: str) -> str:
     """Return a block's path as a person writes it in the file that its page is about."""
-    return re.sub(r"^(domains\.NAME|cluster)\.?", "", path)
+    return re.sub(r"^(domains\.NAME|stages\.NAME|cluster)\.?", "", path)
 
 
 def _section(path: str, models: list[type[BaseModel]], places: Places) -> str:
@@ -217,7 +227,8 @@ def _type(field: FieldInfo, places: Places) -> str:
     place = places[below[0]]
     anchor = re.sub(r"[^\w-]", "", _shown(place).lower())
     null = " or null" if NoneType in get_args(field.annotation) else ""
-    return f"[`{_shown(place) or 'domain'}`]({_page(place)}{anchor and '#' + anchor}){null}"
+    shown = _shown(place) or _page(place).removesuffix(".md")
+    return f"[`{shown}`]({_page(place)}{anchor and '#' + anchor}){null}"
 
 
 def _named(annotation: Any, metadata: Any = ()) -> str:

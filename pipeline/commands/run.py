@@ -297,7 +297,7 @@ def _audit_table(title: str, each: dict[str, Any]) -> str:
     "let the stages that wait for a stopped gate start, and record why",
     GATE_HELP,
     RUN,
-    Argument("stage", metavar="STAGE", help="the gate, e.g. gates.math"),
+    Argument("stage", metavar="STAGE", help="the gate, e.g. gates.experts.math"),
     Argument("--reason", required=True, help="why, in a sentence, for the ledger"),
 )
 def gate_override(arguments: Namespace) -> None:

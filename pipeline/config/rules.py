@@ -49,15 +49,15 @@ BOUNDS = ("max_mismatch", "min_router_agreement", "max_drift", "max_router_movem
 Found = Iterator[tuple[str, str]]
 
 
-def violations(run: RunSettings) -> Found:
-    """Yield every broken rule of a run's settings."""
+def violations(run: RunSettings, *, graph: bool = True) -> Found:
+    """Yield every broken rule of a run's settings; without `graph`, not of what stages refer to."""
     yield from _model_rules(run.model, run.layout)
     yield from _engine_rules(run.model, run.engine)
     yield from quantized_rollout_rules(run)
     for name, domain in run.domains.items():
         yield from _domain_rules(name, domain, run.rewards, run)
     yield from _split_rules(run.domains)
-    broken = [*graph_rules(run)]
+    broken = [*graph_rules(run)] if graph else []
     yield from broken
     if not broken:
         yield from _stage_rules(run)

@@ -23,6 +23,7 @@ from pipeline.config.read import (
     Key,
     Leaf,
     Mapping,
+    Node,
     Reader,
     SourceLocation,
     Violation,
@@ -37,7 +38,7 @@ from pipeline.config.read import (
 )
 from pipeline.config.unroll import is_path
 from stages.domains import DomainSettings
-from stages.keys import flatten
+from stages.keys import STRUCTURE, flatten
 from stages.kinds import Kind
 from stages.rewards.reward import RewardPoolSettings
 from stages.settings import RunSettings
@@ -47,6 +48,9 @@ MAPPING = "a mapping of keys to values"
 # Ends pydantic's location of a wrong key; only a cluster's kinds have a closed set.
 OF_KEY = "[key]"
 TOKENIZER: Key = ("model", "tokenizer")
+# Of a block: what names other stages or domains, or is of the graph alone.
+OF_OTHERS = (*STRUCTURE, "gate")
+TRAINED_FROM = "./"  # a model outside the run, which is never read
 # Paths relative to the file in which they are written; `*` stands for every name.
 PATHS: tuple[Key, ...] = (
     ("model", "initial_weights"),
@@ -55,11 +59,14 @@ PATHS: tuple[Key, ...] = (
     ("domains", "*", "demonstrations", "path"),
     ("domains", "*", "rewards", "*", "api_key_file"),
 )
-# References to models: paths where they have a slash.
+# References to models, or lists of them: paths where they have a slash.
 REFERENCES: tuple[Key, ...] = (
     ("stages", "*", "from"),
     ("stages", "*", "teachers"),
     ("stages", "*", "teachers", "*"),
+    ("stages", "*", "models"),
+    ("stages", "*", "objective", "kl", "reference"),
+    ("domains", "*", "objective", "kl", "reference"),
 )
 
 
@@ -109,14 +116,30 @@ def place_in_cluster(path: Path, key: Key) -> SourceLocation:
 def load_with_domain(run: Path, path: Path, samples: int | None = None) -> RunSettings:
     """Read a run's settings with a file's domain in place of all of its domains.
 
-    `samples` overrides the domain's `sampling.group_size`. Raises ConfigError like `load`.
+    Of its stages only what a domain alone is checked with stays: supervised fine-tuning on its
+    demonstrations, and the training on its rewards. `samples` overrides the domain's
+    `sampling.group_size`. Raises ConfigError like `load`.
     """
     reader = Reader()
     tree = _with_domain(reader.file(run), path, reader)
     if samples is not None:
         key = ("domains", path.stem, "sampling", "group_size")
         tree = override_at(tree, key, Leaf(samples, SourceLocation(None)))
-    return _settings(tree, reader, to_start=False)
+    alone = Mapping({**tree.entries, "stages": _alone(find(tree, ("stages",)), tree)}, tree.place)
+    return _settings(alone, reader, to_start=False, graph=False)
+
+
+def _alone(stages: Node | None, tree: Mapping) -> Mapping:
+    """Return the blocks of stages that any domain passes through, without other blocks' names."""
+    trained = {"kind": "grpo", "from": TRAINED_FROM, "for_each": "domain"}
+    leaves: dict[str, Node] = {key: Leaf(each, tree.place) for key, each in trained.items()}
+    found: dict[str, Node] = {"domain": Mapping(leaves, tree.place)}
+    for name, block in stages.entries.items() if isinstance(stages, Mapping) else ():
+        kind = find(block, ("kind",)) if isinstance(block, Mapping) else None
+        if isinstance(block, Mapping) and isinstance(kind, Leaf) and kind.value == "sft":
+            own = {key: each for key, each in block.entries.items() if key not in OF_OTHERS}
+            found[name] = Mapping(own, block.place)
+    return Mapping(found, tree.place)
 
 
 class _Domains(Settings):
@@ -125,10 +148,12 @@ class _Domains(Settings):
     domains: dict[str, DomainSettings]
 
 
-def _settings(tree: Mapping, reader: Reader, *, to_start: bool = True) -> RunSettings:
+def _settings(
+    tree: Mapping, reader: Reader, *, to_start: bool = True, graph: bool = True
+) -> RunSettings:
     """Return a tree's settings. Raises ConfigError for the schema, then for the rules."""
     tree, settings = _valid(RunSettings, tree, reader)
-    found = rules.violations(settings)
+    found = rules.violations(settings, graph=graph)
     _check_rules(tree, chain(found, environment.violations(settings) if to_start else ()))
     return settings
 
@@ -239,14 +264,22 @@ def _with_absolute_paths(tree: Mapping) -> Mapping:
     for pattern in (*PATHS, *REFERENCES):
         for key in matching(tree, pattern):
             leaf = find(tree, key)
-            if not isinstance(leaf, Leaf) or not isinstance(leaf.value, str):
+            if not isinstance(leaf, Leaf) or not isinstance(leaf.value, str | list):
                 continue
-            if pattern in REFERENCES and not is_path(leaf.value):
-                continue
-            if pattern != TOKENIZER or leaf.value != CHARACTERS:
-                path = leaf.place.beside(leaf.value).absolute()
-                tree = override_at(tree, key, Leaf(str(path), leaf.place))
+            given = leaf.value if isinstance(leaf.value, list) else [leaf.value]
+            found = [_absolute(each, leaf.place, pattern) for each in given]
+            value = found if isinstance(leaf.value, list) else found[0]
+            if value != leaf.value:
+                tree = override_at(tree, key, Leaf(value, leaf.place))
     return tree
+
+
+def _absolute(value: Any, place: SourceLocation, pattern: Key) -> Any:
+    """Return a path at `pattern` as an absolute one; other values stay."""
+    named = pattern in REFERENCES and not (isinstance(value, str) and is_path(value))
+    if not isinstance(value, str) or named or (pattern == TOKENIZER and value == CHARACTERS):
+        return value
+    return str(place.beside(value).absolute())
 
 
 def _validated(

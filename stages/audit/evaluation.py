@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import torch
 
 from stages.audit import recorded
+from stages.audit.blocks import recorded_stage
 from stages.audit.model import Model, parent_model
 from stages.audit.recorded import NotAuditable, RecordedRun, RecordedSample, document, naming
 from stages.audit.rows import Comparison, number
-from stages.audit.stage_audit import kind_of
 
 DEFAULT_BOUND = 1e-4  # nats, where engine.max_logprob_difference is null; audited runs are fp32
 COMPARED = 32  # answers of a model in a domain whose log-probabilities are recomputed
@@ -29,14 +30,14 @@ def evaluation_rows(run: RecordedRun, stage: str) -> list[Comparison]:
     models = sorted((directory / "models").glob("*.json"))
     if not models:
         raise NotAuditable(f"no results at {directory}/models")
-    gate = kind_of(stage) == "gates"  # one answer to each problem
+    gate = recorded_stage(run, stage).kind == "gate"  # one answer to each problem
     of_each = 1 if gate else run.settings["evaluation"]["samples_per_problem"]
     rows = []
     for file in models:
-        name = file.name.removesuffix(".json")
+        name = unquote(file.name.removesuffix(".json"))
         accuracies, model = document(file), parent_model(run, stage, name)
         for domain, found in accuracies.items():
-            answers = _answers(directory / "samples" / name, domain)
+            answers = _answers(directory / "samples" / file.stem, domain)
             with naming(file):
                 accuracy, count = float(found["accuracy"]), float(found["n"])
             rows.append(_logprobs(f"{name} on {domain}: log p", model, run, answers))

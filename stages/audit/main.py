@@ -16,11 +16,12 @@ import torch
 
 from parallel.errors import report_error, report_notice
 from parallel.files import CheckpointRefused, write_atomically
+from stages.audit.blocks import recorded_stage
 from stages.audit.evaluation import evaluation_rows
 from stages.audit.recorded import LONGEST, NotAuditable, RecordedRun, read_run
-from stages.audit.stage_audit import Audited, audit_step, kind_of, newest_step
+from stages.audit.stage_audit import Audited, audit_step, newest_step
 
-MEASURING = ("evaluate", "gates")
+MEASURING = ("evaluate", "gate")
 WIDE = 512
 
 
@@ -52,7 +53,7 @@ def main() -> None:
 
 
 def _audited(run: RecordedRun, stage: str, step: int | None) -> Audited:
-    if kind_of(stage) in MEASURING:
+    if recorded_stage(run, stage).kind in MEASURING:
         return Audited(stage, None, evaluation_rows(run, stage), [])
     return audit_step(run, stage, newest_step(run, stage) if step is None else step)
 

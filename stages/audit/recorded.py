@@ -74,10 +74,12 @@ class RecordedRun:
         return self.path / "stages" / name
 
     def parent(self, stage: str, of: str) -> Path:
-        """Return the checkpoint of the stage `of` that `stage` was initialised from, by its digest.
+        """Return the checkpoint of `of` that `stage` was initialised from, by its digest.
+
+        `of` is a stage, or the path of a stage's directory of another run or of a checkpoint.
 
         Raises:
-            NotAuditable: it started from another stage, or the checkpoint is gone.
+            NotAuditable: it started from another model, or the checkpoint is gone.
         """
         path = self.stage(stage) / "manifest.json"
         if not path.exists():
@@ -88,7 +90,9 @@ class RecordedRun:
             raise NotAuditable(
                 f"{stage} did not start from a checkpoint of {of}, its parent in run.yaml"
             )
-        for found in whole_checkpoints(self.stage(of) / "checkpoints"):
+        outside = read_checkpoint(Path(of)) if "/" in of else None
+        kept = whole_checkpoints(self.stage(of) / "checkpoints")  # an absolute path stays itself
+        for found in [*kept, *([outside] if outside else [])]:
             if found.digest == digest:
                 return found.path
         raise NotAuditable(f"the checkpoint of {of} that {stage} started from is gone")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from parallel.files import STATE
 from stages.audit import recorded
+from stages.audit.blocks import RecordedStage, recorded_stage
 from stages.audit.model import Model, Weights, from_megatron, parent_model
 from stages.audit.policy_step import PolicyStep
 from stages.audit.recorded import NotAuditable, RecordedRun, document
@@ -20,7 +21,6 @@ BUFFERS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 # Adam divides by the root of a mean of squares: for a weight with tiny gradients,
 # rounding decides its direction.
 OF_ADAM, OF_SGD = 1e-3, 1e-5
-COLD_START, INITIAL = "cold_start", "initial"
 
 
 @dataclass(frozen=True)
@@ -33,27 +33,15 @@ class Audited:
     notes: list[str]
 
 
-def kind_of(stage: str) -> str:
-    """Return the kind of a stage, by its name without the round."""
-    name = _parts(stage)[1]
-    kinds = {COLD_START: "sft", "mixed": "mixed", "merge": "distill"}
-    return kinds.get(name, "grpo" if name.startswith("experts.") else name.split(".")[0])
-
-
-def _parts(stage: str) -> tuple[str, str]:
-    """Return a stage's prefix of its round, as `round_2.` or empty, and the rest of its name."""
-    prefix = match[0] if (match := re.match(r"round_\d+\.", stage)) else ""
-    return prefix, stage.removeprefix(prefix)
-
-
 def newest_step(run: RecordedRun, stage: str) -> int:
     """Return the newest step with recorded samples and kept weights before it.
 
     Raises:
         NotAuditable: no step has both.
     """
-    grown = kind_of(stage) != "sft"
-    paths = _recordings(run, stage).glob("step_*.jsonl")
+    described = recorded_stage(run, stage)
+    grown = described.parent is not None
+    paths = _recordings(run, described).glob("step_*.jsonl")
     for step in sorted((int(path.stem.removeprefix("step_")) for path in paths), reverse=True):
         if run.checkpoint(stage, step - 1) or (step == 1 and grown):
             return step
@@ -63,8 +51,8 @@ def newest_step(run: RecordedRun, stage: str) -> int:
     )
 
 
-def _recordings(run: RecordedRun, stage: str) -> Path:
-    return run.stage(stage) / ("samples" if kind_of(stage) == "sft" else "rollouts")
+def _recordings(run: RecordedRun, of: RecordedStage) -> Path:
+    return run.stage(of.name) / ("samples" if of.kind == "sft" else "rollouts")
 
 
 def audit_step(run: RecordedRun, stage: str, step: int) -> Audited:
@@ -73,14 +61,15 @@ def audit_step(run: RecordedRun, stage: str, step: int) -> Audited:
     Raises:
         NotAuditable: files or settings do not allow it.
     """
-    settings, shape = _settings(run, stage), run.settings["model"]
+    described, shape = recorded_stage(run, stage), run.settings["model"]
+    settings = described.settings
     resumed = run.checkpoint(stage, step - 1)
     if resumed is None and step > 1:
         raise NotAuditable(
             f"{stage} has no checkpoint of step {step - 1}, which step {step} starts from; set "
             "loop.checkpoint_every=1 and loop.keep_last"
         )
-    held = recorded.tensors(resumed or run.parent(stage, _parent(run, stage)))
+    held = recorded.tensors(resumed or _parent(run, described))
     policy = Model(shape, from_megatron(held, shape))
     per_step = settings.get("updates_per_rollout", 1)
     optimizer = Optimizer(
@@ -89,22 +78,22 @@ def audit_step(run: RecordedRun, stage: str, step: int) -> Audited:
         (step - 1) * per_step,
         settings["loop"]["steps"] * per_step,
     )
-    samples = recorded.samples(_recordings(run, stage) / f"step_{step:06d}.jsonl")
+    samples = recorded.samples(_recordings(run, described) / f"step_{step:06d}.jsonl")
     logged = recorded.metrics(run.stage(stage), step)
     rows = [number("learning_rate", logged["learning_rate"], optimizer.learning_rate(), scale=0.0)]
     before, reference = policy.weights(), None
-    if (kind := kind_of(stage)) == "sft":
+    if described.kind == "sft":
         rows += cold_start_step(settings, samples, policy, optimizer, logged)
-    elif kind == "distill":
-        teachers = {
-            domain: parent_model(run, stage, f"{_parts(stage)[0]}experts.{domain}")
-            for domain in run.settings["domains"]
-        }
+    elif described.kind == "distill":
+        named = (described.teachers or {}).items()
+        teachers = {domain: parent_model(run, stage, teacher) for domain, teacher in named}
         rows += merge_step(settings, samples, policy, teachers, optimizer, step, logged)
+    elif described.kind != "grpo":
+        raise NotAuditable(f"stages of kind {described.kind} are not audited")
     else:
         state = document(resumed / STATE) if resumed else {}
-        reference = _reference(run, stage, settings["objective"]["kl"], held)
-        weights = _reward_weights(run, stage)
+        reference = _reference(run, described, held)
+        weights = _reward_weights(run, described.domains)
         policy_step = PolicyStep(settings, weights, step, state, policy, reference, optimizer)
         rows += policy_step.run(samples, logged)
     after = run.checkpoint(stage, step)
@@ -121,27 +110,11 @@ def audit_step(run: RecordedRun, stage: str, step: int) -> Audited:
     return Audited(stage, step, rows, [])
 
 
-def _settings(run: RecordedRun, stage: str) -> dict[str, Any]:
-    """Return the stage's block of run.yaml."""
-    name = re.sub(r"^experts\.", "domains.", _parts(stage)[1])
-    block = run.settings
-    for part in [name] if name in block else name.split(".", 1):
-        if not isinstance(block, dict) or block.get(part) is None:
-            raise NotAuditable(f"{run.path}/run.yaml has no stage {stage}")
-        block = block[part]
-    return block
-
-
-def _parent(run: RecordedRun, stage: str) -> str:
-    """Return the stage that one starts from, by run.yaml."""
-    prefix, _ = _parts(stage)
-    named = _settings(run, stage)["from"] if kind_of(stage) == "grpo" else None
-    if named is not None:
-        return f"{prefix}{named}" if named.startswith("experts.") else str(named)
-    before = int(prefix[len("round_") : -1]) - 1 if prefix else 0
-    if before:
-        return "merge" if before == 1 else f"round_{before}.merge"
-    return INITIAL if run.settings["cold_start"] is None else COLD_START
+def _parent(run: RecordedRun, of: RecordedStage) -> Path:
+    """Return the checkpoint that a stage starts from."""
+    if of.parent is None:
+        raise NotAuditable(f"{of.name} starts from the model settings, whose weights are not kept")
+    return run.parent(of.name, of.parent)
 
 
 def _buffers(held: Weights, shape: dict[str, Any]) -> dict[str, Weights]:
@@ -150,21 +123,20 @@ def _buffers(held: Weights, shape: dict[str, Any]) -> dict[str, Weights]:
     return {kind: own for kind, own in found.items() if own}
 
 
-def _reference(run: RecordedRun, stage: str, kl: dict[str, Any], held: Weights) -> Model | None:
+def _reference(run: RecordedRun, of: RecordedStage, held: Weights) -> Model | None:
     """Return the reference model of the KL penalty; `held` is what the step starts from."""
+    kl = of.settings["objective"]["kl"]
     if not kl["coefficient"]:
         return None
     if kl["reference"] != "ema":
-        of = COLD_START if kl["reference"] == "cold_start" else _parent(run, stage)
-        return parent_model(run, stage, of)
+        return parent_model(run, of.name, of.reference or "")
     shape = run.settings["model"]
     return Model(shape, from_megatron(held, shape, "ema.") or from_megatron(held, shape))
 
 
-def _reward_weights(run: RecordedRun, stage: str) -> dict[str, dict[str, float]]:
+def _reward_weights(run: RecordedRun, own: Iterable[str]) -> dict[str, dict[str, float]]:
     """Return the weights of a reward's parts, of every domain that the stage trains on."""
     domains = run.settings["domains"]
-    own = domains if kind_of(stage) == "mixed" else [stage.rpartition("experts.")[2]]
     return {
         domain: {name: reward["weight"] for name, reward in domains[domain]["rewards"].items()}
         for domain in own

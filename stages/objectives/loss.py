@@ -15,7 +15,7 @@ from pydantic import Field
 
 from parallel.settings import Settings
 from stages.objectives import advantages, ratios
-from stages.objectives.advantages.grpo import GrpoSettings
+from stages.objectives.advantages.grpo import GrpoAdvantageSettings
 from stages.objectives.graded import AdvantageBase
 from stages.objectives.kl import KLSettings
 from stages.objectives.ratios.sequence import SequenceRatioSettings
@@ -61,7 +61,7 @@ REGISTRIES: tuple[Registry, ...] = (ADVANTAGES, RATIOS, AGGREGATIONS, KL_ESTIMAT
 class ObjectiveSettings(Settings):
     """The objective of a policy: advantages, loss and penalties."""
 
-    advantage: AdvantageSettings = GrpoSettings()
+    advantage: AdvantageSettings = GrpoAdvantageSettings()
     scaling: Literal["none", "edge"] = Field(
         default="none", description="edge: divide advantages by the response's relative entropy"
     )

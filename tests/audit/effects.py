@@ -12,7 +12,6 @@ import torch
 from stages.audit.evaluation import evaluation_rows
 from stages.audit.recorded import NotAuditable, RecordedRun
 from stages.audit.stage_audit import audit_step
-from stages.kinds import settings_key
 
 # The tests of settings that no audited step depends on, by the setting's class or a base of it.
 CHECKED_BY = {
@@ -45,13 +44,13 @@ CHECKED_BY = {
     "EngineSettings.transport": "engine/test_refit.py",
     "EngineSettings.weights": "engine/test_arguments.py",
     "EvaluationSettings": "stages/test_evaluate.py",
-    "ExpertGateSettings": "pipeline/test_gates.py",
     "FileDemonstrationSettings": "stages/test_conversations.py",
     "FilePromptSettings": "stages/test_file_prompts.py",
     "FileSettings": "stages/test_file_prompts.py",
     "FormatReward": "stages/test_rewards.py",
     "FrontierSettings": "stages/test_curriculum.py",
     "GaeSettings": "stages/test_critic.py",
+    "GainGateSettings": "pipeline/test_gates.py",
     "GateSettings": "pipeline/test_gates.py",
     "GeneratedDemonstrationSettings": "stages/test_domains.py",
     "GeometricRatioSettings": "stages/objectives/test_ratios.py",
@@ -79,13 +78,12 @@ CHECKED_BY = {
     "LoopSettings.micro_batch_tokens": "stages/toys.py",
     "MathReward": "stages/test_rewards.py",
     "MergeGateSettings": "pipeline/test_gates.py",
-    "MergeRolloutSettings": "stages/test_rollout_modes.py",
-    "MixedSettings": "stages/toys.py",
     "ModelSettings": "layouts/hugging_face_cases.py",
     "ModelSettings.max_positions": "pipeline/test_rules.py",
     "ModelSettings.tokenizer": "layouts/test_sft.py",
     "OptimizerSettings": "stages/test_critic.py",
     "OverlongReward": "stages/test_rewards.py",
+    "PromptRolloutSettings": "stages/test_rollout_modes.py",
     "PythonReward": "stages/test_rewards.py",
     "ReasoningGymPromptSettings": "stages/test_domains.py",
     "ReasoningGymReward": "stages/test_rewards.py",
@@ -104,10 +102,19 @@ CHECKED_BY = {
     "SequenceMaskSettings": "stages/objectives/test_policy_loss.py",
     "SequenceRatioSettings": "stages/objectives/test_ratios.py",
     "SequenceTokenRatioSettings": "stages/objectives/test_ratios.py",
+    "StageSettings": "pipeline/test_stage_blocks.py",
     "Standardised": "stages/objectives/test_advantages.py",
     "StopSettings": "stages/test_guards.py",
     "WindowGuardSettings": "stages/test_guards.py",
 }
+
+
+def block_key(stage: str) -> str:
+    """Return the key of the block that a stage of odd.yaml trains by."""
+    experts, _, domain = stage.partition("experts.")
+    return f"domains.{domain}" if domain else f"stages.{experts}"
+
+
 STEPS = {
     "cold_start": 4,
     "experts.chain_sum": 3,
@@ -117,7 +124,7 @@ STEPS = {
 }
 # The blocks of settings, each with the stage whose audit depends on it.
 BLOCKS = {
-    **{settings_key(stage): stage for stage in STEPS},
+    **{block_key(stage): stage for stage in STEPS},
     "model": "cold_start",
     "evaluation": "evaluate",
 }
@@ -175,6 +182,13 @@ WITHOUT_EFFECT = {
     "rewards": "the recorded rewards; their weights are changed",
     "method": "there is only one",
     "from": "tried separately, since it needs another stage",
+    "teachers": "tried separately, since it needs other stages",
+    "kind": "tried separately, since a kind has its own keys",
+    "for_each": "tried separately, since it needs another name",
+    "as": "tried separately, since it needs another name",
+    "domains": "tried separately, since it needs another name",
+    "after": "when the stage starts",
+    "seeded_as": "which random numbers were drawn: the audit reads the recorded samples",
     "tokenizer": "the audit reads tokens",
     "max_positions": "how long a sample may be",
     "architecture": "of other families",
@@ -198,7 +212,7 @@ EFFECTIVE = {  # leaves with an effect only here
     ("domains.spell_backward", "routing.replay"),
     ("domains.spell_backward", "objective.kl.coefficient"),
     ("domains.number_sorting", "objective.kl.coefficient"),
-    ("merge", "routing.replay"),
+    ("stages.merge", "routing.replay"),
     ("domains.spell_backward", "sampling.max_response_tokens"),
     ("domains.spell_backward", "objective.correction.level"),
     ("domains.chain_sum", "optimizer.betas"),
@@ -211,8 +225,8 @@ EFFECTIVE = {  # leaves with an effect only here
     ("domains.number_sorting", "optimizer.betas"),
     ("domains.number_sorting", "objective.lambda_learning_rate"),
     ("domains.number_sorting", "objective.kl.ema_decay"),
-    ("cold_start", "optimizer.betas"),
-    ("merge", "optimizer.betas"),
+    ("stages.cold_start", "optimizer.betas"),
+    ("stages.merge", "optimizer.betas"),
 }
 
 

@@ -21,8 +21,7 @@ from stages.audit.evaluation import evaluation_rows
 from stages.audit.recorded import NotAuditable, read_run
 from stages.audit.rows import change
 from stages.audit.stage_audit import audit_step
-from stages.kinds import settings_key
-from tests.audit.effects import STEPS, block_of
+from tests.audit.effects import STEPS, block_key, block_of
 from tests.runs import BRAID, REPOSITORY, braid
 
 SAMPLES = Path("stages", "experts.chain_sum", "rollouts", "step_000003.jsonl")
@@ -71,7 +70,7 @@ def test_audited_quantities_are_not_zero(odd: Path, audited: dict[str, dict[str,
         assert any(low < value < high for value in values), (quantity, values)
     settings = read_run(odd).settings
     for stage in STEPS:  # gradients are clipped in all of them
-        clip = block_of(settings, settings_key(stage))["optimizer"]["clip_norm"]
+        clip = block_of(settings, block_key(stage))["optimizer"]["clip_norm"]
         assert rows["gradient_norm", stage] > clip, stage
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -15,7 +16,8 @@ from parallel.families import FAMILIES
 from parallel.settings import Settings
 from pipeline.config.cluster import ClusterSettings
 from pipeline.config.validate import load
-from stages.audit.recorded import read_run
+from stages.audit.recorded import RecordedRun, read_run
+from stages.audit.stage_audit import audit_step
 from stages.settings import RunSettings
 from tests.audit.effects import BLOCKS, CHECKED_BY, block_of, changed, differs, is_effective
 from tests.runs import REPOSITORY
@@ -31,14 +33,43 @@ def test_another_value_of_a_setting_gives_another_step(odd: Path) -> None:
     for block, key, value in (
         ("domains.spell_backward", "objective.kl.coefficient", 0.1),
         ("domains.spell_backward", "sampling.temperature", 1.0),
-        ("merge", "routing.replay", "none"),
-        ("cold_start", "optimizer.warmup_steps", 3),
+        ("stages.merge", "routing.replay", "none"),
+        ("stages.cold_start", "optimizer.warmup_steps", 3),
         ("model", "norm_epsilon", 1e-3),
         ("evaluation", "temperature", 0.5),
     ):
         [own] = [each for name, each in values(block_of(run.settings, block)) if name == key]
         assert not differs(run, block, key, own), (block, key)
         assert differs(run, block, key, value), (block, key)
+
+
+@pytest.mark.usefixtures("read_once")
+def test_other_blocks_of_stages_give_another_step(odd: Path) -> None:
+    run = read_run(odd)
+    swapped = {
+        "chain_sum": "experts.spell_backward",
+        "spell_backward": "experts",
+        "number_sorting": "experts",
+    }
+    for block, key, value in (
+        ("stages.merge", "from", "experts.chain_sum"),
+        ("stages.merge", "teachers", swapped),
+        ("stages.merge", "domains", ["chain_sum", "spell_backward"]),
+        ("stages.merge", "as", "other"),
+        ("stages.cold_start", "kind", "grpo"),
+    ):
+        assert differs(run, block, key, value), (block, key)
+    same = {**dict.fromkeys(swapped, "experts"), "chain_sum": "experts.chain_sum"}
+    assert not differs(run, "stages.merge", "teachers", same)
+    stated = copy.deepcopy(run.settings)
+    stated["stages"]["experts"]["optimizer"] = stated["stages"]["merge"]["optimizer"]
+    rows = audit_step(RecordedRun(odd, stated), "experts.chain_sum", 3).rows
+    assert not all(row.agrees for row in rows)
+    own = stated["domains"]["chain_sum"]["optimizer"]
+    stated["stages"]["experts"]["optimizer"] = own
+    stated["domains"]["chain_sum"]["optimizer"] = stated["stages"]["merge"]["optimizer"]
+    rows = audit_step(RecordedRun(odd, stated), "experts.chain_sum", 3).rows
+    assert all(row.agrees for row in rows)
 
 
 @pytest.mark.combinations

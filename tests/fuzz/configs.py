@@ -29,8 +29,9 @@ from pipeline.config.validate import dump_resolved, load, load_cluster, load_dom
 from pipeline.report.memory import memory_report
 from pipeline.report.tables import terminal
 from pipeline.run.graph import compile_graph
+from stages.domains import DomainSettings
 from stages.rewards.reward import RewardPoolSettings
-from stages.settings import DomainSettings, RunSettings
+from stages.settings import RunSettings
 
 from .worker import CONTROL, REPOSITORY, Case, FuzzStep, raised
 from .yaml_traps import CONFUSABLE, NAMES, Raw, damaged_text, encoded, flow, key, scalar

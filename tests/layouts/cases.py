@@ -476,8 +476,9 @@ def loop(
     verdict: str | None = None,
 ) -> tuple[str, list[str]]:
     """Run the loop; return its ending and the whole checkpoints it leaves."""
+    from stages.domains import LoopSettings
     from stages.loop import train as run_loop
-    from stages.settings import LoggingSettings, LoopSettings, RunSettings, StageJob
+    from stages.settings import LoggingSettings, RunSettings, StageJob
 
     settings = RunSettings.model_construct(
         name="toy", seed=0, logging=LoggingSettings(wandb="disabled")

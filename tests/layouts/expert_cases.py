@@ -80,8 +80,10 @@ def start_elsewhere(policy: Any, _checkpoint: Path, head: bool = True) -> None:
 def expert(layout: LayoutSettings, directory: str, objective: dict[str, Any]) -> Any:
     """Return an expert whose policy has seed 0 and whose reference has seed 1."""
     from parallel.checkpoint import load
+    from stages.domains import DomainSettings
     from stages.grpo import Expert
-    from stages.settings import DomainSettings, RunSettings, StageJob
+    from stages.kinds.grpo import GrpoSettings
+    from stages.settings import RunSettings, StageJob
 
     domain = DomainSettings.model_validate(
         {
@@ -99,10 +101,14 @@ def expert(layout: LayoutSettings, directory: str, objective: dict[str, Any]) ->
         layout=layout,
         engine=EngineSettings(max_logprob_difference=1e9),
         domains={"sums": domain},
+        stages={"experts": GrpoSettings.model_validate({"from": "cold_start"})},
     )
     job = StageJob.model_construct(
         stage="experts.sums",
+        kind="grpo",
+        block="experts",
         domain="sums",
+        domains=["sums"],
         directory=Path(directory),
         parent=Path(directory),
         models={},

@@ -112,7 +112,8 @@ def export_checkpoint(layout: LayoutSettings, model: str, checkpoint: str, outpu
 def import_checkpoint(layout: LayoutSettings, model: str, source: str, directory: str) -> None:
     """Run the import stage, which writes `directory`/checkpoints/step_0."""
     from stages import import_weights as initial
-    from stages.settings import EvaluationSettings, RunSettings, StageJob
+    from stages.kinds.evaluate import EvaluationSettings
+    from stages.settings import RunSettings, StageJob
 
     settings = RunSettings.model_construct(
         model=MODELS[model].model_copy(update={"initial_weights": Path(source)}),

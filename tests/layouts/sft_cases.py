@@ -36,7 +36,7 @@ def train(
 def _stage(layout: LayoutSettings, data: str, tokenizer: str) -> Any:
     """Return the cold start of one domain with prompts and conversations in files."""
     from stages.settings import RunSettings, StageJob
-    from stages.sft import ColdStart
+    from stages.sft import Sft
 
     loop, optimizer = {"steps": 4}, {"learning_rate": 1e-2}
     demonstrations = {
@@ -56,13 +56,16 @@ def _stage(layout: LayoutSettings, data: str, tokenizer: str) -> Any:
             "name": "toy",
             "model": MODEL.model_dump() | {"tokenizer": tokenizer, "vocabulary_size": 320},
             "layout": layout.model_dump(),
-            "cold_start": {"optimizer": optimizer, "loop": loop},
             "domains": {"math": math},
-            "merge": {"optimizer": optimizer, "loop": loop},
+            "stages": {"cold_start": {"kind": "sft", "optimizer": optimizer, "loop": loop}},
             "evaluation": {"problems": 5},
         }
     )
-    stage = ColdStart(StageJob.model_construct(stage="cold_start", settings=settings))
+    stage = Sft(
+        StageJob.model_construct(
+            stage="cold_start", block="cold_start", domains=["math"], settings=settings
+        )
+    )
     stage.policy.start_fresh(0)
     return stage
 

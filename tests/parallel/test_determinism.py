@@ -43,6 +43,7 @@ def environment_at_torch_import(
     job = StageJob(
         kind="sft",
         stage="cold_start",
+        block="cold_start",
         directory=directory,
         attempt=1,
         settings=run_settings(deterministic),

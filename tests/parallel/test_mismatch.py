@@ -8,7 +8,7 @@ import pytest
 
 from parallel.mismatch import MismatchBounds, bounds_of, mismatch_bounds
 from parallel.settings import EngineSettings
-from stages.kinds import NON_INVALIDATING_KEYS
+from stages.keys import NON_INVALIDATING_KEYS
 from tests.fake_engines import MODEL
 
 LOW = MODEL.model_copy(update={"precision": "bf16"})

@@ -18,9 +18,9 @@ import yaml
 from pipeline.commands import domain as domain_commands
 from pipeline.commands.domain import binned, demonstrated, described, errors, notes, previewed
 from pipeline.config.read import ConfigError
-from pipeline.config.validate import dump_differing, load_domain
+from pipeline.config.validate import dump_differing, load, load_domain, load_with_domain
+from stages.domains import DomainSettings
 from stages.rewards.reward import RewardPoolSettings
-from stages.settings import DomainSettings
 from tests.repository.test_architecture import HEAVY
 
 Braid = Callable[..., tuple[int, str, str]]
@@ -221,6 +221,26 @@ def test_a_domain_that_does_not_fit_a_run_is_refused(
     code, _, err = braid("domain", "check", domain, "--run", "small", "--stage", "cold_start")
     assert code == 1
     assert f"{domain}:4: domains.long.sampling.max_response_tokens: 4096 leaves no room" in err
+
+
+def test_a_domain_is_checked_with_a_run_whose_stages_name_its_domains(
+    config: Path, tmp_path: Path
+) -> None:
+    text = config.read_text().replace("teachers: experts", "teachers: {sums: experts.sums}")
+    text = text.replace("from: cold_start\n", "from: cold_start\n    domains: [sums]\n")
+    config.write_text(text.replace("for_each: domain}", "for_each: domain, domains: [sums]}"))
+    domain = tmp_path / "other.yaml"
+    domain.write_text(
+        "prompts: {dataset: number_sorting}\noptimizer: {learning_rate: 1e-3}\nloop: {steps: 1}\n"
+        "objective: {kl: {coefficient: 0.1, reference: cold_start}}\n"
+    )
+    assert load(config).stages.keys() == {"cold_start", "experts", "merge", "evaluate", "export"}
+    settings = load_with_domain(config, domain, samples=3)
+    assert settings.domains.keys() == {"other"}
+    assert settings.domains["other"].sampling.group_size == 3
+    domain.write_text(domain.read_text() + "sampling: {max_response_tokens: 4096}\n")
+    with pytest.raises(ConfigError, match=r"other\.sampling\.max_response_tokens: 4096 leaves"):
+        load_with_domain(config, domain)
 
 
 @pytest.mark.parametrize(

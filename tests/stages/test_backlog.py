@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from parallel.sample import Sample
+from stages.domains import RolloutSettings
 from stages.metrics import reward_metrics
 from stages.objectives.groups import Batch
 from stages.rewards.reward import RewardError
 from stages.sampling.prompt_buffer import Collection, PromptBuffer
-from stages.settings import RolloutSettings
 from tests.stages.toys import FakeEngines, indices, prompt_buffer
 
 NAMES = ("sums", "words")

@@ -12,8 +12,8 @@ from stages.data import prompts as module
 from stages.data.problem import DomainError, Problem
 from stages.data.prompts import Frontier
 from stages.data.settings import FrontierSettings
+from stages.domains import RolloutSettings
 from stages.sampling.prompt_buffer import Collection, PromptBuffer
-from stages.settings import RolloutSettings
 from tests.stages.toys import FakeEngines, indices, prompt_buffer
 
 LEVELS = ("easy", "middling", "hard")

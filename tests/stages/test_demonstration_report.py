@@ -11,7 +11,7 @@ import pytest
 from stages.data.problem import DomainError
 from stages.data.tokenizer import CharacterTokenizer
 from stages.domain_check import demonstration_report
-from stages.settings import DomainSettings
+from stages.domains import DomainSettings
 
 CHARACTERS = CharacterTokenizer()
 

@@ -15,12 +15,13 @@ from parallel.checkpoint import load
 from parallel.model.policy import Policy
 from parallel.sample import Sample
 from stages.distill import Merge, weights_of
-from stages.settings import MergeSettings
+from stages.kinds.distill import DistillSettings
 from tests.fake_engines import RefittedFleet, toy_domain, toy_job, toy_run
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 LENGTHS = {"sums": [5, 3], "words": [1, 2, 3]}
+MERGE: dict[str, Any] = {"stage": "merge", "kind": "distill", "block": "merge"}
 SEEDS = {"sums": 0, "words": 1}  # of the teachers' weights; the student's are of 0
 
 
@@ -32,14 +33,18 @@ def start_by_name(policy: Policy, checkpoint: Path) -> None:
 def merge(directory: Path, **given: Any) -> Merge:
     settings = toy_run(sums=toy_domain(), words=toy_domain(prompts={"dataset": "spell_backward"}))
     block = {
+        "from": "cold_start",
+        "teachers": "experts",
         "routing": {"replay": "none"},
         "optimizer": {"learning_rate": 1e-2},
         "loop": {"steps": 3, "micro_batch_tokens": 256},
         **given,
     }
-    settings = settings.model_copy(update={"merge": MergeSettings.model_validate(block)})
+    settings = settings.model_copy(
+        update={"stages": {"merge": DistillSettings.model_validate(block)}}
+    )
     teachers = {domain: directory / domain for domain in SEEDS}
-    job = toy_job(directory, settings, stage="merge", domain=None, teachers=teachers)
+    job = toy_job(directory, settings, domain=None, teachers=teachers, **MERGE)
     with (
         mock.patch("stages.sampling.engines.Fleet", RefittedFleet),
         mock.patch.object(load, "weights", start_by_name),
@@ -124,7 +129,7 @@ def test_domains_have_the_weights_of_the_settings(
 
 
 def test_a_domain_without_tokens_has_no_weight() -> None:
-    settings = MergeSettings.model_construct(averaged_over="domains", domain_weights={"a": 2.0})
+    settings = DistillSettings.model_construct(averaged_over="domains", domain_weights={"a": 2.0})
     assert weights_of(settings, {"a": 3, "b": 4, "c": 0}) == pytest.approx(
         {"a": 2 / 3, "b": 1 / 3, "c": 0}
     )

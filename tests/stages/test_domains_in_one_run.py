@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from stages import grpo
-from stages.settings import DomainSettings
+from stages.domains import DomainSettings
 from tests.fake_engines import toy_domain, toy_job, toy_run
 from tests.stages.toys import faked
 

@@ -13,9 +13,10 @@ import torch
 from parallel.checkpoint import load
 from parallel.model.policy import Policy
 from stages import evaluate
+from stages.kinds.evaluate import EvaluationSettings
 from stages.rewards.reward import RewardError, RewardPoolSettings
 from stages.sampling.logprob_check import MismatchError
-from stages.settings import EvaluationSettings, LoggingSettings, StageJob
+from stages.settings import LoggingSettings, StageJob
 from tests.fake_engines import FakeEngine, RefittedFleet, toy_domain, toy_job, toy_run
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -111,6 +112,18 @@ def test_a_model_with_a_result_is_not_evaluated_again(tmp_path: Path) -> None:
     evaluate.run(job(tmp_path))
     assert WatchedFleet.given == pytest.approx([0.01, 0.03])
     assert results(tmp_path)["experts.sums"] == {"sums": {"accuracy": 2}}
+
+
+def test_the_results_of_a_model_outside_the_run_stay_in_the_stages_directory(
+    tmp_path: Path,
+) -> None:
+    outside = tmp_path / "elsewhere" / "merge"
+    stage = tmp_path / "stage"
+    evaluate.run(job(stage, models={str(outside): outside}, auditable=True))
+    assert results(stage).keys() == {str(outside)}
+    assert not outside.parent.exists()
+    assert len(list((stage / "models").glob("*.json"))) == 1
+    assert len(list((stage / "samples").glob("*/*.jsonl"))) == 1
 
 
 def test_a_response_without_a_reward_counts_as_unsolved(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from parallel.settings import (
     RoutingLossSettings,
 )
 from stages.objectives.advantages.gae import GaeSettings
-from stages.objectives.advantages.grpo import GrpoSettings
+from stages.objectives.advantages.grpo import GrpoAdvantageSettings
 from stages.objectives.advantages.mo_grpo import MoGrpoSettings
 from stages.objectives.advantages.process import ProcessSettings
 from stages.objectives.groups import (
@@ -264,7 +264,7 @@ def test_advantages_are_given_to_the_samples_that_were_graded() -> None:
     first, second = drawn([3, 2, 4]), drawn([1, 2, 5])
     groups = [group(first, [1.0, 0.0, None]), group(second, [None, 0.25, 0.75])]
     assert graded(groups).lengths.tolist() == [[3, 2, 0], [0, 2, 5]]
-    kept = assign_advantages(groups, GrpoSettings())
+    kept = assign_advantages(groups, GrpoAdvantageSettings())
     assert kept == [first[:2], second[1:]]
     assert [sample.group for samples in kept for sample in samples] == [0, 0, 1, 1]
     half = 0.5**0.5
@@ -299,11 +299,13 @@ def test_a_group_is_without_advantages_where_no_token_has_one() -> None:
     for sample, (right, short) in zip(samples, [(1, 0), (0, 1), (0, 1), (1, 0)], strict=True):
         sample.reward_parts = {"right": right, "short": short}
     alike, weights = group(samples, [1.0] * 4), {"right": 1.0, "short": 1.0}
-    assert has_zero_advantages(alike, GrpoSettings(), weights)
+    assert has_zero_advantages(alike, GrpoAdvantageSettings(), weights)
     assert has_zero_advantages(alike, MoGrpoSettings(), weights)  # the two cancel each other
     assert not has_zero_advantages(alike, MoGrpoSettings(), {"right": 2.0, "short": 1.0})
     assert not has_zero_advantages(group(samples, [1.0, 1.0, 0.0, 1.0]), GaeSettings(), weights)
-    assert has_zero_advantages(group(samples, [1.0, None, None, None]), GrpoSettings(), weights)
+    assert has_zero_advantages(
+        group(samples, [1.0, None, None, None]), GrpoAdvantageSettings(), weights
+    )
 
 
 def test_dynamic_sampling_selects_by_advantages_or_by_solved_responses(tmp_path: Path) -> None:
@@ -350,7 +352,7 @@ def test_a_response_without_steps_is_an_error_with_the_fix(finished: bool) -> No
     )
     with pytest.raises(RewardError, match=message):
         assign_advantages([group(samples, [1.0, 0.0, None])], ProcessSettings())
-    assign_advantages([group(samples, [1.0, 0.0, None])], GrpoSettings())
+    assign_advantages([group(samples, [1.0, 0.0, None])], GrpoAdvantageSettings())
 
 
 def test_edge_compares_entropies_within_groups_over_all_micro_batches() -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from parallel.sample import Sample
+from stages.domains import DomainSettings
 from stages.guards.measures import SKETCH, group_metrics, jaccard, repeats, sketch
 from stages.guards.registry import GUARDS
 from stages.guards.settings import GuardsSettings
@@ -21,7 +22,6 @@ from stages.rewards.kinds import RewardSettings
 from stages.rewards.kinds.format import FormatReward
 from stages.rewards.kinds.length import LengthReward
 from stages.rewards.kinds.math import MathReward
-from stages.settings import DomainSettings
 
 REWARDS: dict[str, RewardSettings] = {"right": MathReward(), "brief": LengthReward(at_most=3)}
 DOMAINS = {"sums": REWARDS}

@@ -7,8 +7,8 @@ import pytest
 
 from parallel.engine.wire import kept_limits
 from parallel.sample import Sample
+from stages.domains import SamplingSettings
 from stages.metrics import saturated
-from stages.settings import SamplingSettings
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ import sys, json
 from pathlib import Path
 from stages.data.problem import Problem
 from stages.rewards.kinds import KINDS
-from stages.settings import DomainSettings
+from stages.domains import DomainSettings
 from pydantic import TypeAdapter
 schema = TypeAdapter(DomainSettings.model_fields["rewards"].annotation)
 rewards = schema.validate_python({"loud": {"kind": "shout", "marks": 1}})

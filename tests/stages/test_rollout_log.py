@@ -19,9 +19,9 @@ from parallel.engine.wire import Generation, Prompt, Question, Sampling, sample_
 from parallel.sample import Sample
 from parallel.settings import END_TOKEN
 from stages.data.problem import Problem
+from stages.domains import SamplingSettings
 from stages.objectives.groups import Group, groups_of
 from stages.sampling.engines import StageEngines
-from stages.settings import SamplingSettings
 from tests.fake_engines import (
     MODEL,
     FakeEngine,

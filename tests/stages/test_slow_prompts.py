@@ -12,9 +12,10 @@ from unittest import mock
 import pytest
 
 from parallel.sample import Sample
+from stages.domains import RolloutSettings, SamplingSettings
 from stages.objectives.groups import Group
 from stages.sampling.prompt_buffer import Prefetcher, PromptBuffer
-from stages.settings import RolloutSettings, RunSettings, SamplingSettings, StageJob
+from stages.settings import RunSettings, StageJob
 from tests.fake_engines import toy_domain
 from tests.stages.toys import FakeEngines
 

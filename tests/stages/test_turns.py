@@ -294,7 +294,7 @@ def test_modes_that_keep_responses_in_flight_need_engines_of_their_own(
 ) -> None:
     """Found on GPUs before the stage computes anything; on a CPU they are allowed."""
     settings = toy_run(sums=toy_domain(rollout=rollout)).model_copy(
-        update={"layout": LayoutSettings(), "mixed": None, "merge": None}
+        update={"layout": LayoutSettings()}
     )
     job = toy_job(tmp_path, settings, kind="grpo")
     empty_devices(job)

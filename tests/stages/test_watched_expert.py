@@ -13,8 +13,9 @@ from parallel.checkpoint import load
 from parallel.files import whole_checkpoints
 from parallel.sample import Sample
 from stages.grpo import Expert
+from stages.kinds.grpo import GrpoSettings
 from stages.loop import GuardStopped, StageStopped, train
-from stages.settings import MixedSettings, StageJob
+from stages.settings import StageJob
 from tests.fake_engines import toy_domain, toy_job, toy_run
 from tests.stages.toys import opened, start_elsewhere, trained
 
@@ -120,8 +121,9 @@ def test_a_resumed_stage_restores_its_state_and_takes_the_same_prompts(tmp_path:
 def test_one_policy_is_trained_on_all_domains_with_their_own_rewards(tmp_path: Path) -> None:
     own = {"kind": "python", "function": "tests.stages.small_rewards:parity"}
     length = {"kind": "length", "at_most": 4, "slack": 4}
-    mixed = MixedSettings.model_validate(
+    mixed = GrpoSettings.model_validate(
         {
+            "from": "cold_start",
             "sampling": {"prompts_per_step": 2, "group_size": 4, "max_response_tokens": 8},
             "objective": {"advantage": {"name": "mo_grpo"}},
             "routing": {"replay": "none"},
@@ -134,8 +136,8 @@ def test_one_policy_is_trained_on_all_domains_with_their_own_rewards(tmp_path: P
     settings = toy_run(
         sums=toy_domain(rewards={"parity": own, "brief": {**length, "weight": 0.5}}),
         words=toy_domain(prompts={"dataset": "spell_backward"}, rewards={"odd": own}),
-    ).model_copy(update={"mixed": mixed})
-    job = toy_job(tmp_path, settings, stage="mixed", domain=None)
+    ).model_copy(update={"stages": {"mixed": mixed}})
+    job = toy_job(tmp_path, settings, stage="mixed", block="mixed", domain=None)
     stage = opened(job)
     shares: list[list[str]] = []
     gradients = stage.gradients

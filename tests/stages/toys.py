@@ -21,12 +21,13 @@ from parallel.model.policy import Policy
 from parallel.sample import Sample
 from parallel.settings import EngineSettings
 from stages.data.tokenizer import CharacterTokenizer
+from stages.domains import DomainSettings, SamplingSettings
 from stages.grpo import Expert
 from stages.objectives.groups import Batch, Group
 from stages.rewards.reward import RewardPoolSettings
 from stages.sampling.engines import RewardDispatcher
 from stages.sampling.prompt_buffer import Collection, PromptBuffer
-from stages.settings import DomainSettings, RunSettings, SamplingSettings, StageJob
+from stages.settings import RunSettings, StageJob
 from tests.fake_engines import FakeEngine, RefittedFleet, toy_domain, toy_job, toy_run
 from tests.stages.conftest import OPENED
 

@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class GrpoSettings(Standardised):
+class GrpoAdvantageSettings(Standardised):
     """Group mean baseline, in standard deviations of the group."""
 
     name: Literal["grpo"] = "grpo"
 
 
-@advantage(GrpoSettings, source="arXiv 2402.03300")
-def grpo(graded: Graded, settings: GrpoSettings) -> Tensor:
+@advantage(GrpoAdvantageSettings, source="arXiv 2402.03300")
+def grpo(graded: Graded, settings: GrpoAdvantageSettings) -> Tensor:
     """Return (R - mean of the group) / (std of the group + 1e-6), [groups, G]."""
     return standardise(graded.rewards, graded.graded, settings.std)
