@@ -178,10 +178,16 @@ def _block_rules(run: RunSettings) -> Found:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}", name):
             yield key, "a block's name must be 1 to 100 letters, digits, _ or -"
         lists = {"domains": block.domains, "gate.domains": block.gated and block.gated.domains}
+        own = run.domains_of(block)
         for where, named in lists.items():
             for domain in named or ():
                 if domain not in run.domains:
                     yield f"{key}.{where}", f"no such domain: {domain}; {hint(domain, run.domains)}"
+                elif domain not in own:
+                    yield (
+                        f"{key}.{where}",
+                        f"{key}.domains leaves out {domain}, so no gate would measure it",
+                    )
             if named == ():
                 yield f"{key}.{where}", "must name at least one domain; null is all"
         if block.gated is not None and block.from_ is None:
