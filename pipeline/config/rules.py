@@ -143,7 +143,7 @@ def _stage_rules(run: RunSettings) -> Found:
         for name, optimizer in optimizers.items():
             for field, message in optimizer_violations(optimizer, run.model, run.layout):
                 found[at(f"{name}.{field}"), message] = None
-        if gate := block.gated:
+        if stage.gate is not None and (gate := block.gated):
             if gate.problems < run.layout.data:
                 few = f"{gate.problems} is {too_few(run.layout)}"
                 found[f"{key}.gate.problems", few] = None
