@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -25,7 +25,9 @@ from stages.directory import StageDirectory
 from stages.domains import DomainSettings, PolicySettings, PromptRolloutSettings, SamplingSettings
 from stages.kinds import AnyStageSettings, Kind
 from stages.kinds.evaluate import EvaluationSettings
+from stages.kinds.grpo import GrpoSettings
 from stages.kinds.kind import StageSettings
+from stages.kinds.rules import At, under
 from stages.rewards.reward import RewardPoolSettings
 
 TEMPLATE = "extends: pipelines/experts-merge.yaml has it"
@@ -115,15 +117,25 @@ class RunSettings(Settings):
             default=0,
         )
 
-    def rollouts(self) -> Iterator[tuple[str, SamplingSettings, PromptRolloutSettings | None]]:
-        """Yield what every stage that samples is sampled with, by the key of its block."""
+    def rollouts(self) -> Iterator[Rollouts]:
+        """Yield what every stage that trains on samples is sampled with."""
         for name, block in self.stages.items():
             key, own = f"stages.{name}", self.domains_of(block)
             parts = [(each,) for each in own] if block.for_each else [own]
             for part in parts if own else ():
                 of = block.policy(self, part) or block
                 if (sampling := getattr(of, "sampling", None)) is not None:
-                    yield key, sampling, getattr(of, "rollout", None)
+                    at = block.keys(key, part) if isinstance(block, GrpoSettings) else under(key)
+                    yield Rollouts(at, part, sampling, getattr(of, "rollout", None))
+
+
+class Rollouts(NamedTuple):
+    """The rollouts of a stage on its domains, and where each key of them is stated."""
+
+    at: At
+    domains: tuple[str, ...]
+    sampling: SamplingSettings
+    rollout: PromptRolloutSettings | None
 
 
 def turn_violations(run: RunSettings) -> Iterator[tuple[str, str]]:
@@ -133,11 +145,11 @@ def turn_violations(run: RunSettings) -> Iterator[tuple[str, str]]:
     """
     if run.engine.placement != "shared":
         return
-    for key, _, rollout in run.rollouts():
+    for at, _, _, rollout in run.rollouts():
         if rollout is not None and (name := rollout.in_flight) is not None:
             fix = "sync" if name == "mode" else "1"
             yield (
-                f"{key}.rollout.{name}",
+                at(f"rollout.{name}"),
                 f"{getattr(rollout, name)} keeps responses in flight while the trainer computes,"
                 " but with engine.placement: shared engines leave their GPUs to it; set"
                 f" {name}: {fix}, or engine.placement: own",
