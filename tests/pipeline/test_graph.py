@@ -40,9 +40,9 @@ def test_stages_come_after_their_inputs(settings: RunSettings) -> None:
         ("domains.sums.objective.kl.coefficient=0.1", {"experts.sums"}),
         ("domains.sums.objective.kl={coefficient: 0.1, estimator: k2}", {"experts.sums"}),
         ("domains.words.routing.replay=none", {"experts.words"}),
-        ("cold_start.optimizer.betas=[0.5, 0.5]", {"cold_start"}),
+        ("stages.cold_start.optimizer.betas=[0.5, 0.5]", {"cold_start"}),
         ("domains.sums.demonstrations.count=7", {"cold_start"}),
-        ("merge.loop.steps=3", {"merge"}),
+        ("stages.merge.loop.steps=3", {"merge"}),
         ("evaluation.problems=5", {"evaluate"}),
         (
             "domains.sums.rewards={exact: {kind: reasoning_gym, weight: 2}}",

@@ -39,7 +39,7 @@ def test_a_stage_holds_the_models_it_compares_with(config: Path) -> None:
         "domains.words.objective.kl.coefficient=0",
         "domains.sums.objective.kl.coefficient=0.1",
         "domains.sums.optimizer.algorithm=sgd",
-        "merge.loop.micro_batch_tokens=1024",
+        "stages.merge.loop.micro_batch_tokens=1024",
     ]
     settings: RunSettings = load(config, overrides)
     held = {stage.name: stage_memory(stage, settings) for stage in compile_graph(settings)}

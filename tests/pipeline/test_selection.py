@@ -119,9 +119,9 @@ def test_stale_stages_that_are_not_rerun_are_still_refused(braid: Braid, config:
 
 def test_settings_that_no_stage_has_used_may_change(braid: Braid, config: Path) -> None:
     assert braid("run", config, "--only", "cold_start")[0] == 0
-    code, out, err = braid("run", config, "merge.optimizer.learning_rate=0.5")
+    code, out, err = braid("run", config, "stages.merge.optimizer.learning_rate=0.5")
     assert (code, err) == (0, "")
-    assert "merge.optimizer.learning_rate: 0.001 there, 0.5 here\n" in out
+    assert "stages.merge.optimizer.learning_rate: 0.001 there, 0.5 here\n" in out
 
 
 def test_a_fork_reuses_identical_stages(braid: Braid, config: Path, runs: Path) -> None:
