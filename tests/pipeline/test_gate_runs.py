@@ -10,7 +10,7 @@ import pytest
 
 Braid = Callable[..., tuple[int, str, str]]
 GATES = (
-    "stages.experts.gate={problems: 20, max_mismatch: 1e-4}",
+    "stages.experts.gate={domains: [sums], problems: 20, max_mismatch: 1e-4}",
     "stages.merge.gate={problems: 30}",
 )
 FALLS_SHORT = {"gates.experts.sums": {"0": "fall_short"}}
@@ -183,9 +183,7 @@ def test_a_long_cause_stands_below_the_table(braid: Braid, config: Path) -> None
     )
     rows, below = table(braid("plan", config, *edits)[1], width=160)
     assert "…" in rows["cold_start"]
-    assert below.startswith(
-        "cold_start: is refused: stages.cold_start.loop.steps was 2 and is now 3; "
-    )
+    assert below.startswith("cold_start: is refused: loop.steps was 2 and is now 3; ")
     assert "seed was 0 and is now 7\n" in below
 
 
