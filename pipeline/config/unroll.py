@@ -246,17 +246,14 @@ def _unresolved(blocks: Blocks, reference: str, domain: str | None) -> str:
 
 
 def _cycle_rules(blocks: Blocks) -> Found:
-    """Yield each cycle once, at the first of its stages."""
-    waits = {
-        stage.name: [
-            found
-            for _, reference, domain, _ in blocks.references(stage)
-            if (found := blocks.resolve(reference, domain)) and not is_path(found)
-        ]
-        for stage in blocks.stages
-    }
-    for path in _cycles(waits):
-        yield f"{blocks.by_name[path[0]].key}.from", f"dependency cycle: {' -> '.join(path)}"
+    """Yield each cycle once, at the reference of its first stage."""
+    waits: dict[str, dict[str, str]] = {stage.name: {} for stage in blocks.stages}
+    for stage in blocks.stages:
+        for where, reference, domain, _ in blocks.references(stage):
+            if (found := blocks.resolve(reference, domain)) and not is_path(found):
+                waits[stage.name].setdefault(found, f"{stage.key}.{where}")
+    for path in _cycles({name: [*found] for name, found in waits.items()}):
+        yield waits[path[0]][path[1]], f"dependency cycle: {' -> '.join(path)}"
 
 
 def _cycles(waits: Mapping[str, Sequence[str]]) -> Iterator[list[str]]:
