@@ -42,8 +42,8 @@ def test_gates_that_pass_let_a_run_come_to_its_end(braid: Braid, config: Path, r
     code, out, err = braid("run", config, *GATES, "evaluation.samples_per_problem=4")
     assert (code, err) == (0, "")
     assert (
-        "[4/8] gates.experts.sums  passed: experts.sums gains +20.0 points (95 %: +12.9 to +27.1) over"
-        in out
+        "[4/8] gates.experts.sums  passed: experts.sums gains +20.0 points (95 %: +12.9 to "
+        "+27.1) over" in out
     )
     assert "; mismatch_max reaches 2e-05 in the last 2 steps of experts.sums\n" in out
     assert "[6/8] gates.merge  passed: merge solves 70.0 % of sums, experts.sums 50.0 %; " in out
