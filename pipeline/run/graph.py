@@ -58,6 +58,18 @@ class Stage:
     reads: dict[str, Any] = field(default_factory=dict)
 
     @property
+    def roles(self) -> dict[str, str]:
+        """The stages and paths that this one loads, by what it loads each as."""
+        by_role = {
+            **{"from": self.parent or "", "gated": self.gated or ""},
+            **{f"teachers.{domain}": name for domain, name in self.teachers.items()},
+            **{f"against.{domain}": name for domain, name in self.against.items()},
+            **{f"models.{known_as}": name for known_as, name in self.models.items()},
+            **{f"data.{source}": name for source, name in self.data.items()},
+        }
+        return {role: name for role, name in by_role.items() if name}
+
+    @property
     def sources(self) -> tuple[str, ...]:
         """The stages and paths that this one loads."""
         parents = [self.parent] if self.parent else []

@@ -167,6 +167,18 @@ def test_a_manifest_from_before_a_key_makes_nothing_stale(
     assert states(run, settings) == before
 
 
+def test_teachers_that_change_places_make_their_merge_stale(
+    run: RunDirectory, settings: RunSettings, trained: dict[str, Stage]
+) -> None:
+    crossed = settings.model_dump(mode="json")
+    crossed["stages"]["merge"]["teachers"] = {"sums": "experts.words", "words": "experts.sums"}
+    found = Run(run.path, RunSettings.model_validate(crossed)).states
+    assert (found["merge"].state, found["merge"].cause) == (
+        "stale",
+        "teachers.sums is another of its inputs; teachers.words is another of its inputs",
+    )
+
+
 def test_a_renamed_block_still_notices_other_data(
     run: RunDirectory, config: Path, tmp_path: Path
 ) -> None:
