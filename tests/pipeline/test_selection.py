@@ -178,7 +178,8 @@ def test_a_finished_run_continues_with_another_round(
     assert braid("run", config)[0] == 0
     code, _, err = braid("run", in_two_rounds(config))
     assert code == 1
-    assert "--from evaluate --from export, which also reruns" in err
+    assert "finished or started stages depend on it: evaluate, export\n" in err
+    assert "or rerun the dependent stages with --from evaluate --from export;\n" in err
     code, out, err = braid("run", config, "--from", "evaluate", "--from", "export")
     assert (code, err) == (0, "")
     assert "] merge" not in out

@@ -91,7 +91,7 @@ def generated(dice: random.Random) -> Spec:
         },
         "blocks": {"b0": block("sft", steps=2)},
     }
-    most = dice.choice((4, 8, 12, 20, MOST_STAGES))
+    most = dice.choice((4, 4, 5, 6, 8, 8, 10, 12, 16, MOST_STAGES))
     while len(stages_of(spec)) < most - 3:
         add(spec, dice)
     return spec
