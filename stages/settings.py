@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -117,8 +117,8 @@ class RunSettings(Settings):
             default=0,
         )
 
-    def rollouts(self) -> Iterator[tuple[At, SamplingSettings, PromptRolloutSettings | None]]:
-        """Yield what every stage that samples is sampled with, and where its keys are stated."""
+    def rollouts(self) -> Iterator[Rollouts]:
+        """Yield what every stage that trains on samples is sampled with."""
         for name, block in self.stages.items():
             key, own = f"stages.{name}", self.domains_of(block)
             parts = [(each,) for each in own] if block.for_each else [own]
@@ -126,7 +126,16 @@ class RunSettings(Settings):
                 of = block.policy(self, part) or block
                 if (sampling := getattr(of, "sampling", None)) is not None:
                     at = block.keys(key, part) if isinstance(block, GrpoSettings) else under(key)
-                    yield at, sampling, getattr(of, "rollout", None)
+                    yield Rollouts(at, part, sampling, getattr(of, "rollout", None))
+
+
+class Rollouts(NamedTuple):
+    """The rollouts of a stage on its domains, and where each key of them is stated."""
+
+    at: At
+    domains: tuple[str, ...]
+    sampling: SamplingSettings
+    rollout: PromptRolloutSettings | None
 
 
 def turn_violations(run: RunSettings) -> Iterator[tuple[str, str]]:
@@ -136,7 +145,7 @@ def turn_violations(run: RunSettings) -> Iterator[tuple[str, str]]:
     """
     if run.engine.placement != "shared":
         return
-    for at, _, rollout in run.rollouts():
+    for at, _, _, rollout in run.rollouts():
         if rollout is not None and (name := rollout.in_flight) is not None:
             fix = "sync" if name == "mode" else "1"
             yield (

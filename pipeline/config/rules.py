@@ -147,7 +147,7 @@ def _stage_rules(run: RunSettings) -> Found:
         for name, optimizer in optimizers.items():
             for field, message in optimizer_violations(optimizer, run.model, run.layout):
                 found[at(f"{name}.{field}"), message] = None
-        if gate := block.gated:
+        if stage.gate is not None and (gate := block.gated):
             if gate.problems < run.layout.data:
                 few = f"{gate.problems} is {too_few(run.layout)}"
                 found[f"{key}.gate.problems", few] = None
@@ -224,7 +224,7 @@ def _domain_rules(
         if objective.advantage.needs_step_rewards:
             yield from _step_rules(f"{key}.rewards", domain, f"{where}.objective")
             break  # the same rewards: once is enough
-    yield from _prompt_rules(key, domain, run)
+    yield from _prompt_rules(name, domain, run)
     if run and (at := _shown_in(name, run)):
         yield from _demonstration_rules(f"{key}.demonstrations", domain, run.model, at)
 
@@ -237,16 +237,16 @@ def _shown_in(domain: str, run: RunSettings) -> str | None:
     return None
 
 
-def _prompt_rules(key: str, domain: DomainSettings, run: RunSettings | None) -> Found:
+def _prompt_rules(name: str, domain: DomainSettings, run: RunSettings | None) -> Found:
     """Check a domain's prompts against all that sample them."""
-    prompts = domain.prompts
+    key, prompts = f"domains.{name}", domain.prompts
     if isinstance(prompts, ReasoningGymPromptSettings) and prompts.dataset not in FORMATS:
         yield (
             f"{key}.prompts.dataset",
             f"no such dataset: {prompts.dataset}; {hint(prompts.dataset, FORMATS)}",
         )
     if run and isinstance(prompts, FilePromptSettings) and prompts.max_prompt_tokens:
-        sampled = [sampling for _, sampling, _ in run.rollouts()]
+        sampled = [each.sampling for each in run.rollouts() if name in each.domains]
         response = max(each.max_response_tokens for each in (domain.sampling, *sampled))
         if prompts.max_prompt_tokens + response > run.engine.max_model_tokens:
             yield (

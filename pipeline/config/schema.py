@@ -58,8 +58,8 @@ def type_at(root: type[BaseModel], key: Key) -> Any:
     """
     annotation: Any = root
     for part in key:
-        if part in (arms := _arms(annotation)):
-            annotation = arms[part]
+        if part in (classes := arms(annotation)):
+            annotation = classes[part]
         elif known := fields(annotation):
             annotation = _bare(known.get(part))
         elif get_origin(annotation) is dict:
@@ -72,7 +72,7 @@ def type_at(root: type[BaseModel], key: Key) -> Any:
 def fields(annotation: Any) -> dict[Any, Any]:
     """Return the keys of a settings class, or of all classes of a union, with annotations."""
     own = [annotation] if _is_settings(annotation) else []
-    classes = [*own, *_arms(annotation).values()]
+    classes = [*own, *arms(annotation).values()]
     return {
         field.alias or name: field.annotation
         for each in classes
@@ -102,8 +102,14 @@ def without_arms(root: type[BaseModel], location: Key) -> Key:
     return tuple(
         part
         for depth, part in enumerate(location)
-        if part not in _arms(type_at(root, location[:depth]))
+        if part not in arms(type_at(root, location[:depth]))
     )
+
+
+def arms(annotation: Any) -> dict[Any, type[BaseModel]]:
+    """Return the settings classes of a union by their tag's value; empty for no union."""
+    classes = _classes(annotation)
+    return {each.model_fields[_tag(classes)].default: each for each in classes}
 
 
 def tag(annotation: Any) -> str:
@@ -113,12 +119,6 @@ def tag(annotation: Any) -> str:
 
 def _is_settings(annotation: Any) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
-
-
-def _arms(annotation: Any) -> dict[Any, type[BaseModel]]:
-    """Return the settings classes of a union by their tag's value; empty for no union."""
-    classes = _classes(annotation)
-    return {each.model_fields[_tag(classes)].default: each for each in classes}
 
 
 def _classes(annotation: Any) -> list[type[BaseModel]]:
@@ -143,6 +143,6 @@ def _bare(annotation: Any) -> Any:
     if get_origin(annotation) is Annotated:
         return _bare(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType):
-        arms = [arm for arm in get_args(annotation) if arm is not type(None)]
-        return _bare(arms[0]) if len(arms) == 1 else annotation
+        others = [arm for arm in get_args(annotation) if arm is not type(None)]
+        return _bare(others[0]) if len(others) == 1 else annotation
     return annotation

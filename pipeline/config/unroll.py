@@ -173,10 +173,16 @@ def _block_rules(run: RunSettings) -> Found:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}", name):
             yield key, "a block's name must be 1 to 100 letters, digits, _ or -"
         lists = {"domains": block.domains, "gate.domains": block.gated and block.gated.domains}
+        own = run.domains_of(block)
         for where, named in lists.items():
             for domain in named or ():
                 if domain not in run.domains:
                     yield f"{key}.{where}", f"no such domain: {domain}; {hint(domain, run.domains)}"
+                elif domain not in own:
+                    yield (
+                        f"{key}.{where}",
+                        f"{key}.domains leaves out {domain}, so no gate would measure it",
+                    )
             if named == ():
                 yield f"{key}.{where}", "must name at least one domain; null is all"
         if block.gated is not None and block.from_ is None:
@@ -235,17 +241,14 @@ def _unresolved(blocks: Blocks, reference: str, domain: str | None) -> str:
 
 
 def _cycle_rules(blocks: Blocks) -> Found:
-    """Yield each cycle once, at the first of its stages."""
-    waits = {
-        stage.name: [
-            found
-            for _, reference, domain, _ in blocks.references(stage)
-            if (found := blocks.resolve(reference, domain)) and not is_path(found)
-        ]
-        for stage in blocks.stages
-    }
-    for path in _cycles(waits):
-        yield f"{blocks.by_name[path[0]].key}.from", f"dependency cycle: {' -> '.join(path)}"
+    """Yield each cycle once, at the reference of its first stage."""
+    waits: dict[str, dict[str, str]] = {stage.name: {} for stage in blocks.stages}
+    for stage in blocks.stages:
+        for where, reference, domain, _ in blocks.references(stage):
+            if (found := blocks.resolve(reference, domain)) and not is_path(found):
+                waits[stage.name].setdefault(found, f"{stage.key}.{where}")
+    for path in _cycles({name: [*found] for name, found in waits.items()}):
+        yield waits[path[0]][path[1]], f"dependency cycle: {' -> '.join(path)}"
 
 
 def _cycles(waits: Mapping[str, Sequence[str]]) -> Iterator[list[str]]:

@@ -245,7 +245,7 @@ def _with_overrides(tree: Mapping, overrides: Iterable[str], reader: Reader) -> 
 def _unknown_override(tree: Mapping, key: Key) -> Violation | None:
     """Check an override's key: any field of the schema, and in free mappings an existing name."""
     for depth, name in enumerate(key):
-        parent = schema.type_at(RunSettings, key[:depth])
+        parent = schema.type_at(RunSettings, _with_arms(tree, key[:depth]))
         if fields := schema.fields(parent):
             known = list(fields)
         elif schema.fields(schema.type_at(RunSettings, key[: depth + 1])):
@@ -258,6 +258,22 @@ def _unknown_override(tree: Mapping, key: Key) -> Violation | None:
                 SourceLocation(None), dotted(key[: depth + 1]), _unknown(parent, name, known)
             )
     return None
+
+
+def _with_arms(tree: Mapping, key: Key) -> Key:
+    """Return a key with the tag of every block of a union above its last name, as it is in a tree.
+
+    Two kinds of stages may have blocks of one name with different keys, such as `gate`.
+    """
+    found: Key = ()
+    for depth, name in enumerate(key, 1):
+        found = (*found, name)
+        annotation = schema.type_at(RunSettings, found)
+        if depth < len(key) and (classes := schema.arms(annotation)):
+            selected = find(tree, (*key[:depth], schema.tag(annotation)))
+            if isinstance(selected, Leaf) and str(selected.value) in classes:
+                found = (*found, str(selected.value))
+    return found
 
 
 def _with_absolute_paths(tree: Mapping) -> Mapping:

@@ -403,7 +403,7 @@ def write_engine_job(
         gpu_memory_bytes=engine_gpu_bytes(settings.layout, settings.engine, sizes),
         deterministic=settings.deterministic,
         sampling_mask=any(
-            sampling.top_k > 0 or sampling.top_p < 1 for _, sampling, _ in settings.rollouts()
+            each.sampling.top_k > 0 or each.sampling.top_p < 1 for each in settings.rollouts()
         ),
     )
     write_atomically(directory.job, job.model_dump_json(indent=2) + "\n")

@@ -6,6 +6,7 @@ from parallel.memory import RankMemory, reading_memory, training_memory
 from parallel.settings import OptimizerSettings
 from pipeline.run.graph import Stage
 from stages.domains import LoopSettings, PolicySettings
+from stages.kinds.grpo import GrpoSettings
 from stages.objectives.advantages.gae import GaeSettings
 from stages.settings import RunSettings
 
@@ -53,10 +54,12 @@ def rewarded(stage: Stage, settings: RunSettings) -> PolicySettings | None:
 
 def compared_with(stage: Stage, settings: RunSettings) -> tuple[int, int]:
     """Return the number of frozen teachers or references, and of moving averages of the policy."""
-    if (block := rewarded(stage, settings)) is not None:
-        kl = block.objective.kl
-        penalised, average = kl.coefficient > 0, kl.reference == "ema"
-        return int(penalised and not average), int(penalised and average)
+    block = settings.stages[stage.block] if stage.block and stage.trains else None
+    if isinstance(block, GrpoSettings):
+        penalties = [each.kl for each in block.objectives(settings, stage.domains).values()]
+        names = {kl.reference for kl in penalties if kl.coefficient > 0}
+        models = {stage.models.get(name, stage.parent) for name in names - {"ema"}}
+        return len(models), int("ema" in names)
     return len(stage.teachers), 0
 
 

@@ -58,6 +58,18 @@ class Stage:
     reads: dict[str, Any] = field(default_factory=dict)
 
     @property
+    def roles(self) -> dict[str, str]:
+        """The stages and paths that this one loads, by what it loads each as."""
+        by_role = {
+            **{"from": self.parent or "", "gated": self.gated or ""},
+            **{f"teachers.{domain}": name for domain, name in self.teachers.items()},
+            **{f"against.{domain}": name for domain, name in self.against.items()},
+            **{f"models.{known_as}": name for known_as, name in self.models.items()},
+            **{f"data.{source}": name for source, name in self.data.items()},
+        }
+        return {role: name for role, name in by_role.items() if name}
+
+    @property
     def sources(self) -> tuple[str, ...]:
         """The stages and paths that this one loads."""
         parents = [self.parent] if self.parent else []
@@ -147,7 +159,7 @@ class _Compiler:
         own = {
             key: value
             for key, value in flatten(block.read(run, of.domains))
-            if not any(matches(key, each) for each in NEUTRAL_KEYS)
+            if not _is_neutral(key)
         }
         return Stage(
             of.name,
@@ -205,6 +217,12 @@ class _Compiler:
             for domain in (domains if "{domain}" in pattern else ("",))
         )
         return dict(chain.from_iterable(self._named(each).items() for each in patterns))
+
+
+@cache  # all stages of a kind have the same keys, and matching them was 80 % of the time
+def _is_neutral(key: str) -> bool:
+    """Return whether a key of a block changes no result."""
+    return any(matches(key, each) for each in NEUTRAL_KEYS)
 
 
 def _trains(stage: Unrolled) -> bool:

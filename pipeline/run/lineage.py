@@ -11,7 +11,7 @@ import json
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -54,7 +54,8 @@ class Lineage:
     """The inputs that decide a stage's result, which is stale when any of them changes.
 
     `layout` is the exception: a checkpoint loads on any layout. `files` are digests of the data and
-    the tokenizer.
+    the tokenizer. `roles` are the digests of `parents` by what the stage loads each as, since two
+    of them may change places.
     """
 
     stage: str
@@ -63,6 +64,7 @@ class Lineage:
     settings: dict[str, Any]
     layout: dict[str, Any]
     routing: str | None
+    roles: dict[str, str | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,9 +92,11 @@ def lineage_from(
         name: outside_model(Path(name)) if is_path(name) else checkpoints[name]
         for name in stage.sources
     }
+    digests = {name: each.digest if each else None for name, each in found.items()}
     return Lineage(
         stage=stage.name,
-        parents={name: each.digest if each else None for name, each in found.items()},
+        parents=digests,
+        roles={role: digests[name] for role, name in stage.roles.items()},
         files=fingerprints(stage.reads),
         settings=stage.reads,
         layout=layout,
@@ -133,11 +137,17 @@ def _completed(recorded: dict[str, Any]) -> dict[str, Any]:
 
 def changes(recorded: Lineage, now: Lineage) -> Iterator[str]:
     """Yield each difference that makes a recorded result stale."""
-    for name, parent in now.parents.items():
-        if parent is not None and recorded.parents.get(name) != parent:
-            yield f"the checkpoint of {name} changed"
-    for name in recorded.parents.keys() - now.parents.keys():
-        yield f"{name} is no longer an input"
+    changed = [
+        f"the checkpoint of {name} changed"
+        for name, parent in now.parents.items()
+        if parent is not None and recorded.parents.get(name) != parent
+    ]
+    gone = recorded.parents.keys() - now.parents.keys()
+    changed += [f"{name} is no longer an input" for name in gone]
+    yield from changed
+    for role, parent in now.roles.items() if not changed else ():
+        if parent is not None and recorded.roles.get(role, parent) != parent:
+            yield f"{role} is another of its inputs"
     for key, files in now.files.items():
         if files is not None and recorded.files.get(key, files) != files:
             yield f"the files of {key} changed"

@@ -30,7 +30,10 @@ Braid = Callable[..., tuple[int, str, str]]
 CASES = Path(__file__).parent / "memory_cases"
 H100 = CASES / "h100.yaml"
 PAGE = REPOSITORY / "docs" / "explanation" / "memory.md"
-EXACT = ("domains.math.optimizer.precision_aware=false", "merge.optimizer.precision_aware=false")
+EXACT = (
+    "domains.math.optimizer.precision_aware=false",
+    "stages.merge.optimizer.precision_aware=false",
+)
 TOO_MUCH = ("layout.tensor=1", *EXACT)
 
 GLM_REFUSED = [
@@ -94,7 +97,7 @@ def test_a_layout_that_cannot_fit_is_refused_by_component() -> None:
         "merge: update needs 91.63 GiB of each GPU, 12.43 GiB more than its 79.20 (optimizer state "
         "42.65, gradients 19.24, trainer weights 9.62, activations 8.99, trainer process 5.00, "
         "engine process 3.00, dispatch and fragments 2.55, frozen model 0.58); set "
-        "domains.math.optimizer.cpu_offload=0.5 merge.optimizer.cpu_offload=0.5"
+        "domains.math.optimizer.cpu_offload=0.5 stages.merge.optimizer.cpu_offload=0.5"
     ]
 
 

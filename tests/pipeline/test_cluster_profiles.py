@@ -172,7 +172,10 @@ def test_a_profile_s_nodes_are_checked_before_the_submission(
             "kinds: {evaluat: {walltime: '1:00:00'}}",
             'kinds.evaluat: unknown kind; did you mean "evaluate"?',
         ),
-        ("kinds: {zzz: {}}", "kinds.zzz: unknown kind; known: import, sft, grpo, mixed, distill, "),
+        (
+            "kinds: {zzz: {}}",
+            "kinds.zzz: unknown kind; known: distill, evaluate, gate, export, grpo, ",
+        ),
         (
             "warning_seconds: 65536",
             "warning_seconds: should be less than or equal to 65535, not 65536",

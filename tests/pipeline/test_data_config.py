@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.validate import load
-from tests.pipeline.violations import edited, errors
+from tests.pipeline.violations import MIXED, edited, errors, from_weights
 
 
 def test_paths_are_relative_to_the_file_that_names_them(config: Path) -> None:
@@ -43,10 +43,10 @@ def test_the_search_below_a_directory_is_limited(
     (config.parent / "data" / "2" / "a.jsonl").touch()
     prompts = "prompts: {source: jsonl, path: data}\n    rewards: {sum: {kind: math}}"
     edited(config, "prompts: {dataset: chain_sum}", prompts)
-    here = ("cold_start=null", f"model.initial_weights={start}")
-    assert load(config, here).domains["sums"].prompts.files()
+    from_weights(config, start)
+    assert load(config).domains["sums"].prompts.files()
     monkeypatch.setattr("stages.data.settings.MOST_DIRECTORIES", 3)
-    [error] = errors(config, *here)
+    [error] = errors(config)
     message = "sums.prompts.path: data has more than 3 directories below it; name a smaller one"
     assert error.endswith(message)
 
@@ -56,27 +56,27 @@ def test_prompts_from_files_are_checked_against_other_blocks(config: Path) -> No
     prompts = "{source: parquet, path: ., max_prompt_tokens: 41}"
     edited(config, "{dataset: chain_sum}", prompts)
     assert errors(config) == [
-        "small.yaml:17: domains.sums.rewards.exact.kind: only prompts.source: reasoning_gym has "
+        "small.yaml:14: domains.sums.rewards.exact.kind: only prompts.source: reasoning_gym has "
         "this scorer; use other rewards",
-        "small.yaml:17: domains.sums.demonstrations.source: generated demonstrations require "
-        "prompts.source: reasoning_gym, not parquet; use jsonl or parquet, or cold_start: null "
-        "with model.initial_weights",
-        "small.yaml:18: domains.sums.prompts.max_prompt_tokens: 41 prompt and 24 response tokens "
+        "small.yaml:14: domains.sums.demonstrations.source: generated demonstrations require "
+        "prompts.source: reasoning_gym, not parquet; use jsonl or parquet, or start without "
+        "stages.cold_start: extends: pipelines/experts-merge-from-weights.yaml, with "
+        "model.initial_weights",
+        "small.yaml:15: domains.sums.prompts.max_prompt_tokens: 41 prompt and 24 response tokens "
         "exceed engine.max_model_tokens = 64",
     ]
 
 
-@pytest.mark.parametrize("block", ["domains.sums", "merge", "mixed"])
+@pytest.mark.parametrize("block", ["domains.sums", "stages.merge", "stages.mixed"])
 def test_the_longest_response_of_all_that_sample_a_prompt_must_fit(
     block: str, config: Path
 ) -> None:
     config.with_name("a.parquet").touch()
     edited(config, "{dataset: chain_sum}", "{source: parquet, path: ., max_prompt_tokens: 33}")
-    mixed = "mixed={optimizer: {learning_rate: 1e-3}, loop: {steps: 2}}"
     fits, exceeds = (
         [
             error
-            for error in errors(config, mixed, f"{block}.sampling.max_response_tokens={most}")
+            for error in errors(config, MIXED, f"{block}.sampling.max_response_tokens={most}")
             if "max_prompt_tokens" in error
         ]
         for most in (31, 32)
@@ -84,6 +84,19 @@ def test_the_longest_response_of_all_that_sample_a_prompt_must_fit(
     assert fits == []
     [error] = exceeds
     assert error.endswith("33 prompt and 32 response tokens exceed engine.max_model_tokens = 64")
+
+
+def test_the_responses_of_other_domains_may_be_longer(config: Path) -> None:
+    config.with_name("a.parquet").touch()
+    edited(config, "{dataset: chain_sum}", "{source: parquet, path: ., max_prompt_tokens: 33}")
+    shorter = ("domains.sums.sampling.max_response_tokens=20",)
+    apart = (
+        "stages.merge.teachers={words: experts}",
+        "stages.merge.domains=[words]",
+        "domains.words.sampling.max_response_tokens=40",
+    )
+    found = errors(config, *shorter, *apart)
+    assert not [error for error in found if "max_prompt_tokens" in error]
 
 
 def test_a_tokenizers_directory_must_exist_and_sets_the_vocabulary(

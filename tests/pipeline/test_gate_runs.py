@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 
 Braid = Callable[..., tuple[int, str, str]]
-GATES = ("domains.sums.gate={problems: 20, max_mismatch: 1e-4}", "merge.gate={problems: 30}")
-FALLS_SHORT = {"gates.sums": {"0": "fall_short"}}
+GATES = (
+    "stages.experts.gate={domains: [sums], problems: 20, max_mismatch: 1e-4}",
+    "stages.merge.gate={problems: 30}",
+)
+FALLS_SHORT = {"gates.experts.sums": {"0": "fall_short"}}
 SAID = "gate: experts.sums gains -20.0 points (95 %: -27.1 to -12.9) over cold_start on sums; "
 
 
@@ -31,7 +34,7 @@ def stopped(braid: Braid, config: Path, runs: Path) -> Path:
     code, _, err = braid("run", config, *GATES, actions=FALLS_SHORT)
     assert code == 1
     assert err.startswith(f"braid: {SAID}")
-    assert f"\n  braid gate override {runs}/small gates.sums --reason " in err
+    assert f"\n  braid gate override {runs}/small gates.experts.sums --reason " in err
     return runs / "small"
 
 
@@ -39,12 +42,14 @@ def test_gates_that_pass_let_a_run_come_to_its_end(braid: Braid, config: Path, r
     code, out, err = braid("run", config, *GATES, "evaluation.samples_per_problem=4")
     assert (code, err) == (0, "")
     assert (
-        "[4/8] gates.sums  passed: experts.sums gains +20.0 points (95 %: +12.9 to +27.1) over"
-        in out
+        "[4/8] gates.experts.sums  passed: experts.sums gains +20.0 points (95 %: +12.9 to "
+        "+27.1) over" in out
     )
     assert "; mismatch_max reaches 2e-05 in the last 2 steps of experts.sums\n" in out
     assert "[6/8] gates.merge  passed: merge solves 70.0 % of sums, experts.sums 50.0 %; " in out
-    assert events(runs / "small", "gates.sums")[-1][1].startswith("passed: experts.sums gains")
+    assert events(runs / "small", "gates.experts.sums")[-1][1].startswith(
+        "passed: experts.sums gains"
+    )
     job = json.loads((runs / "small/stages/gates.merge/attempt_1/job.json").read_text())
     assert job["settings"]["evaluation"]["problems"] == 30
     assert job["settings"]["evaluation"]["samples_per_problem"] == 1
@@ -61,46 +66,55 @@ def test_gates_that_pass_let_a_run_come_to_its_end(braid: Braid, config: Path, r
 def test_a_gate_that_stops_lets_nothing_start_that_waits_for_it(
     braid: Braid, config: Path, stopped: Path
 ) -> None:
-    made = {"cold_start": 1, "experts.sums": 1, "experts.words": 1, "gates.sums": 1}
+    made = {"cold_start": 1, "experts.sums": 1, "experts.words": 1, "gates.experts.sums": 1}
     assert attempts(stopped) == made
-    [_, (state, cause)] = events(stopped, "gates.sums")
+    [_, (state, cause)] = events(stopped, "gates.experts.sums")
     assert (state, cause) == (
         "failed",
-        f"{SAID}the lower 95 % bound must be at least domains.sums.gate.min_gain = +0.0",
+        f"{SAID}the lower 95 % bound must be at least stages.experts.gate.min_gain = +0.0",
     )
     code, _, err = braid("resume", "small")
     assert (code, err.splitlines()[0]) == (1, f"braid: {cause}")
     assert attempts(stopped) == made
     code, _, err = braid("resume", "small", "--only", "merge")
     assert code == 1
-    assert "  merge waits for gates.sums, which is failed\n" in err
+    assert "  merge waits for gates.experts.sums, which is failed\n" in err
 
 
 def test_a_gate_is_made_anew_with_other_settings(braid: Braid, config: Path, stopped: Path) -> None:
-    edit = "domains.sums.gate.min_gain=-0.5"
+    edit = "stages.experts.gate.min_gain=-0.5"
     code, _, err = braid("run", config, *GATES, edit)
     assert code == 1
-    assert "finished or started stages depend on it: gates.sums\n" in err
-    code, _, err = braid("run", config, *GATES, edit, "--from", "gates.sums", actions=FALLS_SHORT)
+    assert "finished or started stages depend on it: gates.experts.sums\n" in err
+    code, _, err = braid(
+        "run", config, *GATES, edit, "--from", "gates.experts.sums", actions=FALLS_SHORT
+    )
     assert (code, err) == (0, "")
     assert attempts(stopped)["experts.sums"] == 1
 
 
 def test_a_warning_is_told_and_the_run_goes_on(braid: Braid, config: Path, runs: Path) -> None:
-    warns = "domains.sums.gate.on_failure=warn"
+    warns = "stages.experts.gate.on_failure=warn"
     actions = {**FALLS_SHORT, "gates.merge": {"0": "draw_level"}}
     code, out, err = braid("run", config, *GATES, warns, actions=actions)
     assert (code, err) == (0, "")
-    assert "[4/8] gates.sums  warned: experts.sums gains -20.0 points" in out
+    assert "[4/8] gates.experts.sums  warned: experts.sums gains -20.0 points" in out
     [_, (state, cause)] = events(runs / "small", "gates.merge")
     assert (state, cause.partition(":")[0]) == ("done", "warned")
     assert "merge solves 47.0 % of sums, experts.sums 50.0 %: -0.5 points" in cause
 
 
 def test_a_reason_that_is_no_utf_8_is_told_as_far_as_it_can_be(braid: Braid, stopped: Path) -> None:
-    given = ("gate", "override", "small", "gates.sums", "--reason", "a b\udce4d \U0001f331 seed")
+    given = (
+        "gate",
+        "override",
+        "small",
+        "gates.experts.sums",
+        "--reason",
+        "a b\udce4d \U0001f331 seed",
+    )
     assert braid(*given)[0] == 0
-    _, cause = events(stopped, "gates.sums")[-1]
+    _, cause = events(stopped, "gates.experts.sums")[-1]
     assert cause.startswith("overridden: a b?d \U0001f331 seed; its verdict was: ")
     assert "a b?d \U0001f331 seed" in braid("status", "small")[1]
 
@@ -108,27 +122,29 @@ def test_a_reason_that_is_no_utf_8_is_told_as_far_as_it_can_be(braid: Braid, sto
 def test_an_override_is_recorded_and_the_run_goes_on(
     braid: Braid, config: Path, stopped: Path
 ) -> None:
-    given = ("gate", "override", "small", "gates.sums", "--reason", " a bad\n seed ")
+    given = ("gate", "override", "small", "gates.experts.sums", "--reason", " a bad\n seed ")
     code, out, err = braid(*given)
     assert (code, err) == (0, "")
-    assert out == f"gates.sums is overridden; continue with: braid resume {stopped}\n"
-    state, cause = events(stopped, "gates.sums")[-1]
+    assert out == f"gates.experts.sums is overridden; continue with: braid resume {stopped}\n"
+    state, cause = events(stopped, "gates.experts.sums")[-1]
     assert state == "done"
     assert cause.startswith(f"overridden: a bad seed; its verdict was: {SAID}")
     assert (
-        "gates.sums is done: overridden: a bad seed; its verdict was: gate: "
-        in braid("why", "small", "gates.sums")[1]
+        "gates.experts.sums is done: overridden: a bad seed; its verdict was: gate: "
+        in braid("why", "small", "gates.experts.sums")[1]
     )
-    assert "after gates.sums, which is done: overridden: " in braid("why", "small", "merge")[1]
+    assert (
+        "after gates.experts.sums, which is done: overridden: " in braid("why", "small", "merge")[1]
+    )
     assert "overridden: a bad seed" in " ".join(braid("status", "small")[1].split())
     code, out, err = braid("resume", "small")
     assert (code, err) == (0, "")
-    assert "gates.sums" not in out
-    assert attempts(stopped)["gates.sums"] == 1
+    assert "gates.experts.sums" not in out
+    assert attempts(stopped)["gates.experts.sums"] == 1
 
     taken = braid("run", config, *GATES, "--name", "other", "--fork", "small", "--only", "merge")
     assert taken[0] == 0
-    [(state, cause)] = events(stopped.with_name("other"), "gates.sums")
+    [(state, cause)] = events(stopped.with_name("other"), "gates.experts.sums")
     assert cause.startswith(f"reused from {stopped}: overridden: a bad seed; its verdict was: ")
 
 
@@ -141,13 +157,13 @@ def table(out: str, width: int = 130) -> tuple[dict[str, list[str]], str]:
 
 def test_a_status_has_room_for_a_verdict_in_a_word(braid: Braid, stopped: Path) -> None:
     rows, below = table(braid("status", "small")[1])
-    assert rows["gates.sums"][-1] == "stopped"
-    [(_, cause)] = events(stopped, "gates.sums")[-1:]
-    assert below == f"gates.sums: {cause}\n"
-    braid("gate", "override", "small", "gates.sums", "--reason", "why not")
+    assert rows["gates.experts.sums"][-1] == "stopped"
+    [(_, cause)] = events(stopped, "gates.experts.sums")[-1:]
+    assert below == f"gates.experts.sums: {cause}\n"
+    braid("gate", "override", "small", "gates.experts.sums", "--reason", "why not")
     rows, below = table(braid("status", "small")[1])
-    assert rows["gates.sums"][-1] == "overridden"
-    assert below.startswith("gates.sums: overridden: why not; its verdict was: gate: ")
+    assert rows["gates.experts.sums"][-1] == "overridden"
+    assert below.startswith("gates.experts.sums: overridden: why not; its verdict was: gate: ")
     assert braid("resume", "small", actions={"gates.merge": {"0": "draw_level"}})[0] == 0
     rows, below = table(braid("status", "small")[1].partition("\n\nmodel")[0])
     assert rows["gates.merge"][-1] == "warned"
@@ -160,18 +176,26 @@ def test_a_status_has_room_for_a_verdict_in_a_word(braid: Braid, stopped: Path) 
 
 def test_a_long_cause_stands_below_the_table(braid: Braid, config: Path) -> None:
     assert braid("run", config, "--only", "cold_start")[0] == 0
-    edits = ("cold_start.optimizer.learning_rate=0.5", "cold_start.loop.steps=3", "seed=7")
+    edits = (
+        "stages.cold_start.optimizer.learning_rate=0.5",
+        "stages.cold_start.loop.steps=3",
+        "seed=7",
+    )
     rows, below = table(braid("plan", config, *edits)[1], width=160)
     assert "…" in rows["cold_start"]
-    assert below.startswith("cold_start: is refused: cold_start.loop.steps was 2 and is now 3; ")
+    assert below.startswith("cold_start: is refused: loop.steps was 2 and is now 3; ")
     assert "seed was 0 and is now 7\n" in below
 
 
 @pytest.mark.parametrize(
     ("stage", "reason", "message"),
     [
-        ("gates.sums", " \n", "--reason must not be empty; it is recorded in the ledger"),
-        ("gates.sum", "why not", 'has no stage gates.sum; did you mean "gates.sums"?'),
+        ("gates.experts.sums", " \n", "--reason must not be empty; it is recorded in the ledger"),
+        (
+            "gates.experts.sum",
+            "why not",
+            'has no stage gates.experts.sum; did you mean "gates.experts.sums"?',
+        ),
         ("experts.sums", "why not", "experts.sums is not a gate of "),
         ("gates.merge", "why not", " is pending\nonly a gate that has stopped can be overridden"),
     ],
@@ -189,23 +213,23 @@ def test_a_wrong_override_changes_nothing(
 def test_a_gate_is_overridden_once_and_as_long_as_it_holds(
     braid: Braid, config: Path, stopped: Path
 ) -> None:
-    override = ("gate", "override", "small", "gates.sums", "--reason", "why not")
-    assert braid("gate", "override", "small", "gates.sums")[0] == 2
+    override = ("gate", "override", "small", "gates.experts.sums", "--reason", "why not")
+    assert braid("gate", "override", "small", "gates.experts.sums")[0] == 2
     assert braid("run", config, *GATES, "--name", "alike", "--only", "cold_start")[0] == 0
     assert "is pending" in braid("gate", "override", "alike", *override[3:])[2]
     assert braid(*override)[0] == 0
     code, _, err = braid(*override)
     assert code == 1
-    assert "gates.sums of" in err
+    assert "gates.experts.sums of" in err
     assert "is done: overridden: why not; its verdict was: gate: " in err
     # Another expert is another question.
     assert braid("resume", "small", "--from", "experts.sums", actions=FALLS_SHORT)[0] == 1
-    assert events(stopped, "gates.sums")[-1][0] == "failed"
+    assert events(stopped, "gates.experts.sums")[-1][0] == "failed"
 
 
 def test_a_gate_that_broke_has_not_stopped(braid: Braid, config: Path) -> None:
-    assert braid("run", config, *GATES, actions={"gates.sums": {"1": "break_down"}})[0] == 1
-    code, _, err = braid("gate", "override", "small", "gates.sums", "--reason", "why not")
+    assert braid("run", config, *GATES, actions={"gates.experts.sums": {"1": "break_down"}})[0] == 1
+    code, _, err = braid("gate", "override", "small", "gates.experts.sums", "--reason", "why not")
     assert code == 1
     assert "is failed: rank 1 ended with exit status 3" in err
     assert braid("resume", "small")[0] == 0
@@ -219,29 +243,31 @@ def test_a_run_without_gates_says_so(braid: Braid, config: Path) -> None:
 
 def test_a_gate_made_anew_leaves_what_came_after_it(braid: Braid, config: Path, runs: Path) -> None:
     assert braid("run", config, *GATES)[0] == 0
-    code, out, err = braid("resume", "small", "--from", "gates.sums")
+    code, out, err = braid("resume", "small", "--from", "gates.experts.sums")
     assert (code, err) == (0, "")
-    assert out.startswith(f"put aside {runs}/small/replaced/gates.sums.1\n[4/8] gates.sums")
+    assert out.startswith(
+        f"put aside {runs}/small/replaced/gates.experts.sums.1\n[4/8] gates.experts.sums"
+    )
     assert attempts(runs / "small") == dict.fromkeys(attempts(runs / "small"), 1)
     assert "] merge" not in out
 
 
 def test_a_gate_is_run_alone(braid: Braid, config: Path, runs: Path) -> None:
-    code, _, err = braid("run", config, *GATES, "--only", "gates.sums")
+    code, _, err = braid("run", config, *GATES, "--only", "gates.experts.sums")
     assert code == 1
-    assert "  gates.sums needs experts.sums, which is pending\n" in err
+    assert "  gates.experts.sums needs experts.sums, which is pending\n" in err
     only = [each for name in ("cold_start", "experts.sums") for each in ("--only", name)]
     only = ("--only", "cold_start", "--only", "experts.sums")
     assert braid("run", config, *GATES, *only)[0] == 0
-    assert braid("run", config, *GATES, "--only", "gates.sums")[0] == 0
-    assert attempts(runs / "small") == {"cold_start": 1, "experts.sums": 1, "gates.sums": 1}
+    assert braid("run", config, *GATES, "--only", "gates.experts.sums")[0] == 0
+    assert attempts(runs / "small") == {"cold_start": 1, "experts.sums": 1, "gates.experts.sums": 1}
 
 
 def test_a_gate_may_be_added_to_a_run_that_is_done(braid: Braid, config: Path, runs: Path) -> None:
     assert braid("run", config)[0] == 0
     code, out, err = braid("run", config, *GATES)
     assert (code, err) == (0, "")
-    assert "[4/8] gates.sums  passed: " in out
+    assert "[4/8] gates.experts.sums  passed: " in out
     assert set(attempts(runs / "small").values()) == {1}
 
 
@@ -252,7 +278,7 @@ def test_a_fork_takes_nothing_past_a_gate_that_is_not_open(
     """In the other run the merge ran without the gate, or before the gate ran again."""
     assert braid("run", config, *theirs, "--name", "other")[0] == 0
     if theirs:
-        again = braid("resume", "other", "--from", "gates.sums", actions=FALLS_SHORT)
+        again = braid("resume", "other", "--from", "gates.experts.sums", actions=FALLS_SHORT)
         assert again[0] == 1
         assert events(runs / "other", "merge")[-1][0] == "done"
     forked = ("run", config, *GATES, "--fork", "other")
@@ -261,15 +287,17 @@ def test_a_fork_takes_nothing_past_a_gate_that_is_not_open(
     assert err.startswith(f"braid: {SAID}")
     reported = f"reused from {runs}/other: cold_start, experts.sums, experts.words\n"
     assert reported in out
-    assert "not reused: merge, since it waits for gates.sums, which has to run first\n" in out
+    assert (
+        "not reused: merge, since it waits for gates.experts.sums, which has to run first\n" in out
+    )
     assert attempts(runs / "small") == {
         **dict.fromkeys(("cold_start", "experts.sums", "experts.words"), 0),
-        "gates.sums": 1,
+        "gates.experts.sums": 1,
     }
     assert braid("resume", "small")[0] == 1
     assert not (runs / "small" / "stages" / "merge").exists()
     # What is opened here opens it for what stands there.
-    assert braid("gate", "override", "small", "gates.sums", "--reason", "why not")[0] == 0
+    assert braid("gate", "override", "small", "gates.experts.sums", "--reason", "why not")[0] == 0
     code, out, _ = braid(*forked)
     assert code == 0
     assert f"reused from {runs}/other: merge" in out
@@ -278,11 +306,11 @@ def test_a_fork_takes_nothing_past_a_gate_that_is_not_open(
 
 def test_a_fork_asks_a_stricter_gate_anew(braid: Braid, config: Path, runs: Path) -> None:
     assert braid("run", config, *GATES, "--name", "other")[0] == 0
-    stricter = "domains.sums.gate.min_gain=0.5"
+    stricter = "stages.experts.gate.min_gain=0.5"
     code, out, err = braid("run", config, *GATES, stricter, "--fork", "other")
     assert code == 1
-    assert "must be at least domains.sums.gate.min_gain = +50.0" in err
-    assert "not reused: merge, since it waits for gates.sums" in out
+    assert "must be at least stages.experts.gate.min_gain = +50.0" in err
+    assert "not reused: merge, since it waits for gates.experts.sums" in out
     assert not (runs / "small" / "stages" / "merge").exists()
 
 
@@ -292,33 +320,33 @@ def test_a_fork_takes_an_open_gate_with_its_verdict(braid: Braid, config: Path, 
     assert (code, err) == (0, "")
     assert "left " not in out
     assert set(attempts(runs / "small").values()) == {0}
-    [(state, cause)] = events(runs / "small", "gates.sums")
+    [(state, cause)] = events(runs / "small", "gates.experts.sums")
     assert (state, "other: passed: experts.sums gains" in cause) == ("done", True)
-    assert (runs / "small" / "stages" / "gates.sums" / "verdict.json").exists()
+    assert (runs / "small" / "stages" / "gates.experts.sums" / "verdict.json").exists()
 
 
 def test_a_fork_takes_no_gate_whose_verdict_is_damaged(
     braid: Braid, config: Path, runs: Path
 ) -> None:
     assert braid("run", config, *GATES, "--name", "other")[0] == 0
-    (runs / "other" / "stages" / "gates.sums" / "verdict.json").write_text("{}")
+    (runs / "other" / "stages" / "gates.experts.sums" / "verdict.json").write_text("{}")
     code, out, err = braid("run", config, *GATES, "--fork", "other")
     assert (code, err) == (0, "")
-    assert "not reused: merge, since it waits for gates.sums" in out
-    assert attempts(runs / "small")["gates.sums"] == 1
+    assert "not reused: merge, since it waits for gates.experts.sums" in out
+    assert attempts(runs / "small")["gates.experts.sums"] == 1
 
 
 def test_a_plan_shows_gates(braid: Braid, config: Path) -> None:
     lines = [" ".join(line.split()) for line in braid("plan", config, *GATES)[1].splitlines()]
-    assert "gates.sums gate experts.sums against cold_start yes pending starts ?" in lines
+    assert "gates.experts.sums gate experts.sums against cold_start yes pending starts ?" in lines
     assert (
         "gates.merge gate merge against experts.sums, experts.words yes pending starts ?" in lines
     )
     drawn = [line.strip() for line in braid("plan", config, *GATES, "--dot")[1].splitlines()]
-    assert '"gates.sums" -> "merge" [style=bold, label=gate];' in drawn
+    assert '"gates.experts.sums" -> "merge" [style=bold, label=gate];' in drawn
     assert '"gates.merge" -> "export" [style=bold, label=gate];' in drawn
-    assert '"experts.sums" -> "gates.sums" [style=dotted];' in drawn
-    assert any(line.startswith('"gates.sums" [') and "diamond" in line for line in drawn)
+    assert '"experts.sums" -> "gates.experts.sums" [style=dotted];' in drawn
+    assert any(line.startswith('"gates.experts.sums" [') and "diamond" in line for line in drawn)
     assert braid("plan", config, *GATES, "--memory")[0] == 0
 
 
@@ -341,24 +369,27 @@ NONSENSE = {
 def test_a_damaged_verdict_is_reported_and_the_gate_runs_again(
     text: str, braid: Braid, config: Path, stopped: Path
 ) -> None:
-    verdict = stopped / "stages" / "gates.sums" / "verdict.json"
+    verdict = stopped / "stages" / "gates.experts.sums" / "verdict.json"
     sound = verdict.read_bytes()
     verdict.write_bytes(text.encode("latin-1"))
     message = f"{verdict}: damaged: {NONSENSE[text]}"
-    for command in (("why", "small", "gates.sums"), ("status", "small")):
+    for command in (("why", "small", "gates.experts.sums"), ("status", "small")):
         code, out, err = braid(*command)
         assert (code, err) == (0, "")
         assert message.replace(" ", "") in "".join(out.split()) or command[0] == "status"
         assert "pending" in out
-    assert " done " not in braid("status", "small")[1].partition("gates.sums")[2].splitlines()[0]
+    assert (
+        " done "
+        not in braid("status", "small")[1].partition("gates.experts.sums")[2].splitlines()[0]
+    )
     code, out, err = braid("plan", config, *GATES)
     assert (code, err) == (0, "")
-    code, _, err = braid("gate", "override", "small", "gates.sums", "--reason", "why not")
+    code, _, err = braid("gate", "override", "small", "gates.experts.sums", "--reason", "why not")
     assert code == 1
     assert message in err
     assert "; the gate runs again\n" in err
     assert braid("resume", "small", actions=FALLS_SHORT)[0] == 1
-    assert attempts(stopped)["gates.sums"] == 2
+    assert attempts(stopped)["gates.experts.sums"] == 2
     assert verdict.read_bytes() == sound
 
 
@@ -366,10 +397,10 @@ def test_a_gate_whose_verdict_was_damaged_has_not_passed(
     braid: Braid, config: Path, runs: Path
 ) -> None:
     assert braid("run", config, *GATES)[0] == 0
-    (runs / "small/stages/gates.sums/verdict.json").write_text("{}")
+    (runs / "small/stages/gates.experts.sums/verdict.json").write_text("{}")
     assert braid("status")[1] == "small: 7 done, 1 pending\n"
     assert braid("resume", "small")[0] == 0
-    assert attempts(runs / "small")["gates.sums"] == 2
+    assert attempts(runs / "small")["gates.experts.sums"] == 2
     assert braid("status")[1] == "small: 8 done\n"
 
 
@@ -401,9 +432,12 @@ def test_a_damaged_line_of_metrics_is_named_by_the_gate_that_reads_it(
 
 
 def test_a_damaged_verdict_takes_no_override_back(braid: Braid, stopped: Path) -> None:
-    braid("gate", "override", "small", "gates.sums", "--reason", "why not")
-    (stopped / "stages/gates.sums/verdict.json").write_text("{}")
-    assert "gates.sums is done: overridden: why not" in braid("why", "small", "gates.sums")[1]
+    braid("gate", "override", "small", "gates.experts.sums", "--reason", "why not")
+    (stopped / "stages/gates.experts.sums/verdict.json").write_text("{}")
+    assert (
+        "gates.experts.sums is done: overridden: why not"
+        in braid("why", "small", "gates.experts.sums")[1]
+    )
 
 
 def test_a_plan_starts_nothing_that_a_stopped_gate_holds(
@@ -412,7 +446,7 @@ def test_a_plan_starts_nothing_that_a_stopped_gate_holds(
     _, out, _ = braid("plan", config, *GATES)
     rows = {line.split()[0]: line for line in out.splitlines()}
     for name in ("merge", "gates.merge", "evaluate", "export"):
-        assert rows[name].endswith(" pending  waits for gates.sums")
-    assert "nothing more can start: stopped by gates.sums; " in out
+        assert rows[name].endswith(" pending  waits for gates.experts.sums")
+    assert "nothing more can start: stopped by gates.experts.sums; " in out
     _, out, _ = braid("run", config, *GATES, "--dry-run")
     assert "no command: nothing" in out

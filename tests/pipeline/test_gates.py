@@ -11,15 +11,21 @@ from typing import Any
 import pytest
 
 from pipeline.config.validate import load
-from pipeline.run.gates import Steps, judge_expert, judge_merge
+from pipeline.run.gates import Steps, judge_gain, judge_merge
 from pipeline.run.graph import Stage, compile_graph
 from pipeline.run.run import GateVerdict
-from stages.guards.settings import ExpertGateSettings, MergeGateSettings
+from stages.guards.settings import GainGateSettings, MergeGateSettings
 from stages.settings import RunSettings
 from stages.statistics import difference, wilson
-from tests.pipeline.violations import errors
+from tests.pipeline.violations import MIXED, TRAINED, errors, extending
 
-GATES = ["domains.sums.gate={}", "domains.words.gate={}", "merge.gate={}"]
+GATES = ["stages.experts.gate={}", "stages.merge.gate={}"]
+# The second expert starts from the first.
+IN_A_ROW = (
+    "stages={second: {kind: grpo, from: experts, domains: [words], as: experts.words, gate: {}}}",
+    "stages.experts.domains=[sums]",
+    "stages.merge.teachers={sums: experts.sums, words: experts.words}",
+)
 
 
 @pytest.fixture
@@ -38,7 +44,7 @@ def gain(stages: dict[str, Stage]) -> Callable[..., GateVerdict]:
 
     def judge(after: int, before: int, steps: Steps = (), **gate: Any) -> GateVerdict:
         models = {"experts.sums": solved(sums=after), "cold_start": solved(sums=before)}
-        return judge_expert(stages["gates.sums"], ExpertGateSettings(**gate), models, steps)
+        return judge_gain(stages["gates.experts.sums"], GainGateSettings(**gate), models, steps)
 
     return judge
 
@@ -56,7 +62,7 @@ def test_a_gain_that_could_be_chance_stops(gain: Callable[..., GateVerdict]) -> 
     assert verdict.outcome == "stopped"
     assert verdict.text == (
         "gate: experts.sums gains +1.2 points (95 %: -4.6 to +7.0) over cold_start on sums; "
-        "the lower 95 % bound must be at least domains.sums.gate.min_gain = +0.0"
+        "the lower 95 % bound must be at least stages.experts.gate.min_gain = +0.0"
     )
     assert gain(166, 160, on_failure="warn").outcome == "warned"
     assert gain(160, 160).outcome == "stopped"
@@ -82,9 +88,9 @@ def test_only_the_last_steps_are_bounded(gain: Callable[..., GateVerdict]) -> No
     assert verdict.outcome == "stopped"
     assert verdict.reasons == (
         "mismatch_max reaches 1 in the last 4 steps of experts.sums, above "
-        "domains.sums.gate.max_mismatch = 2e-05",
+        "stages.experts.gate.max_mismatch = 2e-05",
         "kl is on average 2.26 in the last 4 steps of experts.sums, above "
-        "domains.sums.gate.max_kl = 0.02",
+        "stages.experts.gate.max_kl = 0.02",
     )
 
 
@@ -109,7 +115,7 @@ def test_every_bound_holds_its_metric(
     assert outcome(*within, math.nan) == "stopped"
     assert gain(240, 160, [{"loss": 0.0}], **{bound: 0.5}).text == (
         f"gate: {metric} is not logged in the last 1 steps of experts.sums, and "
-        f"domains.sums.gate.{bound} bounds it"
+        f"stages.experts.gate.{bound} bounds it"
     )
 
 
@@ -146,12 +152,12 @@ def test_a_merge_is_warned_of_below_the_bound_and_stops_where_that_is_no_chance(
     assert verdict.outcome == "warned"
     assert verdict.reasons == (
         "merge solves 75.8 % of sums, experts.sums 80.0 %: -0.2 points (95 %: -5.2 to +4.8) from "
-        "merge.gate.min_kept = 0.95 of that",
+        "stages.merge.gate.min_kept = 0.95 of that",
     )
     sure = next(right for right in range(379, 0, -1) if kept(right, 400).outcome == "stopped")
     assert difference(wilson(sure, 500), wilson(400, 500), 0.95).high < 0
     assert difference(wilson(sure + 1, 500), wilson(400, 500), 0.95).high >= 0
-    assert kept(sure, 379).text.count("merge.gate.min_kept") == 2
+    assert kept(sure, 379).text.count("stages.merge.gate.min_kept") == 2
     assert kept(sure, 400, on_failure="warn").outcome == "warned"
 
 
@@ -175,18 +181,21 @@ def test_gates_stand_between_the_stages(stages: dict[str, Stage]) -> None:
         "cold_start",
         "experts.sums",
         "experts.words",
-        "gates.sums",
-        "gates.words",
+        "gates.experts.sums",
+        "gates.experts.words",
         "merge",
         "gates.merge",
         "evaluate",
         "export",
     ]
-    assert stages["merge"].after == ("gates.sums", "gates.words")
+    assert stages["merge"].after == ("gates.experts.sums", "gates.experts.words")
     assert stages["export"].after == ("gates.merge",)
     assert stages["evaluate"].after == stages["experts.words"].after == ()
-    assert stages["gates.sums"].inputs == ("experts.sums", "cold_start")
-    assert stages["gates.sums"].evaluated_on == {"experts.sums": ["sums"], "cold_start": ["sums"]}
+    assert stages["gates.experts.sums"].inputs == ("experts.sums", "cold_start")
+    assert stages["gates.experts.sums"].evaluated_on == {
+        "experts.sums": ["sums"],
+        "cold_start": ["sums"],
+    }
     assert stages["gates.merge"].evaluated_on == {
         "merge": ["sums", "words"],
         "experts.sums": ["sums"],
@@ -197,24 +206,75 @@ def test_gates_stand_between_the_stages(stages: dict[str, Stage]) -> None:
 
 
 def test_the_gate_of_an_expert_comes_before_what_grows_from_it(config: Path) -> None:
-    settings = load(config, [*GATES, "domains.words.from=experts.sums", "rounds=2"])
+    settings = load(config, [*GATES, *IN_A_ROW])
     stages = {stage.name: stage for stage in compile_graph(settings)}
     assert list(stages)[:6] == [
         "cold_start",
         "experts.sums",
-        "gates.sums",
+        "gates.experts.sums",
         "experts.words",
-        "gates.words",
+        "gates.experts.words",
         "merge",
     ]
-    assert stages["experts.words"].after == ("gates.sums",)
-    assert stages["gates.words"].against == {"words": "experts.sums"}
-    assert stages["round_2.experts.sums"].after == ("gates.merge",)
-    assert stages["round_2.gates.sums"].against == {"sums": "merge"}
-    assert stages["round_2.experts.words"].after == ("round_2.gates.sums",)
-    assert stages["export"].after == ("round_2.gates.merge",)
+    assert stages["experts.words"].after == ("gates.experts.sums",)
+    assert stages["gates.experts.words"].against == {"words": "experts.sums"}
+    assert stages["merge"].after == ("gates.experts.sums", "gates.experts.words")
     for position, stage in enumerate(stages.values()):
         assert set(stage.waits_for) <= set(list(stages)[:position])
+
+
+def test_gates_stand_between_rounds(config: Path) -> None:
+    extending(config, "two-rounds", "cold_start", "merge", "merge_2")
+    of_round_2 = ("stages.experts_2.gate={}", "stages.merge_2.gate={}")
+    stages = {each.name: each for each in compile_graph(load(config, [*GATES, *of_round_2]))}
+    assert stages["round_2.experts.sums"].after == ("gates.merge",)
+    assert stages["gates.round_2.experts.sums"].against == {"sums": "merge"}
+    assert stages["round_2.merge"].after == (
+        "gates.merge",
+        "gates.round_2.experts.sums",
+        "gates.round_2.experts.words",
+    )
+    assert stages["gates.round_2.merge"].against == {
+        "sums": "round_2.experts.sums",
+        "words": "round_2.experts.words",
+    }
+    assert stages["export"].after == ("gates.round_2.merge",)
+    for position, stage in enumerate(stages.values()):
+        assert set(stage.waits_for) <= set(list(stages)[:position])
+
+
+def test_a_gate_may_measure_some_of_the_domains(config: Path) -> None:
+    some = ["stages.experts.gate={domains: [sums]}", "stages.merge.gate={domains: [words]}"]
+    settings = load(config, some)
+    stages = {stage.name: stage for stage in compile_graph(settings)}
+    assert [name for name in stages if name.startswith("gates.")] == [
+        "gates.experts.sums",
+        "gates.merge",
+    ]
+    assert stages["merge"].after == ("gates.experts.sums",)
+    assert stages["gates.merge"].evaluated_on == {"merge": ["words"], "experts.words": ["words"]}
+    assert [settings.gate_problems(domain) for domain in settings.domains] == [500, 500]
+    every = {stage.name: stage for stage in compile_graph(load(config, GATES))}
+    assert every["gates.experts.sums"].reads == stages["gates.experts.sums"].reads
+
+
+def test_a_gate_may_measure_a_cold_start_and_a_policy_of_several_domains(config: Path) -> None:
+    first = f"stages={{first: {{kind: sft, {TRAINED[1:]}}}"
+    gates = ("stages.cold_start.from=first", "stages.cold_start.gate={}", "stages.mixed.gate={}")
+    stages = {each.name: each for each in compile_graph(load(config, [first, MIXED, *gates]))}
+    assert stages["gates.cold_start"].against == {"sums": "first", "words": "first"}
+    assert stages["experts.sums"].after == stages["mixed"].after == ("gates.cold_start",)
+    assert stages["gates.mixed"].evaluated_on == {
+        "mixed": ["sums", "words"],
+        "cold_start": ["sums", "words"],
+    }
+    models = {"mixed": solved(sums=240, words=160), "cold_start": solved(sums=160, words=160)}
+    verdict = judge_gain(stages["gates.mixed"], GainGateSettings(), models)
+    assert verdict.outcome == "stopped"
+    assert verdict.text == (
+        "gate: mixed gains +0.0 points (95 %: -5.8 to +5.8) over cold_start on words; "
+        "the lower 95 % bound must be at least stages.mixed.gate.min_gain = +0.0"
+    )
 
 
 def test_without_gates_nothing_is_another_stage(config: Path, settings: RunSettings) -> None:
@@ -228,14 +288,18 @@ def test_without_gates_nothing_is_another_stage(config: Path, settings: RunSetti
 @pytest.mark.parametrize(
     ("override", "changed"),
     [
-        ("domains.sums.gate.min_gain=0.1", {"gates.sums"}),
-        ("domains.sums.gate.problems=50", {"gates.sums"}),
-        ("merge.gate.min_kept=0.5", {"gates.merge"}),
+        ("stages.experts.gate.min_gain=0.1", {"gates.experts.sums", "gates.experts.words"}),
+        ("stages.experts.gate.problems=50", {"gates.experts.sums", "gates.experts.words"}),
+        ("stages.experts.gate.domains=[words, sums]", set()),
+        ("stages.merge.gate.min_kept=0.5", {"gates.merge"}),
         ("evaluation.problems=50", {"evaluate"}),
-        ("evaluation.temperature=0", {"evaluate", "gates.sums", "gates.words", "gates.merge"}),
+        (
+            "evaluation.temperature=0",
+            {"evaluate", "gates.experts.sums", "gates.experts.words", "gates.merge"},
+        ),
         (
             "domains.sums.sampling.max_response_tokens=20",
-            {"experts.sums", "gates.sums", "gates.merge", "evaluate"},
+            {"experts.sums", "gates.experts.sums", "gates.merge", "evaluate"},
         ),
     ],
 )
@@ -250,50 +314,84 @@ def test_a_change_of_a_gate_touches_it_alone(
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["domains.sums.gate.min_gian=0"], 'unknown key; did you mean "min_gain"?'),
-        (["domains.sums.gate.problems=1"], "gate.problems: 1 is less than the 2 data-parallel"),
-        (["merge.gate.problems=1"], "merge.gate.problems: 1 is less than the 2 data-parallel"),
-        (["domains.sums.gate.max_kl=1"], "gate.max_kl: 1 limits a metric that is not logged"),
-        (["domains.sums.gate.max_drift=1"], "gate.max_drift: 1 limits a metric that is not"),
+        (["stages.experts.gate.min_gian=0"], 'unknown key; did you mean "min_gain"?'),
+        (["stages.experts.gate.problems=1"], "gate.problems: 1 is less than the 2 data-parallel"),
         (
-            ["domains.sums.gate.max_router_movement=1"],
+            ["stages.merge.gate.problems=1"],
+            "stages.merge.gate.problems: 1 is less than the 2 data-parallel",
+        ),
+        (["stages.experts.gate.max_kl=1"], "gate.max_kl: 1 limits a metric that is not logged"),
+        (["stages.experts.gate.max_drift=1"], "gate.max_drift: 1 limits a metric that is not"),
+        (
+            ["stages.experts.gate.max_router_movement=1"],
             "is only logged with domains.sums.objective.ratio",
         ),
         (
-            ["domains.sums.gate.min_router_agreement=1", "domains.sums.routing.replay=none"],
+            ["stages.experts.gate.min_router_agreement=1", "domains.sums.routing.replay=none"],
             "is not logged with domains.sums.routing.replay = none",
         ),
-        (["merge.gate.min_kept=95"], "merge.gate.min_kept: should be less than or equal to 1"),
+        (
+            ["stages.merge.gate.min_kept=95"],
+            "stages.merge.gate.min_kept: should be less than or equal to 1",
+        ),
+        (
+            ["stages.merge.gate={}", "stages.export.as=gates.merge"],
+            "stages.export: two stages would be named gates.merge, of this block and of "
+            "stages.merge; rename a block, or set `as`",
+        ),
+        (
+            ["stages.cold_start.gate={}"],
+            "stages.cold_start.gate: it compares the stage with what that starts from, and "
+            "stages.cold_start.from is null",
+        ),
+        (
+            ["stages.experts.gate={domains: [sum]}"],
+            'stages.experts.gate.domains: no such domain: sum; did you mean "sums"?',
+        ),
+        (
+            ["stages.experts.gate={domains: []}"],
+            "stages.experts.gate.domains: must name at least one domain; null is all",
+        ),
+        (
+            ["stages.mixed.domains=[sums]", "stages.mixed.gate={domains: [words]}"],
+            "stages.mixed.gate.domains: stages.mixed.domains leaves out words, so no gate would",
+        ),
         (
             [
-                "merge.gate={}",
-                "domains={merge: {gate: {}, prompts: {dataset: chain_sum}, "
-                "optimizer: {learning_rate: 1}, loop: {steps: 1}}}",
+                f"stages={{first: {{kind: sft, {TRAINED[1:]}}}",
+                "stages.cold_start.from=first",
+                "stages.cold_start.gate.max_kl=1",
             ],
-            "domains.merge: its gate and the merge's gate would both be gates.merge",
+            "stages.cold_start.gate.max_kl: 1 limits a metric of rollouts; use null",
         ),
     ],
 )
 def test_a_gate_that_cannot_work_is_refused(
     config: Path, overrides: list[str], message: str
 ) -> None:
-    assert message in "\n".join(errors(config, *overrides))
+    assert message in "\n".join(errors(config, MIXED, *overrides))
 
 
 def test_bounds_of_what_is_logged_are_taken(config: Path) -> None:
     overrides = [
-        "domains.sums.gate={max_kl: 1, max_drift: 1, max_router_movement: 1, "
+        "stages.experts.gate={domains: [sums], max_kl: 1, max_drift: 1, max_router_movement: 1, "
         "min_router_agreement: 1}",
         "domains.sums.objective={kl: {coefficient: 0.1}, ratio: {name: rspo}}",
         "domains.sums.rollout.mode=overlap",
     ]
-    gate = load(config, overrides).domains["sums"].gate
-    assert gate == ExpertGateSettings(
-        max_kl=1, max_drift=1, max_router_movement=1, min_router_agreement=1
+    gate = load(config, overrides).stages["experts"].gated
+    assert gate == GainGateSettings(
+        domains=("sums",), max_kl=1, max_drift=1, max_router_movement=1, min_router_agreement=1
     )
 
 
 def test_the_cold_start_looks_for_as_many_problems_as_a_gate_wants(config: Path) -> None:
-    settings = load(config, ["domains.sums.gate.problems=3000", "merge.gate.problems=2500"])
+    settings = load(
+        config,
+        [
+            "stages.experts.gate={problems: 3000, domains: [sums]}",
+            "stages.merge.gate.problems=2500",
+        ],
+    )
     assert [settings.gate_problems(domain) for domain in settings.domains] == [3000, 2500]
     assert load(config).gate_problems("sums") == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args
@@ -14,12 +15,19 @@ from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import compile_graph, problems
 from pipeline.run.lineage import changes
 from pipeline.run.run import Run
-from stages.kinds import KINDS, NON_INVALIDATING_KEYS, Kind, flatten, matches
+from stages.keys import NEUTRAL_KEYS, NON_INVALIDATING_KEYS, STRUCTURE, flatten, matches
+from stages.kinds import KINDS, Kind
+from stages.kinds.kind import StageSettings
 from stages.settings import RunSettings
-from tests.pipeline.violations import errors, violation
+from tests.pipeline.violations import MIXED, edited, errors, extending, from_weights
+from tests.runs import REPOSITORY
 
 DATASETS = ("number_sorting", "spell_backward")
-MIXED = "mixed={optimizer: {learning_rate: 1e-3}, loop: {steps: 2}}"
+ONE_AFTER_ANOTHER = (
+    "stages={second: {kind: grpo, from: experts, domains: [sums], as: experts.sums}}",
+    "stages.experts.domains=[words]",
+    "stages.merge.teachers={sums: second, words: experts}",
+)
 
 
 def test_stages_come_after_their_inputs(settings: RunSettings) -> None:
@@ -40,9 +48,9 @@ def test_stages_come_after_their_inputs(settings: RunSettings) -> None:
         ("domains.sums.objective.kl.coefficient=0.1", {"experts.sums"}),
         ("domains.sums.objective.kl={coefficient: 0.1, estimator: k2}", {"experts.sums"}),
         ("domains.words.routing.replay=none", {"experts.words"}),
-        ("cold_start.optimizer.betas=[0.5, 0.5]", {"cold_start"}),
+        ("stages.cold_start.optimizer.betas=[0.5, 0.5]", {"cold_start"}),
         ("domains.sums.demonstrations.count=7", {"cold_start"}),
-        ("merge.loop.steps=3", {"merge"}),
+        ("stages.merge.loop.steps=3", {"merge"}),
         ("evaluation.problems=5", {"evaluate"}),
         (
             "domains.sums.rewards={exact: {kind: reasoning_gym, weight: 2}}",
@@ -55,6 +63,11 @@ def test_stages_come_after_their_inputs(settings: RunSettings) -> None:
         ),
         ("seed=1", {"cold_start", "experts.sums", "experts.words", "merge", "evaluate"}),
         ("domains.sums.loop.checkpoint_every=3", set()),
+        ("stages.experts.loop={steps: 2}", set()),  # as its domains state it
+        ("stages.experts.loop={steps: 3}", {"experts.sums", "experts.words"}),
+        ("stages.experts.guards.drift.action=off", set()),
+        ("stages.merge.after=[experts.sums]", set()),
+        ("stages.experts.seeded_as='other.{domain}'", set()),
         ("logging.wandb=disabled", set()),
         ("name=other", set()),
     ],
@@ -87,7 +100,7 @@ def test_domains_differ_in_their_kl_and_a_change_of_one_leaves_the_others_lineag
         )
         for old, new in stages
     }
-    key = "domains.words.objective.kl.coefficient"
+    key = "objective.kl.coefficient"
     assert {name: said for name, said in found.items() if said} == {
         "experts.words": [f"{key} was 0.001 and is now 0.002"]
     }
@@ -103,15 +116,18 @@ def test_the_problems_of_stages_change_with_the_datasets_alone(config: Path) -> 
 
 
 def test_an_expert_may_grow_from_another(config: Path) -> None:
-    stages = compile_graph(load(config, ["domains.sums.from=experts.words"]))
+    stages = compile_graph(load(config, ONE_AFTER_ANOTHER))
     names = [stage.name for stage in stages]
     assert names[:3] == ["cold_start", "experts.words", "experts.sums"]
     assert stages[2].parent == "experts.words"
     assert stages[3].parent == "cold_start"
+    assert stages[3].teachers == {"sums": "experts.sums", "words": "experts.words"}
 
 
 def test_rounds_grow_from_the_merge_before(config: Path) -> None:
-    stages = {stage.name: stage for stage in compile_graph(load(config, ["rounds=2"]))}
+    once = compile_graph(load(config))[:4]
+    extending(config, "two-rounds", "cold_start", "merge", "merge_2")
+    stages = {stage.name: stage for stage in compile_graph(load(config))}
     first = ["cold_start", "experts.sums", "experts.words", "merge"]
     second = ["round_2.experts.sums", "round_2.experts.words", "round_2.merge"]
     assert list(stages) == [*first, *second, "evaluate", "export"]
@@ -119,46 +135,28 @@ def test_rounds_grow_from_the_merge_before(config: Path) -> None:
     assert stages["round_2.merge"].teachers == {"sums": second[0], "words": second[1]}
     assert list(stages["evaluate"].models) == [*first, *second]
     assert stages["export"].parent == "round_2.merge"
-    assert [each.reads for each in compile_graph(load(config))[:4]] == [
-        stages[name].reads for name in first
-    ]
+    assert [each.reads for each in once] == [stages[name].reads for name in first]
 
 
 def test_a_later_round_may_start_over(config: Path) -> None:
-    overrides = ["rounds=2", "domains.sums.from=cold_start", "domains.words.from=experts.sums"]
+    extending(config, "two-rounds", "cold_start", "merge", "merge_2")
+    again = "stages={again: {kind: grpo, from: experts, domains: [words], as: again.words}}"
+    overrides = ["stages.experts_2.from=cold_start", again]
     stages = {stage.name: stage for stage in compile_graph(load(config, overrides))}
     assert stages["round_2.experts.sums"].parent == "cold_start"
-    assert stages["round_2.experts.words"].parent == "round_2.experts.sums"
+    assert stages["again.words"].parent == "experts.words"
 
 
 def test_experts_may_stay_unmerged(config: Path) -> None:
-    names = [stage.name for stage in compile_graph(load(config, ["merge=null"]))]
+    without = "stages={merge: null, export: null}"
+    names = [stage.name for stage in compile_graph(load(config, [without]))]
     assert names == ["cold_start", "experts.sums", "experts.words", "evaluate"]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["domains.sums.from=experts.sum"], 'no such stage: experts.sum; did you mean "experts.s'),
-        (["domains.sums.from=merge"], "domains.sums.from: no such stage: merge"),
-        (["domains.sums.from=experts.sums"], "dependency cycle: experts.sums -> experts.sums"),
-        (
-            ["domains.sums.from=experts.words", "domains.words.from=experts.sums"],
-            "dependency cycle: experts.sums -> experts.words -> experts.sums",
-        ),
-        (["rounds=2", "merge=null"], "rounds: 2 rounds require a merge"),
-    ],
-)
-def test_what_no_graph_can_be_made_of_is_refused(
-    config: Path, overrides: list[str], message: str
-) -> None:
-    assert message in "\n".join(errors(config, *overrides))
 
 
 @pytest.fixture
 def with_baseline(config: Path) -> RunSettings:
     """A run that trains one policy on all domains beside the experts, and has every gate."""
-    gates = [f"{key}.gate={{}}" for key in ("domains.sums", "domains.words", "merge")]
+    gates = [f"stages.{name}.gate={{}}" for name in ("experts", "merge")]
     return load(config, [MIXED, *gates])
 
 
@@ -177,80 +175,101 @@ def test_the_baseline_is_trained_on_all_domains_and_evaluated(with_baseline: Run
 def test_every_setting_is_read_by_a_stage_or_said_to_change_nothing(
     with_baseline: RunSettings,
 ) -> None:
-    settings = with_baseline
-    keys = [key for key, _ in flatten(settings.model_dump(mode="json"))]
-    read = {key for stage in compile_graph(settings) for key in stage.reads}
+    tree = with_baseline.model_dump(mode="json")
+    blocks = tree.pop("stages")
+    stages = compile_graph(with_baseline)
+    # What a stage trains by is stated in its domain or in its block, and read under no key of
+    # either.
+    training = {
+        f"domains.{domain}.{key}"
+        for stage in stages
+        for domain in stage.domains
+        for key in stage.reads
+        if not key.startswith(("domains.", "model.", "engine.", "evaluation.", "seed"))
+    }
+    keys = {key for key, _ in flatten(tree)}
+    read = {key for stage in stages for key in stage.reads} | (training & keys)
     neutral = {key for key in keys if any(matches(key, each) for each in NON_INVALIDATING_KEYS)}
-    assert read | neutral == set(keys)
+    assert keys - read - neutral == set()
     assert not read & neutral
+    for name, block in blocks.items():
+        own = {key for stage in stages if stage.block == name for key in stage.reads}
+        for key, value in flatten(block):
+            stated = f"stages.{name}.{key}"
+            structure = any(matches(key, each) for each in STRUCTURE)
+            changes_nothing = any(matches(stated, each) for each in NON_INVALIDATING_KEYS)
+            absent = value is None or key == "gate.domains"  # the domain's, or none
+            assert key in own or structure or changes_nothing or absent, stated
+            assert not (key in own and (structure or changes_nothing)), stated
 
 
-def test_every_kind_is_declared_with_its_module() -> None:
+def test_every_kind_is_declared_with_settings_a_module_and_a_script() -> None:
     assert tuple(KINDS) == get_args(Kind)
-    for kind in KINDS.values():
-        assert find_spec(kind.module), kind
+    for name, kind in KINDS.items():
+        assert kind.name == name
+        assert find_spec(kind.work), kind
+        assert (REPOSITORY / "slurm" / f"{kind.script or name}.sbatch").is_file(), kind
+        if name == "gate":
+            assert kind.settings is None
+        else:
+            assert kind.settings is not None and issubclass(kind.settings, StageSettings)
+            assert kind.settings.model_fields["kind"].default == name
 
 
 def test_every_pattern_names_a_setting(with_baseline: RunSettings) -> None:
-    settings = with_baseline
-    keys = [key for key, _ in flatten(settings.model_dump(mode="json"))]
-    of = {"domain": "sums", "gated": "merge"}
-    patterns = [pattern.format(**of) for kind in KINDS.values() for pattern in kind.reads]
+    keys = [key for key, _ in flatten(with_baseline.model_dump(mode="json"))]
+    patterns = [each.replace("{domain}", "sums") for k in KINDS.values() for each in k.reads]
     for pattern in [*patterns, *NON_INVALIDATING_KEYS]:
         assert any(matches(key, pattern) for key in keys), pattern
-
-
-@pytest.fixture
-def without(start: Path) -> list[str]:
-    """Overrides of a run that starts from a Hugging Face checkpoint, without a cold start."""
-    return [f"model.initial_weights={start}", "cold_start=null"]
+    for pattern in NEUTRAL_KEYS:
+        assert any(matches(key, f"stages.*.{pattern}") for key in keys), pattern
 
 
 def test_without_a_cold_start_experts_grow_from_the_initial_weights(
-    config: Path, without: list[str]
+    config: Path, start: Path
 ) -> None:
-    reference = "{coefficient: 0.1, reference: cold_start}"
+    from_weights(config, start)
+    reference = "{coefficient: 0.1, reference: initial}"
     asked = [
-        *without,
-        "rounds=2",
-        "domains.sums.from=cold_start",
-        "domains.words.from=experts.sums",
-        f"domains.sums.objective.kl={reference}",
-        MIXED,
+        MIXED.replace("from: cold_start", "from: initial"),
+        *ONE_AFTER_ANOTHER,
+        f"stages.second.objective.kl={reference}",
     ]
     stages = {stage.name: stage for stage in compile_graph(load(config, asked))}
     assert next(iter(stages)) == "initial"
     initial = stages["initial"]
     assert (initial.kind, initial.steps, initial.inputs) == ("import", 0, ())
-    assert all(key.startswith("model.") for key in initial.reads)
-    for name in ("experts.sums", "round_2.experts.sums", "mixed", "merge"):
+    assert all(key == "kind" or key.startswith("model.") for key in initial.reads)
+    for name in ("experts.words", "mixed", "merge"):
         assert stages[name].parent == "initial"
-    assert stages["experts.sums"].models == {"cold_start": "initial"}
-    assert stages["experts.words"].parent == "experts.sums"
+    assert stages["experts.sums"].parent == "experts.words"
+    assert stages["experts.sums"].models == {"initial": "initial"}
     assert "initial" in stages["evaluate"].models
-    assert "cold_start" not in {name for stage in stages.values() for name in stage.inputs}
+    assert "cold_start" not in stages
 
 
-def test_without_a_cold_start_no_demonstrations_are_asked_for(
-    config: Path, without: list[str]
-) -> None:
+def test_without_a_cold_start_no_demonstrations_are_asked_for(config: Path, start: Path) -> None:
     prompts = config.with_name("prompts.jsonl")
     prompts.write_text("{}\n")
     files = f"{{source: jsonl, path: {prompts}, answer: answer}}"
-    config.write_text(config.read_text().replace("{dataset: chain_sum}", files))
+    edited(config, "{dataset: chain_sum}", files)
+    whole = config.with_name("whole.yaml")
+    shutil.copy(config, whole)
     rewards = "domains.sums.rewards={right: {kind: math}}"
     missing = "domains.words.demonstrations={source: jsonl, path: nowhere.jsonl, response: answer}"
-    load(config, [*without, rewards, missing])
+    load(from_weights(config, start), [rewards, missing])
     with pytest.raises(ConfigError) as caught:
-        load(config, [rewards, missing])
+        load(whole, [rewards, missing])
     assert {violation.key for violation in caught.value.violations} == {
         "domains.sums.demonstrations.source",
         "domains.words.demonstrations.path",
     }
 
 
-def test_without_a_cold_start_there_must_be_initial_weights(config: Path) -> None:
-    assert violation(config, "cold_start=null") == (
-        "command line: cold_start: null requires model.initial_weights; name a checkpoint "
-        "there, or configure a cold start"
+def test_without_a_cold_start_there_must_be_initial_weights(config: Path, start: Path) -> None:
+    from_weights(config, start)
+    [found] = errors(config, "model.initial_weights=null")
+    assert found == (
+        "configs/pipelines/experts-merge-from-weights.yaml:4: stages.initial.from: "
+        "null imports model.initial_weights, which is not set; name a checkpoint in one of them"
     )

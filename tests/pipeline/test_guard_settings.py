@@ -15,7 +15,7 @@ from pipeline.run.run import Run, missing_output
 from stages.data.settings import FrontierSettings, NoCurriculumSettings
 from stages.directory import ended_early
 from stages.guards.settings import StopSettings
-from tests.pipeline.violations import errors, violation
+from tests.pipeline.violations import MIXED, errors, violation
 
 EXPERT, KEY = "experts.sums", "domains.sums"
 STOP = f"{KEY}.stop={{at_least: 0.9, window: 1}}"
@@ -73,18 +73,27 @@ def test_a_wrong_setting_is_reported(config: Path, override: str, message: str) 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("sampling.group_size=1", "mixed.sampling.group_size: a group of one has no advantage"),
-        ("stop.metric=reward/exakt", "mixed.stop.metric: no such reward: exakt; did you mean"),
-        ("optimizer.warmup_steps=2", "mixed.optimizer.warmup_steps: 2 must be less than the 2"),
-        ("prompts.dataset=chain_sum", "mixed.prompts: unknown key"),
+        (
+            "sampling.group_size=1",
+            "stages.mixed.sampling.group_size: a group of one has no advantage",
+        ),
+        (
+            "stop.metric=reward/exakt",
+            "stages.mixed.stop.metric: no such reward: exakt; did you mean",
+        ),
+        (
+            "optimizer.warmup_steps=2",
+            "stages.mixed.optimizer.warmup_steps: 2 must be less than the 2",
+        ),
+        ("prompts.dataset=chain_sum", "stages.mixed.prompts: unknown key"),
     ],
 )
 def test_the_mixed_baseline_obeys_the_rules_of_a_domain(
     config: Path, override: str, message: str
 ) -> None:
-    block = "{optimizer: {learning_rate: 1e-3}, loop: {steps: 2}, stop: {at_least: 1, window: 2}}"
-    load(config, [f"mixed={block}"])
-    first, *_ = errors(config, f"mixed={block}", f"mixed.{override}")
+    mixed = (MIXED, "stages.mixed.stop={at_least: 1, window: 2}")
+    load(config, mixed)
+    first, *_ = errors(config, *mixed, f"stages.mixed.{override}")
     assert first.startswith(f"command line: {message}")
 
 
@@ -126,4 +135,4 @@ def test_an_early_end_is_done_until_the_stop_rule_changes(config: Path, run: Run
     without = load(config)
     found = Run(run.path, without).states
     assert found[EXPERT].state == "stale"
-    assert f"{KEY}.stop.at_least was 0.9 and is now null" in found[EXPERT].cause
+    assert "stop.at_least was 0.9 and is now null" in found[EXPERT].cause

@@ -16,7 +16,7 @@ from stages.objectives.advantages.gae import GaeSettings
 from stages.objectives.kl import KLSettings
 from stages.objectives.loss import REGISTRIES, ObjectiveSettings
 from stages.objectives.registry import AGGREGATIONS, KL_ESTIMATORS
-from tests.pipeline.violations import violation
+from tests.pipeline.violations import MIXED, TRAINED, violation
 
 EXPERT = "domains.sums.objective"
 
@@ -137,11 +137,10 @@ def test_process_requires_step_rewards(config: Path) -> None:
     late = violation(config, RATIO, process, STEPS.replace("timed_out: null", "timed_out: 0"))
     assert late == cut_off
     load(config, [RATIO, process, STEPS])
-    mixed = (
-        "mixed={optimizer: {learning_rate: 1e-3}, loop: {steps: 2},"
-        " objective: {advantage: {name: process}, ratio: {name: token}}}"
+    objective = "stages.mixed.objective={advantage: {name: process}, ratio: {name: token}}"
+    assert "words.rewards: stages.mixed.objective.advantage process" in violation(
+        config, MIXED, objective, STEPS
     )
-    assert "words.rewards: mixed.objective.advantage process" in violation(config, mixed, STEPS)
 
 
 def test_a_critic_allows_groups_of_one(config: Path) -> None:
@@ -163,18 +162,21 @@ def test_a_critic_allows_groups_of_one(config: Path) -> None:
 @pytest.mark.parametrize(
     ("kl", "models"),
     [
-        ("{coefficient: 0.1, reference: cold_start}", {"cold_start": "cold_start"}),
-        ("{coefficient: 0.0, reference: cold_start}", {}),
+        ("{coefficient: 0.1, reference: first}", {"first": "first"}),
+        ("{coefficient: 0.0, reference: first}", {}),
+        ("{coefficient: 0.1, reference: cold_start}", {}),  # its parent, which it loads anyway
         ("{coefficient: 0.1, reference: ema}", {}),
+        ("{coefficient: 0.1, reference: parent}", {}),
     ],
 )
 def test_a_reference_is_an_input_of_its_stage(
     config: Path, kl: str, models: dict[str, str]
 ) -> None:
-    settings = load(config, [f"{EXPERT}.kl={kl}"])
+    first = f"stages={{first: {{kind: sft, {TRAINED[1:]}}}"
+    settings = load(config, [first, "stages.cold_start.from=first", f"{EXPERT}.kl={kl}"])
     stage = next(each for each in compile_graph(settings) if each.name == "experts.sums")
     assert stage.models == models
-    assert stage.inputs == ("cold_start",)
+    assert stage.inputs == ("cold_start", *models.values())
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,11 @@ import pytest
 
 from pipeline import cli
 from pipeline.config.validate import load
-from pipeline.report.stage_memory import stage_memory
+from pipeline.report.stage_memory import compared_with, stage_memory
 from pipeline.report.tables import DEEPEST, human, indented
 from pipeline.run.graph import compile_graph
 from stages.settings import RunSettings
+from tests.pipeline.violations import MIXED, TRAINED, extending
 
 ONE_MODEL = 4 * (167_008 + 4 * 4 * 27_648)  # the dense weights and half of the experts, in fp32
 
@@ -39,7 +40,7 @@ def test_a_stage_holds_the_models_it_compares_with(config: Path) -> None:
         "domains.words.objective.kl.coefficient=0",
         "domains.sums.objective.kl.coefficient=0.1",
         "domains.sums.optimizer.algorithm=sgd",
-        "merge.loop.micro_batch_tokens=1024",
+        "stages.merge.loop.micro_batch_tokens=1024",
     ]
     settings: RunSettings = load(config, overrides)
     held = {stage.name: stage_memory(stage, settings) for stage in compile_graph(settings)}
@@ -63,8 +64,9 @@ def test_a_critic_is_held_beside_its_policy(config: Path) -> None:
     overrides = [
         "layout.distributed_optimizer=false",
         "domains.sums.objective={advantage: {name: gae}, ratio: {name: token}}",
-        "mixed={optimizer: {learning_rate: 1e-3}, loop: {steps: 2}}",
-        "mixed.objective={advantage: {name: gae}, ratio: {name: token}}",
+        MIXED,
+        "stages.mixed.domains=[words]",
+        "stages.mixed.objective={advantage: {name: gae}, ratio: {name: token}}",
     ]
     settings: RunSettings = load(config, overrides)
     found = {stage.name: stage_memory(stage, settings) for stage in compile_graph(settings)}
@@ -81,8 +83,9 @@ def test_a_baseline_s_critic_and_an_average_in_fp32_are_counted(config: Path) ->
         "model.precision=bf16",
         "domains.sums.objective.kl={coefficient: 0.1, reference: ema}",
         "domains.words.objective.kl={coefficient: 0.1}",
-        "mixed={optimizer: {learning_rate: 1e-3}, loop: {steps: 2},"
-        " objective: {advantage: {name: gae}, ratio: {name: token}}}",
+        MIXED,
+        "stages.mixed.domains=[words]",
+        "stages.mixed.objective={advantage: {name: gae}, ratio: {name: token}}",
     ]
     settings: RunSettings = load(config, overrides)
     found = {stage.name: stage_memory(stage, settings) for stage in compile_graph(settings)}
@@ -113,19 +116,50 @@ def test_the_plan_reports_what_fits(config: Path, capsys: pytest.CaptureFixture[
     assert parted[start + 3].split()[:4] == ["1", "2", "output", "layer"]
 
 
-def test_equal_rounds_are_reported_once(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", str(config), "--memory"]) == 0
-    one = capsys.readouterr().out.splitlines()
-    assert cli.main(["plan", str(config), "--memory", "rounds=1000"]) == 0
-    many = capsys.readouterr().out.splitlines()
-    line = "each of the 1,000 rounds needs as much as the first"
-    assert [each for each in many if each != line] == one
-    assert many.count(line) == 1
+def test_the_references_of_all_domains_are_held(config: Path) -> None:
+    """Each domain of a stage has its own penalty: the first one's does not speak for the others."""
+    first = f"stages={{first: {{kind: sft, {TRAINED[1:]}}}"
+
+    def held(*penalties: str) -> tuple[int, int]:
+        kl = [
+            f"domains.{name}.objective.kl={{coefficient: 0.1, reference: {each}}}"
+            for name, each in zip(("sums", "words"), penalties, strict=True)
+            if each
+        ]
+        settings = load(config, [first, MIXED, *kl])
+        [stage] = [each for each in compile_graph(settings) if each.name == "mixed"]
+        return compared_with(stage, settings)
+
+    assert held("", "") == (0, 0)
+    assert held("", "first") == held("first", "") == held("first", "first") == (1, 0)
+    assert held("first", "parent") == (2, 0)
+    assert held("cold_start", "parent") == (1, 0)
+    assert held("parent", "ema") == (1, 1)
+
+
+def test_a_later_round_needs_as_much_as_the_first(config: Path) -> None:
+    extending(config, "two-rounds", "cold_start", "merge", "merge_2")
+    settings = load(config)
+    held = {stage.name: stage_memory(stage, settings) for stage in compile_graph(settings)}
+    for name in ("experts.sums", "experts.words", "merge"):
+        assert held[f"round_2.{name}"] == held[name]
 
 
 def test_many_rounds_are_indented_to_a_bound(config: Path) -> None:
     """Every round is deeper than the one before: 1000 of them took `plan --memory` two minutes."""
-    stages = compile_graph(load(config, ["rounds=100"]))
+    experts = "{kind: grpo, from: MERGE, for_each: domain, as: 'round_N.experts.{domain}'}"
+    merge = (
+        "{kind: distill, from: MERGE, teachers: experts_N,"
+        " optimizer: {learning_rate: 1e-3}, loop: {steps: 2}}"
+    )
+    rounds = [
+        f"{name}_{number}: {block}".replace(
+            "MERGE", f"merge_{number - 1}" if number > 2 else "merge"
+        ).replace("_N", f"_{number}")
+        for number in range(2, 101)
+        for name, block in (("experts", experts), ("merge", merge))
+    ]
+    stages = compile_graph(load(config, [f"stages={{{', '.join(rounds)}}}"]))
     names = indented(stages)
     assert len(names) > 300
     assert max(len(name) - len(name.lstrip()) for name in names.values()) == 2 * DEEPEST

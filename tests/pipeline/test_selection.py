@@ -9,8 +9,13 @@ from pathlib import Path
 import pytest
 
 from tests.pipeline.test_gate_runs import attempts
+from tests.pipeline.violations import extending
 
 Braid = Callable[..., tuple[int, str, str]]
+
+
+def in_two_rounds(config: Path) -> Path:
+    return extending(config, "two-rounds", "cold_start", "merge", "merge_2")
 
 
 def digests(run: Path) -> dict[str, str]:
@@ -119,9 +124,9 @@ def test_stale_stages_that_are_not_rerun_are_still_refused(braid: Braid, config:
 
 def test_settings_that_no_stage_has_used_may_change(braid: Braid, config: Path) -> None:
     assert braid("run", config, "--only", "cold_start")[0] == 0
-    code, out, err = braid("run", config, "merge.optimizer.learning_rate=0.5")
+    code, out, err = braid("run", config, "stages.merge.optimizer.learning_rate=0.5")
     assert (code, err) == (0, "")
-    assert "merge.optimizer.learning_rate: 0.001 there, 0.5 here\n" in out
+    assert "stages.merge.optimizer.learning_rate: 0.001 there, 0.5 here\n" in out
 
 
 def test_a_fork_reuses_identical_stages(braid: Braid, config: Path, runs: Path) -> None:
@@ -154,14 +159,14 @@ def test_a_fork_of_no_run_says_so(braid: Braid, config: Path, runs: Path) -> Non
 def test_experts_without_a_merge_end_with_their_results(
     braid: Braid, config: Path, runs: Path
 ) -> None:
-    code, out, err = braid("run", config, "merge=null")
+    code, out, err = braid("run", config, "stages={merge: null, export: null}")
     assert (code, err) == (0, "")
     assert out.endswith(f"results: {runs}/small/results.json\n")
     assert "merge" not in attempts(runs / "small")
 
 
 def test_two_rounds_run_one_after_another(braid: Braid, config: Path, runs: Path) -> None:
-    code, out, err = braid("run", config, "rounds=2")
+    code, out, err = braid("run", in_two_rounds(config))
     assert (code, err) == (0, "")
     assert "◆" in next(line for line in out.splitlines() if line.startswith("round_2.experts.s"))
     assert attempts(runs / "small")["round_2.merge"] == 1
@@ -171,10 +176,11 @@ def test_a_finished_run_continues_with_another_round(
     braid: Braid, config: Path, runs: Path
 ) -> None:
     assert braid("run", config)[0] == 0
-    code, _, err = braid("run", config, "rounds=2")
+    code, _, err = braid("run", in_two_rounds(config))
     assert code == 1
-    assert "--from evaluate --from export, which also reruns" in err
-    code, out, err = braid("run", config, "rounds=2", "--from", "evaluate", "--from", "export")
+    assert "finished or started stages depend on it: evaluate, export\n" in err
+    assert "or rerun the dependent stages with --from evaluate --from export;\n" in err
+    code, out, err = braid("run", config, "--from", "evaluate", "--from", "export")
     assert (code, err) == (0, "")
     assert "] merge" not in out
     assert "] round_2.merge  done" in out

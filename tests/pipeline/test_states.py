@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -100,15 +101,52 @@ def test_a_stage_left_running_by_a_killed_launcher_has_failed(
     assert states(run, settings) == {"cold_start": "failed"}
 
 
-def test_a_manifest_with_the_former_key_of_domains_makes_nothing_stale(
+RENAMED = {"as": "experts.{domain}", "kind": "grpo", "from": "cold_start", "for_each": "domain"}
+
+
+def with_renamed_block(settings: RunSettings, **changes: Any) -> RunSettings:
+    """Return settings whose block of experts has another name, and its stages theirs."""
+    found = settings.model_dump(mode="json")
+    found["stages"]["specialists"] = {**RENAMED, **changes}
+    del found["stages"]["experts"]
+    found["stages"]["merge"]["teachers"] = "specialists"
+    return RunSettings.model_validate(found)
+
+
+def test_another_name_of_a_block_makes_nothing_stale(
     run: RunDirectory, settings: RunSettings, trained: dict[str, Stage]
 ) -> None:
     before = states(run, settings)
-    for name in before:
-        manifest = run.stage(name).manifest
-        manifest.write_text(manifest.read_text().replace('"domains.', '"experts.'))
-    assert '"experts.sums.prompts' in run.stage("merge").manifest.read_text()
-    assert states(run, settings) == before
+    assert before["merge"] == "done"
+    renamed = with_renamed_block(settings)
+    assert {stage.block for stage in compile_graph(renamed)} >= {"specialists"}
+    assert states(run, renamed) == before
+    changed = with_renamed_block(settings, updates_per_rollout=2)
+    assert states(run, changed) == before | dict.fromkeys(
+        ("experts.sums", "experts.words", "merge"), "stale"
+    )
+
+
+def test_training_that_moves_from_a_domain_to_its_stage_makes_nothing_stale(
+    run: RunDirectory, settings: RunSettings, trained: dict[str, Stage]
+) -> None:
+    loop = settings.domains["sums"].loop.model_dump(mode="json")
+    moved = with_renamed_block(settings, loop=loop)
+    assert states(run, moved) == states(run, settings)
+
+
+def test_a_manifest_with_keys_of_an_earlier_form_is_stale(
+    run: RunDirectory, settings: RunSettings, trained: dict[str, Stage]
+) -> None:
+    """No configuration of that form loads any more, and a wrong guess would reuse wrong work."""
+    manifest = run.stage("experts.sums").manifest
+    manifest.write_text(manifest.read_text().replace('"domains.', '"experts.'))
+    found = Run(run.path, settings).states
+    assert found["experts.sums"].state == "stale"
+    assert 'domains.sums.prompts.dataset was null and is now "chain_sum"' in (
+        found["experts.sums"].cause
+    )
+    assert found["experts.words"].state == "done"
 
 
 @pytest.mark.parametrize(
@@ -129,15 +167,28 @@ def test_a_manifest_from_before_a_key_makes_nothing_stale(
     assert states(run, settings) == before
 
 
-def test_a_manifest_with_the_former_key_of_domains_still_notices_other_data(
+def test_teachers_that_change_places_make_their_merge_stale(
+    run: RunDirectory, settings: RunSettings, trained: dict[str, Stage]
+) -> None:
+    crossed = settings.model_dump(mode="json")
+    crossed["stages"]["merge"]["teachers"] = {"sums": "experts.words", "words": "experts.sums"}
+    found = Run(run.path, RunSettings.model_validate(crossed)).states
+    assert (found["merge"].state, found["merge"].cause) == (
+        "stale",
+        "teachers.sums is another of its inputs; teachers.words is another of its inputs",
+    )
+
+
+def test_a_renamed_block_still_notices_other_data(
     run: RunDirectory, config: Path, tmp_path: Path
 ) -> None:
     data = tmp_path / "chats.jsonl"
     data.write_text("one")
     settings = load(config, [f"domains.words.demonstrations={{source: jsonl, path: {data}}}"])
     record(run, settings, compile_graph(settings)[0], "done")
-    manifest = run.stage("cold_start").manifest
-    manifest.write_text(manifest.read_text().replace('"domains.', '"experts.'))
+    renamed = settings.model_dump(mode="json")
+    renamed["stages"]["begin"] = {**renamed["stages"].pop("cold_start"), "as": "cold_start"}
+    settings = RunSettings.model_validate(renamed)
     assert states(run, settings) == {"cold_start": "done"}
     data.write_text("two")
     [cause] = [each.cause for each in Run(run.path, settings).states.values() if each.cause]

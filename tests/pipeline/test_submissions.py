@@ -156,7 +156,7 @@ def test_nothing_that_jobs_read_changes_while_they_wait(
     assert braid("submit", config, "--cluster", profile)[0] == 0
     before = contents(runs / "small")
     given = {
-        "run": (config, "merge.optimizer.learning_rate=0.5", "--from", "merge"),
+        "run": (config, "stages.merge.optimizer.learning_rate=0.5", "--from", "merge"),
         "evaluate": ("small", "--stage", "cold_start"),
         "export": ("small", "--stage", "cold_start", "--to", tmp_path / "there"),
     }
@@ -197,19 +197,19 @@ def test_a_profile_may_change_for_jobs_that_left_the_queue(
 def test_nothing_is_submitted_behind_a_gate_that_is_stale(
     braid: Braid, config: Path, profile: Path, runs: Path, slurm: Path
 ) -> None:
-    gates = ("domains.sums.gate.min_gain=-1", "domains.words.gate.min_gain=-1")
+    gates = ("stages.experts.gate.min_gain=-1", "stages.experts.gate.min_gain=-1")
     only = [
         word
-        for name in ("cold_start", "experts.sums", "experts.words", "gates.sums")
+        for name in ("cold_start", "experts.sums", "experts.words", "gates.experts.sums")
         for word in ("--only", name)
     ]
-    assert braid("run", config, *gates, *only, "--only", "gates.words")[0] == 0
-    (runs / "small/stages/gates.sums/results.json").unlink()
+    assert braid("run", config, *gates, *only, "--only", "gates.experts.words")[0] == 0
+    (runs / "small/stages/gates.experts.sums/results.json").unlink()
     asked = ("submit", config, *gates, "--cluster", profile, "--only", "merge")
     for options in ((), ("--dry-run",)):
         code, _, err = braid(*asked, *options)
         assert code == 1
-        assert "merge waits for gates.sums, which is stale" in err
+        assert "merge waits for gates.experts.sums, which is stale" in err
     assert not (slurm / "submitted").exists()
 
 
@@ -243,7 +243,7 @@ def test_a_submission_reuses_another_run(
     braid: Braid, config: Path, profile: Path, runs: Path, slurm: Path
 ) -> None:
     assert braid("run", config, "--name", "other")[0] == 0
-    edit = "merge.optimizer.learning_rate=0.5"
+    edit = "stages.merge.optimizer.learning_rate=0.5"
     forked = ("submit", config, edit, "--cluster", profile, "--fork", "other")
     code, shown, err = braid(*forked, "--dry-run")
     assert (code, err) == (0, "")

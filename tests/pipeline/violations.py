@@ -9,6 +9,10 @@ import pytest
 
 from pipeline.config.read import ConfigError
 from pipeline.config.validate import load
+from tests.runs import REPOSITORY
+
+TRAINED = "{optimizer: {learning_rate: 1e-3}, loop: {steps: 2}}"
+MIXED = f"stages={{mixed: {{kind: grpo, from: cold_start, {TRAINED[1:]}}}"
 
 
 def errors(path: Path, *overrides: str) -> list[str]:
@@ -29,6 +33,24 @@ def edited(config: Path, old: str, new: str) -> Path:
     assert old in text
     config.write_text(text.replace(old, new, 1))
     return config
+
+
+def extending(config: Path, template: str, *trained: str) -> Path:
+    """Have the smallest configuration take its stages from a template.
+
+    It states the optimizer and the loop of the blocks `trained`.
+    """
+    head, _, _ = config.read_text().partition("stages:\n")
+    path = REPOSITORY / "configs" / "pipelines" / f"{template}.yaml"
+    stated = [f"  {name}: {TRAINED}\n" for name in trained]
+    config.write_text("".join([f"extends: {path}\n{head}", *["stages:\n"] * bool(stated), *stated]))
+    return config
+
+
+def from_weights(config: Path, start: Path) -> Path:
+    """Have the smallest configuration start from the checkpoint `start`, without a cold start."""
+    extending(config, "experts-merge-from-weights", "merge")
+    return edited(config, "model:\n", f"model:\n  initial_weights: {start}\n")
 
 
 def own(function: str) -> str:
