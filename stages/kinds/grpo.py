@@ -97,13 +97,6 @@ class GrpoSettings(StageSettings):
             return first.model_copy(update=stated)
         return PolicySettings.model_construct(**{"objective": first.objective, **stated})
 
-    def trained_by(
-        self, run: RunBlocks, domains: Sequence[str]
-    ) -> tuple[OptimizerSettings, LoopSettings] | None:
-        if len(domains) > 1 and (self.optimizer is None or self.loop is None):
-            return None  # which `violations` reports
-        return super().trained_by(run, domains)
-
     def objectives(self, run: RunBlocks, domains: Sequence[str]) -> dict[str, ObjectiveSettings]:
         """Return the objective of every domain."""
         return {name: self.objective or run.domains[name].objective for name in domains}
