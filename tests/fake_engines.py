@@ -24,6 +24,7 @@ from parallel.engine.wire import (
     Sampling,
 )
 from parallel.settings import EngineSettings, LayoutSettings, ModelSettings
+from stages.kinds.grpo import GrpoSettings
 from stages.rewards.reward import RewardPoolSettings
 from stages.settings import DomainSettings, LoggingSettings, RunSettings, StageJob
 
@@ -217,6 +218,9 @@ def toy_run(bound: float = 1e9, **domains: DomainSettings) -> RunSettings:
         engine=EngineSettings(max_logprob_difference=bound),
         rewards=RewardPoolSettings(workers=1),
         domains=domains,
+        stages={
+            "experts": GrpoSettings.model_validate({"from": "cold_start", "for_each": "domain"})
+        },
         logging=LoggingSettings(wandb="disabled"),
     )
 
@@ -225,11 +229,14 @@ def toy_job(directory: Path, settings: RunSettings, *engines: FakeEngine, **give
     """Return the first attempt of the expert `sums`, or a job with other fields."""
     fields = {
         "stage": "experts.sums",
+        "kind": "grpo",
+        "block": "experts",
         "domain": "sums",
         "parent": directory,
         "models": {},
         **given,
     }
+    fields.setdefault("domains", [fields["domain"]])
     return StageJob.model_construct(
         directory=directory,
         attempt=1,

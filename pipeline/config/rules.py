@@ -38,6 +38,7 @@ from stages.kinds.grpo import GrpoSettings
 from stages.kinds.rules import At, policy_rules, too_few, under
 from stages.kinds.sft import SftSettings
 from stages.objectives.advantages.gae import GaeSettings
+from stages.objectives.loss import ObjectiveSettings
 from stages.objectives.surrogate import ImportanceSettings
 from stages.rewards.kinds.python import PythonReward
 from stages.rewards.reward import RewardContext, RewardPoolSettings
@@ -148,12 +149,21 @@ def _stage_rules(run: RunSettings) -> Found:
                 few = f"{gate.problems} is {too_few(run.layout)}"
                 found[f"{key}.gate.problems", few] = None
             if isinstance(gate, GainGateSettings):
-                found.update(dict.fromkeys(_bound_rules(key, gate, policy, at)))
+                objectives = [policy.objective] if policy else []
+                if isinstance(block, GrpoSettings):
+                    objectives = [*block.objectives(run, domains).values()]
+                found.update(dict.fromkeys(_bound_rules(key, gate, policy, objectives, at)))
     yield from found
 
 
-def _bound_rules(key: str, gate: GainGateSettings, policy: PolicySettings | None, at: At) -> Found:
-    """Yield the gate's limits on metrics that the stage never logs."""
+def _bound_rules(
+    key: str,
+    gate: GainGateSettings,
+    policy: PolicySettings | None,
+    objectives: list[ObjectiveSettings],
+    at: At,
+) -> Found:
+    """Yield the gate's limits on metrics that the stage logs under none of its objectives."""
     if policy is None:
         for name in BOUNDS:
             if (bound := getattr(gate, name)) is not None:
@@ -163,7 +173,7 @@ def _bound_rules(key: str, gate: GainGateSettings, policy: PolicySettings | None
     for name, never, when, instead in (
         (
             "max_kl",
-            policy.objective.kl.coefficient == 0,
+            not any(each.kl.coefficient for each in objectives),
             f"not logged with {at('objective.kl.coefficient')} = 0",
             "or a coefficient above 0",
         ),
@@ -182,7 +192,7 @@ def _bound_rules(key: str, gate: GainGateSettings, policy: PolicySettings | None
         ),
         (
             "max_router_movement",
-            not policy.objective.ratio.needs_router_shift,
+            not any(each.ratio.needs_router_shift for each in objectives),
             f"only logged with {at('objective.ratio.name')} = rspo",
             "",
         ),

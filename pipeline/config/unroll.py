@@ -17,7 +17,7 @@ from parallel.errors import hint
 from stages.domains import PolicySettings
 from stages.kinds.grpo import GrpoSettings
 from stages.kinds.kind import KINDS, Found, Inputs, StageSettings
-from stages.kinds.rules import At, under
+from stages.kinds.rules import At
 from stages.objectives.loss import ObjectiveSettings
 from stages.settings import RunSettings
 
@@ -117,14 +117,9 @@ def policies(run: RunSettings) -> Iterator[tuple[At, PolicySettings, ObjectiveSe
     for stage in Blocks(run).stages:
         if not isinstance(block := stage.settings, GrpoSettings):
             continue
-        policy, several = block.policy(run, stage.domains), len(stage.domains) > 1
+        policy = block.policy(run, stage.domains)
         for domain, objective in block.objectives(run, stage.domains).items():
-            of = [domain] if several and block.objective is None else stage.domains
-            at = (
-                under(f"domains.{domain}")
-                if several and len(of) == 1
-                else block.keys(stage.key, of)
-            )
+            at = block.keys(stage.key, stage.domains, domain)
             found.setdefault(at("objective"), (at, policy, objective))
     yield from found.values()
 

@@ -6,7 +6,10 @@ from parallel.memory import RankMemory, reading_memory, training_memory
 from parallel.settings import OptimizerSettings
 from pipeline.run.graph import Stage
 from stages.domains import LoopSettings, PolicySettings
+from stages.kinds.grpo import GrpoSettings
 from stages.objectives.advantages.gae import GaeSettings
+from stages.objectives.kl import AVERAGE
+from stages.objectives.loss import ObjectiveSettings
 from stages.settings import RunSettings
 
 
@@ -52,12 +55,26 @@ def rewarded(stage: Stage, settings: RunSettings) -> PolicySettings | None:
 
 
 def compared_with(stage: Stage, settings: RunSettings) -> tuple[int, int]:
-    """Return the number of frozen teachers or references, and of moving averages of the policy."""
-    if (block := rewarded(stage, settings)) is not None:
-        kl = block.objective.kl
-        penalised, average = kl.coefficient > 0, kl.reference == "ema"
-        return int(penalised and not average), int(penalised and average)
-    return len(stage.teachers), 0
+    """Return the number of frozen teachers or references, and of moving averages of the policy.
+
+    A reference that several domains name, or an average of one decay, is kept once.
+    """
+    if rewarded(stage, settings) is None:
+        return len(stage.teachers), 0
+    penalties = [each.kl for each in objectives(stage, settings) if each.kl.coefficient > 0]
+    averages = {kl.ema_decay for kl in penalties if kl.reference == AVERAGE}
+    named = [kl.reference for kl in penalties if kl.reference != AVERAGE]
+    return len({stage.models.get(name, stage.parent) for name in named}), len(averages)
+
+
+def objectives(stage: Stage, settings: RunSettings) -> list[ObjectiveSettings]:
+    """Return the objective of each domain of a stage that learns from rewards."""
+    assert stage.block is not None
+    block = settings.stages[stage.block]
+    if isinstance(block, GrpoSettings):
+        return [*block.objectives(settings, stage.domains).values()]
+    policy = block.policy(settings, stage.domains)
+    return [] if policy is None else [policy.objective]
 
 
 def _trained(

@@ -26,7 +26,7 @@ from stages.kinds.kind import (
     StageSettings,
     register,
 )
-from stages.kinds.rules import At, policy_rules
+from stages.kinds.rules import At, objective_rules, policy_rules
 from stages.objectives.advantages.gae import GaeSettings
 from stages.objectives.loss import ObjectiveSettings
 
@@ -131,14 +131,21 @@ class GrpoSettings(StageSettings):
         rewards = {reward for name in domains for reward in run.domains[name].rewards}
         policy = self.policy(run, domains)
         yield from policy_rules(self.keys(key, domains), policy, rewards, run)
+        for name in domains[1:] if self.objective is None else ():
+            other = policy.model_copy(update={"objective": run.domains[name].objective})
+            yield from objective_rules(self.keys(key, domains, name), other)
 
-    def keys(self, key: str, domains: Sequence[str]) -> At:
-        """Return where each key of the policy is stated: in this block, or in its only domain."""
-        [first, *others] = domains
+    def keys(self, key: str, domains: Sequence[str], domain: str | None = None) -> At:
+        """Return where each key of the policy is stated: in this block, or in its only domain.
+
+        An objective that is not stated here is that of `domain`, by default of the first.
+        """
 
         def at(name: str) -> str:
-            stated = getattr(self, name.partition(".")[0]) is not None
-            return f"{key}.{name}" if stated or others else f"domains.{first}.{name}"
+            block = name.partition(".")[0]
+            own = len(domains) > 1 and block != "objective"
+            stated = getattr(self, block) is not None
+            return f"{key}.{name}" if stated or own else f"domains.{domain or domains[0]}.{name}"
 
         return at
 

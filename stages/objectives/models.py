@@ -16,12 +16,12 @@ from parallel.sample import Sample
 from stages.objectives.advantages.gae import GaeSettings, clipped_value_loss, gae
 from stages.objectives.graded import STD_FLOOR, AdvantageBase
 from stages.objectives.groups import Group, assign_advantages, graded_samples
-from stages.objectives.kl import KLSettings
+from stages.objectives.kl import AVERAGE, KLSettings
 from stages.objectives.loss import Totals, token_mean
 from stages.objectives.surrogate import sequence_means
 from stages.settings import StageJob
 
-CRITIC, AVERAGE = "critic", "ema"  # their names in a checkpoint
+CRITIC = "critic"  # its name in a checkpoint, as AVERAGE is that of an average
 
 
 class Reference:

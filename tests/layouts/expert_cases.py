@@ -60,7 +60,7 @@ def judged() -> list[Sample]:
     drawn = samples(24)
     for number, sample in enumerate(drawn):
         count = len(sample.response)
-        sample.group = number // 4
+        sample.domain, sample.group = "sums", number // 4
         sample.reward = float(number % 3)
         sample.versions = np.zeros(count, np.int32)
         sample.advantages = draw.normal(size=count).astype(np.float32)
@@ -81,6 +81,7 @@ def expert(layout: LayoutSettings, directory: str, objective: dict[str, Any]) ->
     """Return an expert whose policy has seed 0 and whose reference has seed 1."""
     from parallel.checkpoint import load
     from stages.grpo import Expert
+    from stages.kinds.grpo import GrpoSettings
     from stages.settings import DomainSettings, RunSettings, StageJob
 
     domain = DomainSettings.model_validate(
@@ -99,10 +100,14 @@ def expert(layout: LayoutSettings, directory: str, objective: dict[str, Any]) ->
         layout=layout,
         engine=EngineSettings(max_logprob_difference=1e9),
         domains={"sums": domain},
+        stages={"experts": GrpoSettings.model_validate({"from": "cold_start"})},
     )
     job = StageJob.model_construct(
         stage="experts.sums",
+        kind="grpo",
+        block="experts",
         domain="sums",
+        domains=["sums"],
         directory=Path(directory),
         parent=Path(directory),
         models={},
@@ -137,7 +142,8 @@ def updated(
         assert metrics["router_movement"] == 0
         metrics = stage.update(one)
         assert metrics["router_movement"] > 0
-    learned = {"coefficient after": stage.kl_coefficient, "exponent after": stage.length_exponent}
+    [own] = stage.objectives
+    learned = {"coefficient after": own.kl_coefficient, "exponent after": own.length_exponent}
     gradients = {
         f"{number}/{model}/{name}": parameter.main_grad.clone()
         for model, chunks in models(stage).items()
