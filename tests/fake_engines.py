@@ -24,9 +24,10 @@ from parallel.engine.wire import (
     Sampling,
 )
 from parallel.settings import EngineSettings, LayoutSettings, ModelSettings
+from stages.domains import DomainSettings
 from stages.kinds.grpo import GrpoSettings
 from stages.rewards.reward import RewardPoolSettings
-from stages.settings import DomainSettings, LoggingSettings, RunSettings, StageJob
+from stages.settings import LoggingSettings, RunSettings, StageJob
 
 MODEL = ModelSettings(
     vocabulary_size=80,
@@ -39,6 +40,7 @@ MODEL = ModelSettings(
     experts_per_token=2,
     expert_hidden_size=16,
 )
+EXPERTS = GrpoSettings.model_validate({"from": "cold_start", "for_each": "domain"})
 PROMPTS, GROUP = 4, 4  # of a step of a toy domain
 
 
@@ -227,16 +229,17 @@ def toy_run(bound: float = 1e9, **domains: DomainSettings) -> RunSettings:
 
 def toy_job(directory: Path, settings: RunSettings, *engines: FakeEngine, **given: Any) -> StageJob:
     """Return the first attempt of the expert `sums`, or a job with other fields."""
+    domain = given.get("domain", "sums")
     fields = {
         "stage": "experts.sums",
         "kind": "grpo",
         "block": "experts",
-        "domain": "sums",
+        "domain": domain,
+        "domains": [domain] if domain else list(settings.domains),
         "parent": directory,
         "models": {},
         **given,
     }
-    fields.setdefault("domains", [fields["domain"]])
     return StageJob.model_construct(
         directory=directory,
         attempt=1,

@@ -123,6 +123,8 @@ def audit_step(run: RecordedRun, stage: str, step: int) -> Audited:
 
 def _settings(run: RecordedRun, stage: str) -> dict[str, Any]:
     """Return the stage's block of run.yaml."""
+    if block := run.settings.get("stages", {}).get(stage):
+        check_objectives(stage, block, run.settings["domains"])
     name = re.sub(r"^experts\.", "domains.", _parts(stage)[1])
     block = run.settings
     for part in [name] if name in block else name.split(".", 1):
@@ -130,6 +132,23 @@ def _settings(run: RecordedRun, stage: str) -> dict[str, Any]:
             raise NotAuditable(f"{run.path}/run.yaml has no stage {stage}")
         block = block[part]
     return block
+
+
+def check_objectives(stage: str, block: dict[str, Any], domains: dict[str, Any]) -> None:
+    """Check that a stage's domains share an objective, by its block and the run's domains.
+
+    Raises:
+        NotAuditable: they differ; a step's formulas are recomputed for one objective.
+    """
+    if block["kind"] != "grpo" or block["for_each"] or block["objective"]:
+        return
+    own = block["domains"] or list(domains)
+    unlike = [name for name in own if domains[name]["objective"] != domains[own[0]]["objective"]]
+    if unlike:
+        raise NotAuditable(
+            f"{stage}: the objectives of {own[0]} and {', '.join(unlike)} differ, and a step is "
+            f"audited under one; audit a run whose domains share it, as stages.{stage}.objective"
+        )
 
 
 def _parent(run: RecordedRun, stage: str) -> str:

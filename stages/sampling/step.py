@@ -84,7 +84,8 @@ class OnPolicyStage(ABC):
         self.policy = TrainedPolicy(
             model, job.settings.layout, settings.optimizer, updates, routing
         )
-        self.routing, self.replay = routing, routing.replay == "r3"
+        self.routing = routing
+        self.replay = routing.replay == "r3"
         self.entropies = entropies
         # Whether pi_old, where it is the policy itself, may come from the pass with the gradients.
         self.one_pass = not entropies

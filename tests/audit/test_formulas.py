@@ -13,7 +13,8 @@ import torch
 
 from stages.audit.advantages import advantages as audited_advantages
 from stages.audit.objective import Facts, terms
-from stages.audit.recorded import RecordedSample
+from stages.audit.recorded import NotAuditable, RecordedSample
+from stages.audit.stage_audit import check_objectives
 from stages.objectives.graded import Graded, compute_advantages
 from stages.objectives.loss import ObjectiveSettings, Totals, policy_loss
 from stages.objectives.registry import ADVANTAGES, KL_ESTIMATORS, RATIOS
@@ -179,3 +180,15 @@ def recorded(
     return RecordedSample(
         "sums", tokens[:1], tokens, tokens.double(), tokens, 0, group, fields, None, None
     )
+
+
+def test_unlike_objectives_of_a_stage_are_refused_by_name() -> None:
+    alike, other = {"aggregation": "token_mean"}, {"aggregation": "constant"}
+    domains = {name: {"objective": alike} for name in ("a", "b")} | {"c": {"objective": other}}
+    block = {"kind": "grpo", "for_each": None, "objective": None, "domains": ["a", "b"]}
+    check_objectives("mixed", block, domains)
+    every = {**block, "domains": None}
+    with pytest.raises(NotAuditable, match=r"^mixed: the objectives of a and c differ, "):
+        check_objectives("mixed", every, domains)
+    check_objectives("mixed", {**every, "objective": alike}, domains)
+    check_objectives("experts", {**every, "for_each": "domain"}, domains)
