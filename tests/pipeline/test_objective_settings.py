@@ -16,7 +16,7 @@ from stages.objectives.advantages.gae import GaeSettings
 from stages.objectives.kl import KLSettings
 from stages.objectives.loss import REGISTRIES, ObjectiveSettings
 from stages.objectives.registry import AGGREGATIONS, KL_ESTIMATORS
-from tests.pipeline.violations import violation
+from tests.pipeline.violations import violation, with_mixed
 
 EXPERT = "domains.sums.objective"
 
@@ -219,13 +219,8 @@ def test_every_domain_s_objective_is_checked_in_a_stage_on_several(
     config: Path, overrides: list[str], message: str | None
 ) -> None:
     """Also a domain's that is not the first, by the group size of the stage."""
-    settings = [
-        "stages={experts: null, merge: null, export: null}",
-        "stages.mixed={kind: grpo, from: cold_start, optimizer: {learning_rate: 1e-3},"
-        " loop: {steps: 2}}",
-        *overrides,
-    ]
+    alone = [*overrides, "stages={experts: null, merge: null, export: null}"]
     if message is None:
-        load(config, settings)
+        load(with_mixed(config), alone)
         return
-    assert message in violation(config, *settings)
+    assert message in violation(with_mixed(config), *alone)
