@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
 
 import torch
 
@@ -19,7 +18,6 @@ from stages.kinds.distill import DistillSettings
 from stages.loop import train
 from stages.objectives.groups import Batch
 from stages.objectives.loss import Totals, token_mean
-from stages.objectives.surrogate import NoCorrectionSettings
 from stages.sampling.step import OnPolicyStage, StepSamples
 from stages.settings import StageJob
 
@@ -51,8 +49,7 @@ class Merge(OnPolicyStage):
             domain: expert.model_copy(update={"curriculum": NoCurriculumSettings()})
             for domain, expert in job.own_domains.items()
         }
-        correction = NoCorrectionSettings()
-        super().__init__(job, settings, rollout, domains, settings.loop.steps, correction)
+        super().__init__(job, settings, rollout, domains, settings.loop.steps)
         self.divergence = DIVERGENCES[settings.method]
         self.teachers = {}
         for domain, checkpoint in job.teachers.items():
@@ -64,16 +61,11 @@ class Merge(OnPolicyStage):
         """Return all samples as one update; their rewards are only logged."""
         return StepSamples([[sample for group in batch.groups for sample in group.samples]], {})
 
-    def packed_together(self, samples: list[Sample]) -> list[list[Sample]]:
-        """Return the samples of each domain."""
-        return [[each for each in samples if each.domain == domain] for domain in self.domains]
-
-    def pack(self, samples: list[Sample]) -> list[MicroBatch]:
-        """Return micro-batches of one domain each, since each has one teacher."""
-        parts: list[MicroBatch] = []
-        for domain, own in zip(self.domains, self.packed_together(samples), strict=True):
-            parts += [replace(part, domain=domain) for part in super().pack(own)]
-        return parts
+    def packed_together(self, samples: list[Sample]) -> dict[str, list[Sample]]:
+        """Return the samples of each domain, since each has one teacher."""
+        return {
+            domain: [each for each in samples if each.domain == domain] for domain in self.domains
+        }
 
     def gradients(self, samples: list[Sample], batches: list[MicroBatch]) -> dict[str, float]:
         """Accumulate the gradients of the KL to each domain's teacher; return the metrics."""

@@ -16,19 +16,14 @@ from stages.guards.watch import GuardMonitor
 from stages.kinds.grpo import GrpoSettings
 from stages.loop import train
 from stages.metrics import reduce_sums
-from stages.objectives.groups import (
-    Batch,
-    Group,
-    LengthWeights,
-    has_zero_advantages,
-    scale_by_entropy,
-)
-from stages.objectives.kl import kl_controller
+from stages.objectives.domain_objective import DomainObjective, StageObjectives
+from stages.objectives.groups import Batch, Group, has_zero_advantages
 from stages.objectives.loss import MetricSum, Totals, policy_loss
-from stages.objectives.models import Reference, baseline_of
-from stages.objectives.surrogate import Tokens
+from stages.objectives.surrogate import CorrectionSettings, Tokens
 from stages.sampling.step import OnPolicyStage, StepSamples, Update
 from stages.settings import StageJob
+
+DomainSums = tuple[tuple[str, ...], dict[str, MetricSum]]  # of a micro-batch that may hold domains
 
 
 def run(job: StageJob) -> None:
@@ -45,18 +40,18 @@ class Expert(OnPolicyStage):
     """
 
     def __init__(self, job: StageJob) -> None:
-        settings = job.policy
-        self.objective = objective = settings.objective
+        own, settings = job.own, job.policy
+        assert isinstance(own, GrpoSettings)
+        objectives = own.objectives(job.settings, job.domains)
         self.updates_per_rollout = settings.updates_per_rollout
-        steps = settings.loop.steps - objective.advantage.warmup_steps
+        warmup = max(each.advantage.warmup_steps for each in objectives.values())
         super().__init__(
             job,
             settings,
             settings.rollout,
             job.own_domains,
-            steps * settings.updates_per_rollout,
-            objective.correction,
-            entropies=objective.needs_entropies,
+            (settings.loop.steps - warmup) * settings.updates_per_rollout,
+            entropies=any(each.needs_entropies for each in objectives.values()),
         )
         self.rewards = {name: domain.rewards for name, domain in self.domains.items()}
         self.reward_weights = {
@@ -64,26 +59,21 @@ class Expert(OnPolicyStage):
             for name, rewards in self.rewards.items()
         }
         of_all = next(iter(self.rewards.values())) if len(self.rewards) == 1 else {}
-        assert isinstance(job.own, GrpoSettings)
-        at = job.own.keys(f"stages.{job.block}", job.domains)
+        at = own.keys(f"stages.{job.block}", job.domains)
         self.watch = GuardMonitor(job.stage, at, settings, of_all)
-        self.kl_coefficient = objective.kl.coefficient
-        self.length_exponent = 0.0  # lambda
-        self.length_weights: LengthWeights | None = None  # of the current update
-        if objective.ratio.needs_router_shift:
+        if any(each.ratio.needs_router_shift for each in objectives.values()):
             self.policy.remember_routing()
             self.one_pass = False  # a pass before the update records the routers' scores
-        self.reference = Reference(job, self.policy, objective.kl) if self.kl_coefficient else None
-        self.baseline = baseline_of(job, self.policy)
+        self.objectives = StageObjectives(job, self.policy, objectives)
 
     def split_updates(self, batch: Batch) -> StepSamples:
         """Deal the groups to `updates_per_rollout` updates; assign advantages to graded samples."""
         samples: list[list[Sample]] = []
         for name, weights in self.reward_weights.items():  # advantages are computed per domain
             own = [group for group in batch.groups if group.problem.domain == name]
-            samples += self.baseline.assign(own, weights, len(samples))
-        if self.objective.mask_truncated:
-            for sample in (sample for group in samples for sample in group if not sample.finished):
+            samples += self.objectives.of(name).baseline.assign(own, weights, len(samples))
+        for sample in (sample for group in samples for sample in group if not sample.finished):
+            if self.objectives.of(sample.domain).settings.mask_truncated:
                 sample.loss_mask = np.zeros(len(sample.response), bool)
         updates = self.updates_per_rollout
         return StepSamples(
@@ -94,7 +84,10 @@ class Expert(OnPolicyStage):
             metrics={
                 **group_metrics(batch.sampled, self.rewards),
                 "resampled_groups": float(len(batch.replaced)),
-                **self.baseline.metrics(map(self._has_zero_advantages, batch.sampled)),
+                # A critic's objective is a stage's only one.
+                **next(iter(self.objectives)).baseline.metrics(
+                    map(self._has_zero_advantages, batch.sampled)
+                ),
             },
         )
 
@@ -105,110 +98,95 @@ class Expert(OnPolicyStage):
         rewards = self.rewards[group.problem.domain]
         return len({is_right(sample, rewards) for sample in graded(group)}) <= 1
 
+    def packed_together(self, samples: list[Sample]) -> dict[str, list[Sample]]:
+        """Return the samples of each objective."""
+        return self.objectives.packed_together(samples)
+
+    def correction(self, part: MicroBatch) -> CorrectionSettings:
+        """Return how the micro-batch's objective weighs samples that pi_old did not draw."""
+        return self.objectives.of(part.domain).settings.correction
+
     def finish_advantages(self, updates: Sequence[Update]) -> None:
         """Compute a critic's advantages, or scale advantages by entropy. Collective."""
         samples = [sample for each in updates for sample in each.samples]
         parts = [part for each in updates for part in each.batches]
-        self.baseline.compute_values(samples, parts)
-        if self.objective.needs_entropies:
-            scale_by_entropy(samples, parts)
+        for objective in self.objectives:
+            objective.finish_advantages(samples, parts)
 
     def gradients(self, samples: list[Sample], batches: list[MicroBatch]) -> dict[str, float]:
-        """Accumulate the objective's gradients of one update; return its metrics. Collective."""
-        if self.reference is not None:
-            self.reference.compute_logprobs(batches, self.sampling.temperature)
-        if self.objective.ratio.needs_router_shift:
-            movements = self.policy.router_movement(batches)
-            for part, movement in zip(batches, movements, strict=False):
-                part.router_movement = movement
-        learned = [len(sample.learned) for sample in samples]
-        totals = Totals(
-            sequences=len(samples),
-            tokens=sum(learned),
-            longest=self.sampling.max_response_tokens,
-            learned=sum(map(bool, learned)),
-        )
-        self.length_weights = length_weights = LengthWeights(samples, self.length_exponent)
+        """Accumulate the objectives' gradients of one update; return its metrics. Collective."""
+        for objective in self.objectives:
+            objective.start_update(self.policy, samples, batches, self.sampling.temperature)
+        by_domain = self.objectives.totals(samples, self.sampling.max_response_tokens)
+        totals = Totals.together(by_domain.values())
 
-        def loss(
-            responses: Responses,
-        ) -> tuple[torch.Tensor, tuple[float, dict[str, MetricSum]]]:
-            tokens = self._tokens(responses, length_weights)
-            result = policy_loss(tokens, totals, self.objective, self.kl_coefficient)
-            return result.loss, (result.loss.item(), result.metrics)
+        def loss(responses: Responses) -> tuple[torch.Tensor, tuple[float, list[DomainSums]]]:
+            part = responses.batch
+            own = self.objectives.of(part.domain)
+            tokens = self._tokens(responses, own)
+            result = policy_loss(tokens, totals, own.settings, own.kl_coefficient)
+            sums: list[DomainSums] = [(own.domains, result.metrics)]
+            for domain, kl in own.kl_sums(part, result.kl).items():
+                sums.append(((domain,), {f"kl/{domain}": kl}))
+            return result.loss, (result.loss.item(), sums)
 
         parts = self.policy.accumulate(batches, loss, sum(sample.length for sample in samples))
-        # Without a learned token there is no ratio, entropy or KL to report.
-        shares = reduce_sums([metrics for _, metrics in parts], totals) if totals.tokens else {}
+        shares = reduce_sums([each for _, sums in parts for each in sums], by_domain)
         shares["loss"] = sum(value for value, _ in parts)
         return sum_over_data(shares)
 
     def trains_policy(self) -> bool:
         """Return False while a critic warms up alone."""
-        return not self.baseline.learns_alone(self._version)
+        return not any(each.baseline.learns_alone(self._version) for each in self.objectives)
 
     def update(self, update: Update) -> dict[str, float]:
         """Update the policy, unless a critic warms up alone, and the critic, if any. Collective."""
         trained = super().update(update) if self.trains_policy() else {}
-        return {**trained, **self.baseline.learn(update.samples, update.batches)}
+        for each in self.objectives:
+            own, parts = each.own(update.samples), each.parts(update.batches)
+            trained = {**trained, **each.baseline.learn(own, parts)}
+        return trained
 
     def after_update(self, measured: dict[str, float]) -> dict[str, float]:
-        """Update the EMA, the KL coefficient and lambda; return the values of this update."""
-        logged = {}
-        if self.reference is not None:
-            self.reference.update_ema()
-        if (target := self.objective.kl.target) is not None:
-            logged["kl_coefficient"] = self.kl_coefficient
-            if "kl" in measured:
-                self.kl_coefficient = kl_controller(self.kl_coefficient, measured["kl"], target)
-        if self.objective.learns_length_weights:
-            assert self.length_weights is not None
-            logged["length_exponent"] = self.length_exponent
-            gradient = self.length_weights.gradient()
-            self.length_exponent -= self.objective.lambda_learning_rate * gradient
-        return logged
+        """Update averages, KL coefficients and lambdas; return the values of this update."""
+        return self.objectives.after_update(measured)
 
     def score(self, metrics: dict[str, float]) -> float:
         """Return the mean reward."""
         return metrics["reward"]
 
     def state(self) -> dict[str, Any]:
-        """Return the state of the prompts, the objective's coefficients and the guards."""
-        learned = {
-            "kl_coefficient": self.kl_coefficient,
-            "length_exponent": self.length_exponent,
-            "watch": self.watch.state(),
-        }
-        return {**super().state(), **learned}
+        """Return the state of the prompts, what the objectives have learned, and the guards."""
+        return {**super().state(), **self.objectives.state(), "watch": self.watch.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a saved state."""
         super().restore(state)
-        self.kl_coefficient = state["kl_coefficient"]
-        self.length_exponent = state["length_exponent"]
+        self.objectives.restore(state)
         self.watch.restore(state["watch"])
 
     def _has_zero_advantages(self, group: Group) -> bool:
-        weights, masked = self.reward_weights[group.problem.domain], self.objective.mask_truncated
-        return has_zero_advantages(group, self.objective.advantage, weights, masked)
+        weights = self.reward_weights[group.problem.domain]
+        own = self.objectives.of(group.problem.domain).settings
+        return has_zero_advantages(group, own.advantage, weights, own.mask_truncated)
 
     def _sampling_logprobs(self, part: MicroBatch) -> torch.Tensor | None:
         """Return log-probabilities [B, R] of the sampling policy, if the KL estimator needs them.
 
         They are the engine's (mu) for responses with tokens of older weights, else pi_old's.
         """
-        if not self.objective.kl.needs_sampling_logprobs or part.old_logprobs is None:
+        needed = self.objectives.of(part.domain).settings.kl.needs_sampling_logprobs
+        if not needed or part.old_logprobs is None:
             return None
         return part.engine_logprobs.where(self.stale(part), part.old_logprobs)
 
-    def _tokens(self, responses: Responses, length_weights: LengthWeights) -> Tokens:
-        """Return the objective's inputs; compute only those that it needs."""
+    def _tokens(self, responses: Responses, own: DomainObjective) -> Tokens:
+        """Return the inputs of an objective; compute only those that it needs."""
         part, temperature = responses.batch, self.sampling.temperature
         logprobs = responses.logprobs(temperature)
         self.remember(part, logprobs)
         assert part.old_logprobs is not None
-        bonus = self.objective.entropy_bonus > 0
-        weighs = self.objective.learns_length_weights
+        bonus, weights = own.settings.entropy_bonus > 0, own.length_weights
         return Tokens(
             logprobs=logprobs,
             old_logprobs=part.old_logprobs,
@@ -221,5 +199,5 @@ class Expert(OnPolicyStage):
             reference_logprobs=part.reference_logprobs,
             reference_kl=responses.kl(part.reference, temperature) if part.reference else None,
             entropy=responses.entropy(temperature) if bonus else None,
-            length_weights=length_weights.of(part) if weighs else None,
+            length_weights=weights.of(part) if weights else None,
         )

@@ -47,6 +47,10 @@ _TABLE = {
         " explain; with `gae` | rises to 1; below 0, more `critic.warmup_steps` or a higher rate",
         "kl_coefficient": "coefficient of the KL in this step; with `objective.kl.target` |"
         " settles once `kl` is near the target",
+        "kl_coefficient/NAME": "coefficient of the KL of domain NAME, in a stage on several with a"
+        " target | as `kl_coefficient`, which is logged where all domains share it",
+        "length_exponent/NAME": "lambda of domain NAME, in a stage on several with the aggregation"
+        " `lambda` | as `length_exponent`, which is logged where all domains share it",
         "token_share/NAME": "share of the step's tokens that domain NAME has | what the domain"
         " would weigh with `averaged_over: tokens`",
         "mismatch_max": "largest |log mu - log pi| under the same weights, nats; where older"
@@ -129,7 +133,9 @@ _TABLE = {
         "full_entropy": "mean entropy over the whole vocabulary, nats; with"
         " `objective.entropy_bonus` above 0 | near `entropy`; it is what the bonus holds up",
         "kl": "mean of the domain's KL estimator to its reference, nats; with a coefficient above"
-        " 0 | grows slowly",
+        " 0, over the tokens of all domains that have one | grows slowly",
+        "kl/NAME": "`kl` over the tokens of domain NAME, by its own estimator; in a stage on"
+        " several domains | grows slowly; near its `objective.kl.target`, if any",
         "teacher_kl/NAME": "mean full-vocabulary KL(student ‖ its teacher) over domain NAME's"
         " tokens, nats | falls; one that stays high is hard to follow, or weighs too little",
         "mismatch_mean": "mean |log mu - log pi| of the tokens of `mismatch_max`, nats | a few"
@@ -172,3 +178,5 @@ METRICS = {
     for denominator, metrics in _TABLE.items()
     for name, text in metrics.items()
 }
+# Names before "/NAME": of a metric of every domain, or of every reward.
+NAMED = sorted(name.removesuffix("/NAME") for name in METRICS if name.endswith("/NAME"))

@@ -6,7 +6,7 @@ import json
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -16,7 +16,7 @@ from parallel.engine.wire import keeps_part, kept_limits
 from parallel.files import naming
 from parallel.sample import Sample
 from stages.domains import SamplingSettings
-from stages.metric_definitions import METRICS
+from stages.metric_definitions import METRICS, NAMED
 from stages.objectives.groups import Batch
 from stages.objectives.loss import MetricSum, Totals
 from stages.settings import StageJob
@@ -59,14 +59,28 @@ class MetricsLog:
             self._starting = None
 
 
-def reduce_sums(sums: Sequence[dict[str, MetricSum]], totals: Totals) -> dict[str, float]:
-    """Return this rank's share of each metric: its sum over the step's global count."""
-    learned = totals.sequences if totals.learned is None else totals.learned
-    counts = {"sequences": learned, "tokens": totals.tokens}
+def reduce_sums(
+    sums: Sequence[tuple[Collection[str], Mapping[str, MetricSum]]], totals: Mapping[str, Totals]
+) -> dict[str, float]:
+    """Return this rank's share of each metric: its sum over the step's global count.
+
+    `sums` are of shards, each with the domains whose samples it may hold, and `totals` the counts
+    by domain. A metric is divided by the count of all domains that have it; one that no domain has
+    a count of is left out.
+    """
+    having: dict[str, set[str]] = {}
+    for domains, metrics in sums:
+        for name in metrics:
+            having.setdefault(name, set()).update(domains)
+    whole = {
+        name: Totals.together([totals[domain] for domain in domains])
+        for name, domains in having.items()
+    }
     reduced: dict[str, float] = {}
-    for name, part in (each for metrics in sums for each in metrics.items()):
-        share = part.total.item() / max(counts[part.denominator], 1)
-        reduced[name] = reduced.get(name, 0.0) + share
+    for name, part in (each for _, metrics in sums for each in metrics.items()):
+        counts = {"sequences": whole[name].learned, "tokens": whole[name].tokens}
+        if count := counts[part.denominator]:
+            reduced[name] = reduced.get(name, 0.0) + part.total.item() / count
     return reduced
 
 
@@ -140,7 +154,7 @@ def saturated(
 def _declared_as(name: str) -> str:
     """Return the name in METRICS of a metric with a number (lag, layer) or a name in it."""
     numbered = re.sub(r"^(staleness|(?:drift_)?router_agreement)_\d+$", r"\1_N", name)
-    return re.sub(r"^(reward|teacher_kl|token_share)/.+$", r"\1/NAME", numbered)
+    return re.sub(rf"^({'|'.join(NAMED)})/.+$", r"\1/NAME", numbered)
 
 
 def _start_wandb(job: StageJob) -> Any:

@@ -23,6 +23,7 @@ from pipeline.config.cluster import ClusterSettings
 from pipeline.report.stage_memory import (
     compared_with,
     critic_memory,
+    objectives,
     policy_memory,
     rewarded,
     trained_by,
@@ -164,7 +165,8 @@ def _models(stage: Stage, settings: RunSettings) -> list[RankModels]:
     frozen, averages = compared_with(stage, settings)
     critic = critic_memory(stage, settings)
     block = rewarded(stage, settings)
-    headed = frozen if block is None or block.objective.kl.needs_logits else 0
+    logits = [each.kl.needs_logits for each in objectives(stage, settings)] if block else [True]
+    headed = frozen if any(logits) else 0
     return [
         RankModels(
             policy=policy,

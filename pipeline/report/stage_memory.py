@@ -8,6 +8,8 @@ from pipeline.run.graph import Stage
 from stages.domains import LoopSettings, PolicySettings
 from stages.kinds.grpo import GrpoSettings
 from stages.objectives.advantages.gae import GaeSettings
+from stages.objectives.kl import AVERAGE
+from stages.objectives.loss import ObjectiveSettings
 from stages.settings import RunSettings
 
 
@@ -53,14 +55,26 @@ def rewarded(stage: Stage, settings: RunSettings) -> PolicySettings | None:
 
 
 def compared_with(stage: Stage, settings: RunSettings) -> tuple[int, int]:
-    """Return the number of frozen teachers or references, and of moving averages of the policy."""
-    block = settings.stages[stage.block] if stage.block and stage.trains else None
+    """Return the number of frozen teachers or references, and of moving averages of the policy.
+
+    A reference that several domains name, or an average of one decay, is kept once.
+    """
+    if rewarded(stage, settings) is None:
+        return len(stage.teachers), 0
+    penalties = [each.kl for each in objectives(stage, settings) if each.kl.coefficient > 0]
+    averages = {kl.ema_decay for kl in penalties if kl.reference == AVERAGE}
+    named = [kl.reference for kl in penalties if kl.reference != AVERAGE]
+    return len({stage.models.get(name, stage.parent) for name in named}), len(averages)
+
+
+def objectives(stage: Stage, settings: RunSettings) -> list[ObjectiveSettings]:
+    """Return the objective of each domain of a stage that learns from rewards."""
+    assert stage.block is not None
+    block = settings.stages[stage.block]
     if isinstance(block, GrpoSettings):
-        penalties = [each.kl for each in block.objectives(settings, stage.domains).values()]
-        names = {kl.reference for kl in penalties if kl.coefficient > 0}
-        models = {stage.models.get(name, stage.parent) for name in names - {"ema"}}
-        return len(models), int("ema" in names)
-    return len(stage.teachers), 0
+        return [*block.objectives(settings, stage.domains).values()]
+    policy = block.policy(settings, stage.domains)
+    return [] if policy is None else [policy.objective]
 
 
 def _trained(

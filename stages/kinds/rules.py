@@ -40,8 +40,7 @@ def policy_rules(
     updates, steps = policy.updates_per_rollout, policy.loop.steps
     yield from warmup_rules(at, policy.optimizer, policy.loop, updates)
     yield from sampling_rules(at, policy.sampling, policy.rollout, run, updates)
-    for field, message in policy.objective.violations(policy.sampling.group_size):
-        yield at(f"objective.{field}"), message
+    yield from objective_rules(at, policy)
     if policy.stop is not None:
         reward = policy.stop.metric.removeprefix("reward/")
         if "/" in policy.stop.metric and reward not in rewards:
@@ -52,13 +51,19 @@ def policy_rules(
                 f"{policy.stop.window} is more than loop.steps = {steps}; only a full window ends "
                 "the stage",
             )
-    yield from _group_rules(at, policy)
     if policy.sampling.prompts_per_step % updates:
         yield (
             at("updates_per_rollout"),
             f"{updates} does not divide {at('sampling.prompts_per_step')} = "
             f"{policy.sampling.prompts_per_step}; every update takes the same number of groups",
         )
+
+
+def objective_rules(at: At, policy: PolicySettings) -> Found:
+    """Check the policy's objective, on its own and with how the policy samples."""
+    for field, message in policy.objective.violations(policy.sampling.group_size):
+        yield at(f"objective.{field}"), message
+    yield from _group_rules(at, policy)
 
 
 def _group_rules(at: At, policy: PolicySettings) -> Found:

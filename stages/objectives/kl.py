@@ -21,6 +21,7 @@ from stages.objectives.surrogate import bounded_exp
 if TYPE_CHECKING:
     from torch import Tensor
 
+AVERAGE = "ema"  # the reference that is a moving average of the policy
 SCHULMAN = "Schulman, http://joschu.net/blog/kl-approx.html"
 
 

@@ -7,7 +7,7 @@ count. Importing this module registers every algorithm. Never imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -123,6 +123,16 @@ class Totals:
     longest: float = 1.0
     learned: float | None = None
 
+    @classmethod
+    def together(cls, parts: Collection[Totals]) -> Totals:
+        """Return the counts of all `parts`, which count responses of one longest length."""
+        return cls(
+            sum(each.sequences for each in parts),
+            sum(each.tokens for each in parts),
+            max(each.longest for each in parts),
+            sum(each.sequences if each.learned is None else each.learned for each in parts),
+        )
+
 
 # Each aggregation takes `values` [B, T] and `mask` [B, T] bool, and returns this shard's share of
 # the step's number, a scalar.
@@ -162,10 +172,14 @@ class MetricSum:
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """One shard's share of the step's loss, a scalar to call backward on, and its metrics."""
+    """One shard's share of the step's loss, a scalar to call backward on, and its metrics.
+
+    `kl` [B, T] is the penalty of every token, without gradient; None without a coefficient.
+    """
 
     loss: Tensor
     metrics: dict[str, MetricSum]
+    kl: Tensor | None = None
 
 
 def policy_loss(
@@ -213,16 +227,16 @@ def policy_loss(
         kept = sequence_mask(tokens, settings.sequence_mask)
         values = values * kept
         metrics["masked_sequences"] = per_response((~kept).to(values.dtype))
-    loss = aggregate(values)
+    loss, kl = aggregate(values), None
     if kl_coefficient > 0:
         penalty = _penalty(tokens, settings.kl)
         loss = loss + kl_coefficient * aggregate(penalty)
-        metrics["kl"] = per_token(penalty)
+        metrics["kl"], kl = per_token(penalty), penalty.detach()
     if settings.entropy_bonus > 0:
         entropy = _needed(tokens.entropy, "entropy_bonus is above 0", "entropies")
         loss = loss - settings.entropy_bonus * aggregate(entropy)
         metrics["full_entropy"] = per_token(entropy)
-    return PolicyLoss(loss, metrics)
+    return PolicyLoss(loss, metrics, kl)
 
 
 def _penalty(tokens: Tokens, settings: KLSettings) -> Tensor:

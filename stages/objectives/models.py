@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 
 import torch
@@ -16,22 +16,24 @@ from parallel.sample import Sample
 from stages.objectives.advantages.gae import GaeSettings, clipped_value_loss, gae
 from stages.objectives.graded import STD_FLOOR, AdvantageBase
 from stages.objectives.groups import Group, assign_advantages, graded_samples
-from stages.objectives.kl import KLSettings
+from stages.objectives.kl import AVERAGE, KLSettings
 from stages.objectives.loss import Totals, token_mean
 from stages.objectives.surrogate import sequence_means
 from stages.settings import StageJob
 
-CRITIC, AVERAGE = "critic", "ema"  # their names in a checkpoint
+CRITIC = "critic"  # its name in a checkpoint, as AVERAGE is that of an average
 
 
 class Reference:
     """The stage's parent, another stage, or an exponential moving average of the policy (`ema`).
 
     The average is kept in fp32, since bf16 would round small steps away, and is saved with the
-    policy's checkpoints.
+    policy's checkpoints, under `name`.
     """
 
-    def __init__(self, job: StageJob, policy: TrainedPolicy, settings: KLSettings) -> None:
+    def __init__(
+        self, job: StageJob, policy: TrainedPolicy, settings: KLSettings, name: str = AVERAGE
+    ) -> None:
         self._settings, self._trained = settings, policy
         model, origin = job.settings.model, job.parent
         if settings.reference == AVERAGE:
@@ -43,18 +45,20 @@ class Reference:
         assert origin is not None
         load.weights(self._policy, origin)
         if settings.reference == AVERAGE:
-            policy.averages[AVERAGE] = self._policy
+            policy.averages[name] = self._policy
 
-    def compute_logprobs(self, batches: list[MicroBatch], temperature: float) -> None:
-        """Set the reference's log-probabilities, or its logits, in every batch. Collective.
+    def compute_logprobs(
+        self, batches: list[MicroBatch], temperature: float, logits: bool = False
+    ) -> None:
+        """Set the reference's log-probabilities, or its `logits`, in every batch. Collective.
 
         It never replays the engine's routes: it is another model than the one that sampled.
         """
         own_routing = [part.without_routes() for part in batches]
         # Both lists are empty except on the last pipeline stage.
-        if self._settings.needs_logits:
-            logits = self._policy.response_logits(own_routing)
-            for part, values in zip(batches, logits, strict=False):
+        if logits:
+            found = self._policy.response_logits(own_routing)
+            for part, values in zip(batches, found, strict=False):
                 part.reference = values
         else:
             logprobs = self._policy.target_logprobs(own_routing, temperature)
@@ -72,9 +76,31 @@ class Reference:
         self._policy.weights_changed()
 
 
-def baseline_of(job: StageJob, policy: TrainedPolicy) -> GroupBaseline:
-    """Return the baseline of the advantage that the stage's policy trains with."""
-    settings = job.policy.objective.advantage
+def references_of(
+    job: StageJob, policy: TrainedPolicy, penalties: Sequence[KLSettings]
+) -> list[Reference | None]:
+    """Return the reference of each penalty: one model for all that name the same; None without one.
+
+    An average is kept for each distinct decay.
+    """
+    used = [kl for kl in penalties if kl.coefficient > 0]
+    several = len({kl.ema_decay for kl in used if kl.reference == AVERAGE}) > 1
+    made: dict[object, Reference] = {}
+    found: list[Reference | None] = []
+    for kl in penalties:
+        average = kl.reference == AVERAGE
+        key = kl.ema_decay if average else job.models.get(kl.reference, job.parent)
+        if kl.coefficient > 0 and key not in made:
+            # A dot would end the model's name in a checkpoint's keys.
+            decay = str(kl.ema_decay).replace(".", "_")
+            name = f"{AVERAGE}_{decay}" if several else AVERAGE
+            made[key] = Reference(job, policy, kl, name)
+        found.append(made[key] if kl.coefficient > 0 else None)
+    return found
+
+
+def baseline_of(job: StageJob, policy: TrainedPolicy, settings: AdvantageBase) -> GroupBaseline:
+    """Return the baseline of an advantage that the stage's policy trains with."""
     if isinstance(settings, GaeSettings):
         return Critic(job, policy, settings)
     return GroupBaseline(settings)

@@ -6,7 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,11 @@ from stages.domains import DomainSettings, PolicySettings, RolloutSettings
 from stages.kinds.distill import DistillSettings
 from stages.metrics import batch_metrics, mean_of_updates, token_efficiency
 from stages.objectives.groups import Batch, Group
-from stages.objectives.surrogate import CorrectionSettings, correction_weights
+from stages.objectives.surrogate import (
+    CorrectionSettings,
+    NoCorrectionSettings,
+    correction_weights,
+)
 from stages.sampling.engines import StageEngines, rollout_log
 from stages.sampling.logprob_check import Mismatch, MismatchError, compare, measure_mismatch
 from stages.sampling.prompt_buffer import Prefetcher, PromptBuffer
@@ -68,13 +72,11 @@ class OnPolicyStage(ABC):
         rollout: RolloutSettings,
         domains: Mapping[str, DomainSettings],
         updates: int,
-        correction: CorrectionSettings,
         entropies: bool = False,
     ) -> None:
         """Start the stage's engines and rewards; the policy will learn from `updates` updates.
 
-        `correction` weighs samples that pi_old did not draw; with `entropies`, every micro-batch
-        gets the entropies of pi_old.
+        With `entropies`, every micro-batch gets the entropies of pi_old.
         """
         self.job, self.domains = job, domains
         self.sampling, self.rollout, self.loop = settings.sampling, rollout, settings.loop
@@ -82,9 +84,8 @@ class OnPolicyStage(ABC):
         self.policy = TrainedPolicy(
             model, job.settings.layout, settings.optimizer, updates, routing
         )
+        self.routing = routing
         self.replay = routing.replay == "r3"
-        self.correction = correction
-        self.correct_all = correction.applies_to_all(routing.replay, model.precision)
         self.entropies = entropies
         # Whether pi_old, where it is the policy itself, may come from the pass with the gradients.
         self.one_pass = not entropies
@@ -163,7 +164,7 @@ class OnPolicyStage(ABC):
                     groups = self._buffer.probes(count, purpose, PROBE_TOKENS)
                 samples = self.engines.wait_for(groups, step)
             with self._timed("seconds_train"):
-                parts = OnPolicyStage.pack(self, samples)
+                parts = self._split(samples)
                 mismatch = measure_mismatch(self.policy, parts, self.sampling.temperature)
             exceeded = self.bounds.exceeded(mismatch, mismatch.tokens)
             if not exceeded:
@@ -209,9 +210,9 @@ class OnPolicyStage(ABC):
             samples.metrics |= self._buffer.metrics()
         return self._distribute(samples)
 
-    def packed_together(self, samples: list[Sample]) -> list[list[Sample]]:
-        """Return the samples of an update by the micro-batches they may share."""
-        return [samples]
+    def packed_together(self, samples: list[Sample]) -> dict[str, list[Sample]]:
+        """Return the samples of an update that may share micro-batches, by their `domain`."""
+        return {"": samples}
 
     def _distribute(self, samples: StepSamples | None) -> StepSamples:
         """Return the main rank's samples, with outlines of those that this rank does not train."""
@@ -229,14 +230,18 @@ class OnPolicyStage(ABC):
         """Return an update's samples, of which those of other data-parallel ranks are outlines."""
         own = {
             id(sample)
-            for together in self.packed_together(samples)
+            for together in self.packed_together(samples).values()
             for sample in batch.deal(together, data)[data_rank]
         }
         return [sample if id(sample) in own else sample.outline() for sample in samples]
 
     def pack(self, samples: list[Sample]) -> list[MicroBatch]:
         """Return this rank's micro-batches of one update."""
-        return batch.split(samples, RankPlace.here(), self.loop.micro_batch_tokens, self.replay)
+        return [
+            replace(part, domain=domain)
+            for domain, together in self.packed_together(samples).items()
+            for part in self._split(together)
+        ]
 
     def check_logprobs(self, updates: Sequence[Update]) -> dict[str, float]:
         """Compare the policy's log-probabilities, pi_old, with the engine's, mu. Collective.
@@ -282,6 +287,10 @@ class OnPolicyStage(ABC):
     @abstractmethod
     def score(self, metrics: dict[str, float]) -> float:
         """Return how good the policy of a step is, by the step's metrics; higher is better."""
+
+    def correction(self, part: MicroBatch) -> CorrectionSettings:
+        """Return how samples that pi_old did not draw are weighed; here not at all."""
+        return NoCorrectionSettings()
 
     def is_useless(self, group: Group) -> bool:
         """Return whether dynamic sampling replaces a group, which has nothing to learn from."""
@@ -339,14 +348,19 @@ class OnPolicyStage(ABC):
             self.engines.log.end(self._version)
         return differences
 
+    def _split(self, samples: list[Sample]) -> list[MicroBatch]:
+        return batch.split(samples, RankPlace.here(), self.loop.micro_batch_tokens, self.replay)
+
     def _weights(self, part: MicroBatch) -> torch.Tensor | None:
         """Return the factors [B, R] of the tokens' surrogates; None where nothing is corrected."""
-        if part.old_logprobs is None or self.correction.name == "none":
+        correction = self.correction(part)
+        if part.old_logprobs is None or correction.name == "none":
             return None
-        found = correction_weights(
-            part.old_logprobs, part.engine_logprobs, part.mask, self.correction
-        )
-        return found if self.correct_all else found.where(self.stale(part), 1.0)
+        found = correction_weights(part.old_logprobs, part.engine_logprobs, part.mask, correction)
+        precision = self.job.settings.model.precision
+        if correction.applies_to_all(self.routing.replay, precision):
+            return found
+        return found.where(self.stale(part), 1.0)
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

@@ -6,14 +6,16 @@ every ratio, sampled KL estimator and correction.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from stages.audit.advantages import advantages as audited_advantages
+from stages.audit.blocks import OF_DOMAIN, recorded_stage
 from stages.audit.objective import Facts, terms
-from stages.audit.recorded import RecordedSample
+from stages.audit.recorded import NotAuditable, RecordedRun, RecordedSample
 from stages.objectives.graded import Graded, compute_advantages
 from stages.objectives.loss import ObjectiveSettings, Totals, policy_loss
 from stages.objectives.registry import ADVANTAGES, KL_ESTIMATORS, RATIOS
@@ -179,3 +181,13 @@ def recorded(
     return RecordedSample(
         "sums", tokens[:1], tokens, tokens.double(), tokens, 0, group, fields, None, None
     )
+
+
+def test_unlike_objectives_of_a_stage_are_refused_by_name(tmp_path: Path) -> None:
+    alike, other = {"aggregation": "token_mean"}, {"aggregation": "constant"}
+    domains = {name: {"objective": alike} for name in ("a", "b")} | {"c": {"objective": other}}
+    block = {"kind": "grpo", "for_each": None, "domains": None, "as": None, "from": "base"}
+    training = dict.fromkeys(OF_DOMAIN)
+    run = RecordedRun(tmp_path, {"domains": domains, "stages": {"mixed": {**block, **training}}})
+    with pytest.raises(NotAuditable, match="the domains of mixed have different objectives"):
+        recorded_stage(run, "mixed")

@@ -53,14 +53,35 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     },
 }
 
+# Of domains that train together, each under its own.
+UNLIKE: dict[str, dict[str, dict[str, Any]]] = {
+    "unlike domains": {
+        "sums": {
+            "scaling": "edge",
+            "ratio": {"name": "token"},
+            "aggregation": "lambda",
+            "kl": {"coefficient": 0.5, "estimator": "full", "target": 0.5},
+            "correction": {"name": "icepop", "level": "token", "samples": "all"},
+        },
+        "words": {
+            "ratio": {"name": "rspo", "floor": 0.1},
+            "aggregation": "sequence_mean",
+            "kl": {"coefficient": 0.1, "reference": "ema", "target": 0.01},
+            "entropy_bonus": 0.01,
+            "correction": {"name": "none"},
+        },
+    }
+}
 
-def judged() -> list[Sample]:
-    """Return six groups of four samples with an advantage for every token."""
+
+def judged(domains: list[str]) -> list[Sample]:
+    """Return six groups of four samples with an advantage for every token, of domains in turn."""
     draw = np.random.default_rng(1)
     drawn = samples(24)
     for number, sample in enumerate(drawn):
         count = len(sample.response)
         sample.group = number // 4
+        sample.domain = domains[sample.group % len(domains)]
         sample.reward = float(number % 3)
         sample.versions = np.zeros(count, np.int32)
         sample.advantages = draw.normal(size=count).astype(np.float32)
@@ -77,7 +98,7 @@ def start_elsewhere(policy: Any, _checkpoint: Path, head: bool = True) -> None:
         policy.weights_changed()
 
 
-def expert(layout: LayoutSettings, directory: str, objective: dict[str, Any]) -> Any:
+def expert(layout: LayoutSettings, directory: str, objectives: dict[str, dict[str, Any]]) -> Any:
     """Return an expert whose policy has seed 0 and whose reference has seed 1."""
     from parallel.checkpoint import load
     from stages.domains import DomainSettings
@@ -85,30 +106,33 @@ def expert(layout: LayoutSettings, directory: str, objective: dict[str, Any]) ->
     from stages.kinds.grpo import GrpoSettings
     from stages.settings import RunSettings, StageJob
 
-    domain = DomainSettings.model_validate(
-        {
-            "prompts": {"dataset": "chain_sum"},
-            "sampling": {"temperature": 0.8, "max_response_tokens": 16},
-            "routing": {"replay": "none"},
-            "optimizer": SGD.model_dump(),
-            "objective": objective,
-            "loop": {"steps": 3, "micro_batch_tokens": 64},
-        }
-    )
+    training = {
+        "sampling": {"temperature": 0.8, "max_response_tokens": 16},
+        "routing": {"replay": "none"},
+        "optimizer": SGD.model_dump(),
+        "loop": {"steps": 3, "micro_batch_tokens": 64},
+    }
+    domains = {
+        name: DomainSettings.model_validate(
+            {"prompts": {"dataset": "chain_sum"}, "objective": objective, **training}
+        )
+        for name, objective in objectives.items()
+    }
+    block = GrpoSettings.model_validate({"from": "cold_start", **training})
     settings = RunSettings.model_construct(
         seed=0,
         model=MODEL,
         layout=layout,
         engine=EngineSettings(max_logprob_difference=1e9),
-        domains={"sums": domain},
-        stages={"experts": GrpoSettings.model_validate({"from": "cold_start"})},
+        domains=domains,
+        stages={"experts": block},
     )
     job = StageJob.model_construct(
         stage="experts.sums",
         kind="grpo",
         block="experts",
-        domain="sums",
-        domains=["sums"],
+        domain=None,
+        domains=[*domains],
         directory=Path(directory),
         parent=Path(directory),
         models={},
@@ -132,8 +156,9 @@ def updated(
 
     # A distributed optimizer scatters gradients.
     layout = layout.model_copy(update={"distributed_optimizer": False})
-    stage = expert(layout, directory, OBJECTIVES[name])
-    drawn = judged()
+    objectives = UNLIKE.get(name) or {"sums": OBJECTIVES[name]}
+    stage = expert(layout, directory, objectives)
+    drawn = judged([*objectives])
     stage._start(1)
     one = Update(drawn, stage.pack(drawn))
     checked = stage.check_logprobs([one])
@@ -143,7 +168,11 @@ def updated(
         assert metrics["router_movement"] == 0
         metrics = stage.update(one)
         assert metrics["router_movement"] > 0
-    learned = {"coefficient after": stage.kl_coefficient, "exponent after": stage.length_exponent}
+    learned = {
+        f"{value} after{' ' if own.name else ''}{own.name}": of
+        for own in stage.objectives
+        for value, of in (("coefficient", own.kl_coefficient), ("exponent", own.length_exponent))
+    }
     gradients = {
         f"{number}/{model}/{name}": parameter.main_grad.clone()
         for model, chunks in models(stage).items()

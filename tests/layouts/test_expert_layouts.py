@@ -11,7 +11,7 @@ import pytest
 
 from parallel.settings import LayoutSettings
 from tests.layouts.cases import MATRIX
-from tests.layouts.expert_cases import OBJECTIVES, alone, differences
+from tests.layouts.expert_cases import OBJECTIVES, UNLIKE, alone, differences
 from tests.ranks import On
 from tests.tiers import tiered
 
@@ -50,3 +50,20 @@ def test_an_update_is_equal_under_every_layout(
         assert found["measured"]["gradient_norm"] > 0
         learns = OBJECTIVES[name]["aggregation"] == "lambda"
         assert (found["measured"]["exponent after"] != 0) == learns
+
+
+@pytest.mark.parametrize("layout", tiered(["DP2", "TP2 EP2 PP2"], lambda layout: layout == "DP2"))
+def test_unlike_objectives_of_domains_are_equal_under_every_layout(
+    layout: str, on: On, one_process: Callable[[str], Path]
+) -> None:
+    [name] = UNLIKE
+    directory = one_process(name)
+    for found in on(MATRIX[layout], differences, MATRIX[layout], str(directory), name):
+        measured = found["measured"]
+        assert found["gradient"] < 1e-5, found
+        assert max(found["metrics"].values()) < 1e-6, found
+        assert measured["gradient_norm"] > 0
+        assert measured["exponent after sums"] != 0 == measured["exponent after words"]
+        assert measured["kl/sums"] != measured["kl/words"]
+        assert measured["coefficient after sums"] != 0.5
+        assert measured["coefficient after words"] != 0.1

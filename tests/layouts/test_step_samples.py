@@ -62,9 +62,14 @@ def _stage(kind: str) -> Any:
     """Return a stage of a kind, as far as it deals samples."""
     from stages.distill import Merge
     from stages.grpo import Expert
+    from stages.objectives.domain_objective import StageObjectives
+    from stages.objectives.loss import ObjectiveSettings
 
-    stage: Any = object.__new__({"expert": Expert, "merge": Merge}[kind])
+    stage: Any = object.__new__(Merge if kind == "merge" else Expert)
     stage.domains, stage.replay = dict.fromkeys("ab"), True
+    alike, other = ObjectiveSettings(), ObjectiveSettings(aggregation="constant")
+    own = {"a": alike, "b": other if kind == "unlike experts" else alike}
+    stage.objectives = StageObjectives(mock.Mock(), mock.Mock(), own)
     stage.loop = mock.Mock(micro_batch_tokens=64)
     return stage
 
@@ -94,7 +99,7 @@ def _different(part: MicroBatch, other: MicroBatch) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("kind", ["expert", "merge"])
+@pytest.mark.parametrize("kind", ["expert", "unlike experts", "merge"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_rank_receives_its_own_samples_and_outlines_of_the_others(
     on: On, layout: str, kind: str

@@ -16,7 +16,7 @@ from stages.objectives.advantages.gae import GaeSettings
 from stages.objectives.kl import KLSettings
 from stages.objectives.loss import REGISTRIES, ObjectiveSettings
 from stages.objectives.registry import AGGREGATIONS, KL_ESTIMATORS
-from tests.pipeline.violations import MIXED, TRAINED, violation
+from tests.pipeline.violations import MIXED, TRAINED, violation, with_mixed
 
 EXPERT = "domains.sums.objective"
 
@@ -196,3 +196,33 @@ def test_a_correction_of_all_samples_is_reported(
     assert bool(lines) == (why is not None)
     assert not lines or lines[0].startswith("domains.sums.objective.correction: all samples are")
     assert all(why is not None and f"since {why};" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["domains.words.objective.advantage={name: gfpo, keep: 9}"],
+            "domains.words.objective.advantage.keep: 9 ",
+        ),
+        (
+            ["domains.words.objective.kl.target=0.1"],
+            "domains.words.objective.kl.target: 0.1 is never reached",
+        ),
+        (
+            ["stages.mixed.gate={max_kl: 0.1}"],
+            "stages.mixed.gate.max_kl: 0.1 limits a metric that is not logged with"
+            " domains.sums.objective.kl.coefficient = 0",
+        ),
+        (["stages.mixed.gate={max_kl: 0.1}", "domains.words.objective.kl.coefficient=0.1"], None),
+    ],
+)
+def test_every_domain_s_objective_is_checked_in_a_stage_on_several(
+    config: Path, overrides: list[str], message: str | None
+) -> None:
+    """Also a domain's that is not the first, by the group size of the stage."""
+    alone = [*overrides, "stages={experts: null, merge: null, export: null}"]
+    if message is None:
+        load(with_mixed(config), alone)
+        return
+    assert message in violation(with_mixed(config), *alone)

@@ -12,7 +12,7 @@ from pipeline.report.stage_memory import compared_with, stage_memory
 from pipeline.report.tables import DEEPEST, human, indented
 from pipeline.run.graph import compile_graph
 from stages.settings import RunSettings
-from tests.pipeline.violations import MIXED, TRAINED, extending
+from tests.pipeline.violations import MIXED, TRAINED, extending, with_mixed
 
 ONE_MODEL = 4 * (167_008 + 4 * 4 * 27_648)  # the dense weights and half of the experts, in fp32
 
@@ -163,3 +163,26 @@ def test_many_rounds_are_indented_to_a_bound(config: Path) -> None:
     names = indented(stages)
     assert len(names) > 300
     assert max(len(name) - len(name.lstrip()) for name in names.values()) == 2 * DEEPEST
+
+
+def test_references_that_several_domains_name_are_counted_once(config: Path) -> None:
+    with_mixed(config)
+
+    def counted(sums: str, words: str) -> tuple[int, int]:
+        of = {"sums": sums, "words": words}
+        kls = [f"domains.{name}.objective.kl={{{kl}}}" for name, kl in of.items()]
+        # The experts have another objective: merge, a reference here, starts from them.
+        settings = load(config, [*kls, "stages.experts.objective={entropy_bonus: 0}"])
+        stages = {stage.name: stage for stage in compile_graph(settings)}
+        return compared_with(stages["mixed"], settings)
+
+    free, parent = "coefficient: 0", "coefficient: 0.1"
+    slow = f"{parent}, reference: ema, ema_decay: 0.99"
+    fast = f"{parent}, reference: ema, ema_decay: 0.5"
+    assert counted(free, free) == (0, 0)
+    assert counted(free, parent) == counted(parent, f"{parent}, estimator: k2") == (1, 0)
+    assert counted(parent, f"{parent}, reference: cold_start") == (1, 0)
+    assert counted(parent, f"{parent}, reference: merge") == (2, 0)
+    assert counted(slow, f"{slow}, estimator: k2") == (0, 1)
+    assert counted(slow, fast) == (0, 2)
+    assert counted(parent, fast) == (1, 1)

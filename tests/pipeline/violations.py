@@ -53,6 +53,14 @@ def from_weights(config: Path, start: Path) -> Path:
     return edited(config, "model:\n", f"model:\n  initial_weights: {start}\n")
 
 
+def with_mixed(config: Path) -> Path:
+    """Add a stage that trains on all domains at once."""
+    mixed = (
+        "mixed: {kind: grpo, from: cold_start, optimizer: {learning_rate: 1e-3}, loop: {steps: 2}}"
+    )
+    return edited(config, "  evaluate: {", f"  {mixed}\n  evaluate: {{")
+
+
 def own(function: str) -> str:
     """Return an override that gives a domain a custom Python reward."""
     return f"domains.sums.rewards={{own: {{kind: python, function: {function}}}}}"

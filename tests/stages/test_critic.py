@@ -22,7 +22,7 @@ from stages.objectives.groups import Batch
 from stages.objectives.models import Critic, rewards
 from stages.sampling.step import StepSamples
 from tests.fake_engines import MODEL
-from tests.stages.toys import drawn, expert, group
+from tests.stages.toys import drawn, expert, group, only
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -41,10 +41,11 @@ def ppo(directory: Path, updates: int = 2, **critic: Any) -> Expert:
 
 
 def critic_of(stage: Expert) -> tuple[Critic, ValueModel]:
-    assert isinstance(stage.baseline, Critic)
+    baseline = only(stage).baseline
+    assert isinstance(baseline, Critic)
     model = stage.policy.companions["critic"]
     assert isinstance(model, ValueModel)
-    return stage.baseline, model
+    return baseline, model
 
 
 def turn_head(model: ValueModel) -> None:

@@ -99,6 +99,19 @@ def test_sums_are_divided_by_their_own_global_count() -> None:
         "ratio": MetricSum(torch.tensor(3.0), "sequences"),
         "entropy": MetricSum(torch.tensor(10.0), "tokens"),
     }
-    assert reduce_sums([part, part], Totals(4, 40)) == {"ratio": 1.5, "entropy": 0.5}
+    both, counts = [(["sums"], part), (["sums"], part)], {"sums": Totals(4, 40)}
+    assert reduce_sums(both, counts) == {"ratio": 1.5, "entropy": 0.5}
     # Of four responses two have tokens that are learned.
-    assert reduce_sums([part], Totals(4, 40, learned=2))["ratio"] == 1.5
+    counts = {"sums": Totals(4, 40, learned=2)}
+    assert reduce_sums(both[:1], counts)["ratio"] == 1.5
+
+
+def test_a_metric_is_of_the_domains_that_have_it() -> None:
+    counts = {"sums": Totals(4, 40), "words": Totals(2, 10), "none": Totals(0, 0)}
+    entropy, kl = (MetricSum(torch.tensor(10.0), "tokens") for _ in range(2))
+    sums = [
+        (["sums", "words"], {"entropy": entropy}),
+        (["words"], {"kl": kl, "kl/words": kl}),
+        (["none"], {"kl": kl, "kl/none": kl}),
+    ]
+    assert reduce_sums(sums, counts) == {"entropy": 0.2, "kl": 2.0, "kl/words": 1.0}

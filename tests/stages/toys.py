@@ -23,6 +23,7 @@ from parallel.settings import EngineSettings
 from stages.data.tokenizer import CharacterTokenizer
 from stages.domains import DomainSettings, SamplingSettings
 from stages.grpo import Expert
+from stages.objectives.domain_objective import DomainObjective
 from stages.objectives.groups import Batch, Group
 from stages.rewards.reward import RewardPoolSettings
 from stages.sampling.engines import RewardDispatcher
@@ -158,6 +159,12 @@ def expert(
     stage = opened(toy_job(directory, settings, models={"cold_start": directory}))
     stage.policy.start_fresh(0)
     return stage
+
+
+def only(stage: Expert) -> DomainObjective:
+    """Return the objective that all domains of a stage share."""
+    [found] = stage.objectives
+    return found
 
 
 def drawn(lengths: list[int], groups: list[int] | None = None) -> list[Sample]:

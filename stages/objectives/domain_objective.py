@@ -1,0 +1,188 @@
+"""The objectives of a stage's domains: one that all of them share, or one for each.
+
+Domains whose objectives are equal share one with all that it learns, so that a stage on several
+domains trains as on one. Where objectives differ, micro-batches hold one domain each, and every
+domain has its own KL coefficient and lambda; losses are still normalised by the counts of all
+domains together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from parallel.batch import MicroBatch
+from parallel.model.policy import TrainedPolicy
+from parallel.sample import Sample
+from stages.objectives.groups import LengthWeights, scale_by_entropy
+from stages.objectives.kl import kl_controller
+from stages.objectives.loss import MetricSum, ObjectiveSettings, Totals
+from stages.objectives.models import GroupBaseline, Reference, baseline_of, references_of
+from stages.objectives.surrogate import masked_sum
+from stages.settings import StageJob
+
+SHARED = ""  # `MicroBatch.domain` where all domains share an objective
+
+
+class DomainObjective:
+    """The objective of `domains`: its settings, its models, and what it learns.
+
+    Of one domain, or of all of a stage's domains, then named `SHARED`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        domains: Sequence[str],
+        settings: ObjectiveSettings,
+        baseline: GroupBaseline,
+        reference: Reference | None,
+    ) -> None:
+        self.name, self.domains, self.settings = name, tuple(domains), settings
+        self.baseline, self.reference = baseline, reference
+        self.kl_coefficient = settings.kl.coefficient
+        self.length_exponent = 0.0  # lambda
+        self.length_weights: LengthWeights | None = None  # of the current update
+
+    def own(self, samples: list[Sample]) -> list[Sample]:
+        """Return the samples of its domains."""
+        return [sample for sample in samples if self.name in (SHARED, sample.domain)]
+
+    def parts(self, batches: list[MicroBatch]) -> list[MicroBatch]:
+        """Return the micro-batches of its domains."""
+        return [part for part in batches if part.domain == self.name]
+
+    def finish_advantages(self, samples: list[Sample], batches: list[MicroBatch]) -> None:
+        """Compute a critic's advantages, or scale advantages by entropy. Collective."""
+        own, parts = self.own(samples), self.parts(batches)
+        self.baseline.compute_values(own, parts)
+        if self.settings.needs_entropies:
+            scale_by_entropy(own, parts)
+
+    def start_update(
+        self,
+        policy: TrainedPolicy,
+        samples: list[Sample],
+        batches: list[MicroBatch],
+        temperature: float,
+    ) -> None:
+        """Compute what the loss of one update reads besides the policy. Collective."""
+        parts = self.parts(batches)
+        if self.reference is not None:
+            self.reference.compute_logprobs(parts, temperature, self.settings.kl.needs_logits)
+        if self.settings.ratio.needs_router_shift:
+            # The movements are empty except on the last pipeline stage.
+            for part, movement in zip(parts, policy.router_movement(parts), strict=False):
+                part.router_movement = movement
+        if self.settings.learns_length_weights:
+            self.length_weights = LengthWeights(self.own(samples), self.length_exponent)
+
+    def kl_sums(self, part: MicroBatch, kl: torch.Tensor | None) -> dict[str, MetricSum]:
+        """Return the sums of each domain's KL [B, R] in a micro-batch; none on one domain alone."""
+        if kl is None or (self.name == SHARED and len(self.domains) == 1):
+            return {}
+        found = {}
+        for domain in self.domains:  # on every rank, also where it has no sample here
+            rows = part.mask.new_tensor([each.domain == domain for each in part.samples])
+            found[domain] = MetricSum(masked_sum(kl, part.mask & rows.view(-1, 1)), "tokens")
+        return found
+
+    def after_update(self, measured: Mapping[str, float]) -> dict[str, float]:
+        """Update the KL coefficient and lambda; return the values of this update. Collective."""
+        logged: dict[str, float] = {}
+        if (target := self.settings.kl.target) is not None:
+            logged |= self._named("kl_coefficient", self.kl_coefficient)
+            if (kl := measured.get(self._metric("kl"))) is not None:
+                self.kl_coefficient = kl_controller(self.kl_coefficient, kl, target)
+        if self.settings.learns_length_weights:
+            assert self.length_weights is not None
+            logged |= self._named("length_exponent", self.length_exponent)
+            rate = self.settings.lambda_learning_rate
+            self.length_exponent -= rate * self.length_weights.gradient()
+        return logged
+
+    def state(self) -> dict[str, Any]:
+        """Return what it has learned, as JSON."""
+        return {"kl_coefficient": self.kl_coefficient, "length_exponent": self.length_exponent}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved state."""
+        self.kl_coefficient = state["kl_coefficient"]
+        self.length_exponent = state["length_exponent"]
+
+    def _metric(self, name: str) -> str:
+        return f"{name}/{self.name}" if self.name else name
+
+    def _named(self, name: str, value: float) -> dict[str, float]:
+        """Return a metric under its name, and under each domain's where there are several."""
+        by_domain = self.name or len(self.domains) > 1
+        named = {f"{name}/{domain}": value for domain in self.domains} if by_domain else {}
+        return {self._metric(name): value, **named}
+
+
+class StageObjectives:
+    """The objectives of all domains of a stage, in the order of the domains."""
+
+    def __init__(
+        self, job: StageJob, policy: TrainedPolicy, settings: Mapping[str, ObjectiveSettings]
+    ) -> None:
+        """Build the baselines and references; `settings` are each domain's."""
+        self.domains = tuple(settings)
+        first, *others = settings.values()
+        if all(each == first for each in others):
+            named: dict[str, ObjectiveSettings] = {SHARED: first}
+        else:
+            named = dict(settings)
+        references = references_of(job, policy, [each.kl for each in named.values()])
+        self.references = list(dict.fromkeys(filter(None, references)))
+        self._named = {
+            name: DomainObjective(
+                name,
+                [name] if name else self.domains,
+                each,
+                baseline_of(job, policy, each.advantage),
+                reference,
+            )
+            for (name, each), reference in zip(named.items(), references, strict=True)
+        }
+
+    def __iter__(self) -> Iterator[DomainObjective]:
+        return iter(self._named.values())
+
+    def of(self, domain: str) -> DomainObjective:
+        """Return the objective of a domain, or of a micro-batch, by `MicroBatch.domain`."""
+        return self._named[SHARED if SHARED in self._named else domain]
+
+    def packed_together(self, samples: list[Sample]) -> dict[str, list[Sample]]:
+        """Return the samples that may share micro-batches, by `MicroBatch.domain`."""
+        return {each.name: each.own(samples) for each in self}
+
+    def totals(self, samples: list[Sample], longest: int) -> dict[str, Totals]:
+        """Return the counts of one update's samples, by domain."""
+        found = {}
+        for domain in self.domains:
+            learned = [len(sample.learned) for sample in samples if sample.domain == domain]
+            counts = len(learned), sum(learned), longest, sum(map(bool, learned))
+            found[domain] = Totals(*counts)
+        return found
+
+    def after_update(self, measured: Mapping[str, float]) -> dict[str, float]:
+        """Update averages, KL coefficients and lambdas; return the metrics. Collective."""
+        for reference in self.references:  # once each, however many domains share it
+            reference.update_ema()
+        logged: dict[str, float] = {}
+        for each in self:
+            logged |= each.after_update(measured)
+        return logged
+
+    def state(self) -> dict[str, Any]:
+        """Return what the objectives have learned, as JSON; of domains by name unless shared."""
+        found = {each.name: each.state() for each in self}
+        return found.get(SHARED, {"objectives": found})
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved state."""
+        for each in self:
+            each.restore(state["objectives"][each.name] if each.name else state)
