@@ -140,7 +140,7 @@ def saturated(
 def _declared_as(name: str) -> str:
     """Return the name in METRICS of a metric with a number (lag, layer) or a name in it."""
     numbered = re.sub(r"^(staleness|(?:drift_)?router_agreement)_\d+$", r"\1_N", name)
-    return re.sub(r"^(reward|teacher_kl|token_share)/.+$", r"\1/NAME", numbered)
+    return re.sub(r"^(reward|teacher_kl|token_share|dropped)/.+$", r"\1/NAME", numbered)
 
 
 def _start_wandb(job: StageJob) -> Any:

@@ -18,6 +18,7 @@ from parallel.errors import hint
 from parallel.families import FAMILIES
 from parallel.files import WEIGHTS_INDEX, unreachable
 from parallel.settings import CHARACTERS
+from pipeline.config.unroll import is_path
 from pipeline.text import shown
 from stages.data.reasoning_gym import FORMATS, options, value_violation
 from stages.data.settings import (
@@ -25,8 +26,9 @@ from stages.data.settings import (
     ReasoningGymPromptSettings,
     TooManyDirectories,
 )
+from stages.directory import COLLECTION, StageDirectory
 from stages.domains import DomainSettings
-from stages.kinds.sft import SftSettings
+from stages.kinds.sft import CollectedSourceSettings, SftSettings
 from stages.rewards.kinds.judge import JudgeReward
 from stages.rewards.kinds.python import PythonReward
 from stages.settings import RunSettings
@@ -60,6 +62,24 @@ def violations(run: RunSettings) -> Found:
     }
     for name, domain in run.domains.items():
         yield from domain_violations(name, domain, demonstrated=name in shown_in)
+    for key, block in run.stages.items():
+        if isinstance(block, SftSettings):
+            yield from _data_violations(f"stages.{key}.data", block)
+
+
+def _data_violations(key: str, block: SftSettings) -> Found:
+    """Yield the sources of a mixture that are missing here."""
+    for name, files in block.files():
+        yield from _missing_files(f"{key}.{name}", files)
+    for name, source in block.data.items():
+        if not isinstance(source, CollectedSourceSettings) or not is_path(source.stage):
+            continue
+        path = Path(source.stage)
+        if why := unreachable(path):
+            yield f"{key}.{name}.stage", f"{shown(path)} {why}"
+        elif not StageDirectory(path).collection.is_file():
+            absent = f"{shown(path)} is no finished stage that collected responses"
+            yield f"{key}.{name}.stage", f"{absent}: it has no {COLLECTION}"
 
 
 def domain_violations(name: str, domain: DomainSettings, *, demonstrated: bool = True) -> Found:
@@ -85,17 +105,21 @@ def _missing_data(key: str, domain: DomainSettings, demonstrated: bool) -> Found
     if demonstrated:
         blocks["demonstrations"] = domain.demonstrations
     for block, settings in blocks.items():
-        if not isinstance(settings, FileSettings):
-            continue
-        path, why = shown(settings.path), unreachable(settings.path)
-        try:
-            if why is None and not settings.files():
-                kind = f"*.{settings.source} file in" if settings.path.is_dir() else "such file:"
-                yield f"{key}.{block}.path", f"no {kind} {path}"
-        except TooManyDirectories as error:
-            why = str(error)
-        if why is not None:
-            yield f"{key}.{block}.path", f"{path} {why}"
+        if isinstance(settings, FileSettings):
+            yield from _missing_files(f"{key}.{block}", settings)
+
+
+def _missing_files(key: str, settings: FileSettings) -> Found:
+    """Yield the path of the settings at `key` if no file is there."""
+    path, why = shown(settings.path), unreachable(settings.path)
+    try:
+        if why is None and not settings.files():
+            kind = f"*.{settings.source} file in" if settings.path.is_dir() else "such file:"
+            yield f"{key}.path", f"no {kind} {path}"
+    except TooManyDirectories as error:
+        why = str(error)
+    if why is not None:
+        yield f"{key}.path", f"{path} {why}"
 
 
 def _weights_violation(directory: Path, family: str) -> str | None:

@@ -54,12 +54,14 @@ PATHS: tuple[Key, ...] = (
     ("domains", "*", "prompts", "path"),
     ("domains", "*", "demonstrations", "path"),
     ("domains", "*", "rewards", "*", "api_key_file"),
+    ("stages", "*", "data", "*", "path"),
 )
-# References to models: paths where they have a slash.
+# References to stages and models: paths where they have a slash.
 REFERENCES: tuple[Key, ...] = (
     ("stages", "*", "from"),
     ("stages", "*", "teachers"),
     ("stages", "*", "teachers", "*"),
+    ("stages", "*", "data", "*", "stage"),
 )
 
 
