@@ -54,7 +54,10 @@ class KeepSettings(Settings):
     max_tokens: Tokens | None = Field(
         default=None, description="maximum tokens of a response, end token included"
     )
-    finished: bool = Field(default=True, description="drop responses that were truncated")
+    finished: bool = Field(
+        default=True,
+        description="drop truncated responses; kept, fine-tuning teaches to end where they do",
+    )
     script: ScriptFilterSettings | None = Field(
         default=None, description="drop responses with letters of other scripts (language mixing)"
     )
