@@ -1,4 +1,4 @@
-"""What comes from outside a run: the output at a path.
+"""Outputs from outside a run, at a path.
 
 A path may be a stage's directory of another run, a checkpoint, or a Hugging Face checkpoint.
 """

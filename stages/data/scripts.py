@@ -16,9 +16,9 @@ Script = Literal[
     *("Khmer", "Lao", "Latin", "Malayalam", "Mongolian", "Myanmar", "Oriya", "Sinhala", "Tamil"),
     *("Telugu", "Thai", "Tibetan"),
 ]
-FIRST_WORDS = {"CJK": "HAN", "IDEOGRAPHIC": "HAN", "HENTAIGANA": "HIRAGANA"}
+FIRST_WORDS = {"CJK": "HAN", "IDEOGRAPHIC": "HAN", "HENTAIGANA": "HIRAGANA", "ROMAN": "LATIN"}
 # Before the name of the script.
-WIDTHS = ("FULLWIDTH", "HALFWIDTH")
+WIDTHS = ("FULLWIDTH", "HALFWIDTH", "SUPERSCRIPT")
 # Symbols that count as letters and belong to the script Common: of no language.
 COMMON = frozenset(
     {

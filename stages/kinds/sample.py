@@ -20,7 +20,7 @@ from stages.kinds.kind import (
     StageSettings,
     register,
 )
-from stages.kinds.rules import response_rules, too_few, under
+from stages.kinds.rules import At, response_rules, too_few, under
 
 
 class ScriptFilterSettings(Settings):
@@ -106,7 +106,7 @@ class SampleSettings(StageSettings):
             where = at if self.sampling else under(f"domains.{name}")
             yield from self._domain_rules(at, where("sampling"), self.sampled(run, name))
 
-    def _domain_rules(self, at: Any, sampling: str, sampled: SamplingSettings) -> Found:
+    def _domain_rules(self, at: At, sampling: str, sampled: SamplingSettings) -> Found:
         """Check the filter against what a domain is sampled with, as the key `sampling` says."""
         keep, longest = self.keep, sampled.max_response_tokens
         drawn = sampled.prompts_per_step * sampled.group_size

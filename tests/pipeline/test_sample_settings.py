@@ -7,12 +7,17 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.validate import load
+from pipeline.launch.runner import start_of
+from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import Stage, compile_graph
 from pipeline.run.lineage import changes, fingerprints, lineage_from
 from pipeline.run.outside import outside_model
 from pipeline.run.run import missing_output
+from pipeline.run.select import find_fork
 from stages.directory import StageDirectory
 from stages.kinds.sft import SftSettings
+from stages.settings import RunSettings
+from tests.pipeline.test_states import record
 from tests.pipeline.violations import edited, errors
 
 BLOCKS = """\
@@ -60,7 +65,7 @@ def test_the_graph_has_the_samples_between_model_and_training(sampled: Path) -> 
     ("override", "expected"),
     [
         ("stages.collect.from=null", "collect.from: must name what responses are sampled from"),
-        ("stages.collect.from=merged", "collect.from: no such stage: merged; did you mean merge?"),
+        ("stages.collect.from=merged", "collect.from: no such stage: merged"),
         ("stages.tuned.data.kept.stage=experts.sums", "leaves checkpoints, and data are needed"),
         ("stages.tuned.data.kept.stage=colect", "data.kept.stage: no such stage: colect"),
         ("stages.collect.prompts=1", "collect.prompts: 1 is less than the 2 data-parallel"),
@@ -81,7 +86,6 @@ def test_the_graph_has_the_samples_between_model_and_training(sampled: Path) -> 
             "keep.script.allowed.0: ",
         ),
         ("stages.collect.keep={reward: 1, script: {allowed: []}}", "should have at least 1 item"),
-        ("stages.collect.keep={per_prompt: 2}", "collect.keep.reward: required key is missing"),
         (
             "stages.collect.sampling={prompts_per_step: 2000, group_size: 1000}",
             "2000 prompts x 1000 samples are 2000000 at once; at most 1000000",
@@ -97,7 +101,6 @@ def test_the_graph_has_the_samples_between_model_and_training(sampled: Path) -> 
         ("stages.tuned.data.shown.weight=0", "data.shown.weight: should be greater than 0"),
         ("stages.tuned.data.own.max_tokens=9999", "data.own.max_tokens: 9999 is more than model."),
         ("stages.tuned.data.own.path=gone.jsonl", "data.own.path: no such file: "),
-        ("stages.tuned.data.kept={weight: 1}", "data.kept.source: required key is missing"),
         ("stages.tuned.data.kept.stage=/gone/collect", "it has no collection.json"),
         ("stages.tuned.data.own.sequences_per_step=3", "unknown key"),
     ],
@@ -105,6 +108,20 @@ def test_the_graph_has_the_samples_between_model_and_training(sampled: Path) -> 
 def test_a_wrong_setting_is_named(sampled: Path, override: str, expected: str) -> None:
     found = errors(sampled, override)
     assert any(expected in each for each in found), found
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "key"),
+    [
+        ("{reward: 1.0}", "{per_prompt: 2}", "stages.collect.keep.reward"),
+        ("    prompts: 10\n", "", "stages.collect.prompts"),
+        ("{stage: collect, weight: 3}", "{weight: 3}", "stages.tuned.data.kept.source"),
+        ("{source: jsonl, path: chats.jsonl}", "{source: jsonl}", "stages.tuned.data.own.path"),
+    ],
+)
+def test_required_keys_are_named(sampled: Path, old: str, new: str, key: str) -> None:
+    [error] = errors(edited(sampled, old, new))
+    assert f": {key}: required key is missing" in error
 
 
 def test_paths_of_sources_are_relative_to_the_file_that_states_them(sampled: Path) -> None:
@@ -174,3 +191,47 @@ def test_a_sample_stage_is_complete_with_its_collection(sampled: Path, tmp_path:
     assert missing_output(stage, directory, None) == "its collection.json is missing"
     directory.collection.write_text('{"digest": "abc"}')
     assert missing_output(stage, directory, None) is None
+
+
+def test_a_change_of_the_filter_makes_its_readers_stale(sampled: Path, run: RunDirectory) -> None:
+    settings = load(sampled)
+    finish(run, settings)
+    assert Run(run.path, settings).states["tuned"].state == "done"
+    found = Run(run.path, load(sampled, ["stages.collect.keep.reward=0.5"])).states
+    stale = {name for name, state in found.items() if state.state == "stale"}
+    assert stale == {"collect", "tuned"}
+    assert "keep.reward was 1.0 and is now 0.5" in found["collect"].cause
+
+
+def finish(run: RunDirectory, settings: RunSettings) -> None:
+    """Leave what stages leave that train or collect."""
+    for stage in compile_graph(settings):
+        if stage.kind == "sample":
+            run.stage(stage.name).path.mkdir(parents=True)
+            run.stage(stage.name).collection.write_text('{"digest": "abc"}')
+        if stage.trains or stage.kind == "sample":
+            record(run, settings, stage, "done")
+
+
+def test_parts_drawn_by_other_settings_are_not_continued(sampled: Path, run: RunDirectory) -> None:
+    settings = load(sampled)
+    for stage in compile_graph(settings):
+        if stage.name in ("cold_start", "experts.sums"):
+            record(run, settings, stage, "done")
+        if stage.name == "collect":
+            record(run, settings, stage, "running")
+            run.stage(stage.name).drawn.mkdir()
+            (run.stage(stage.name).drawn / "part_000000.parquet").touch()
+            assert start_of(run.stage(stage.name)) == "from 1 drawn parts"
+    assert Run(run.path, settings).states["collect"].state == "failed"  # and is resumed
+    other = load(sampled, ["stages.collect.prompts=11"])
+    assert Run(run.path, other).states["collect"].state == "stale"
+
+
+def test_collected_responses_are_reused_with_what_reads_them(
+    sampled: Path, run: RunDirectory
+) -> None:
+    settings = load(sampled)
+    finish(run, settings)
+    fork = find_fork(Run(run.path.with_name("other"), settings), run)
+    assert {"collect", "tuned"} <= fork.reused.keys()

@@ -101,11 +101,11 @@ def problems(held_out: bool, count: int, messages: bool = False) -> list[Problem
     return found[:count]
 
 
-def stage(directory: Path, data: dict[str, Any], count: int = 6, **given: Any) -> Sft:
+def stage(directory: Path, sources: dict[str, Any], count: int = 6, **given: Any) -> Sft:
     block = SftSettings.model_validate(
         {
-            "data": data,
-            "sequences_per_step": count if data else None,
+            "data": sources,
+            "sequences_per_step": count if sources else None,
             "optimizer": {"learning_rate": 1e-3},
             "loop": {"steps": 4},
         }
