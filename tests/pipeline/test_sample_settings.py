@@ -12,7 +12,7 @@ from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import Stage, compile_graph
 from pipeline.run.lineage import changes, fingerprints, lineage_from
 from pipeline.run.outside import outside_model
-from pipeline.run.run import missing_output
+from pipeline.run.run import Run, missing_output
 from pipeline.run.select import find_fork
 from stages.directory import StageDirectory
 from stages.kinds.sft import SftSettings
