@@ -286,6 +286,7 @@ def test_a_stage_killed_at_any_part_ends_with_the_same_bytes(tmp_path: Path) -> 
 
         def killed(path: Path, rows: Any, stop: int = stop) -> None:
             if path.name == f"part_{stop:06d}.parquet":
+                path.parent.mkdir(parents=True, exist_ok=True)
                 path.with_name(f".{path.name}.99").write_bytes(b"half of a part")
                 raise KeyboardInterrupt
             save(path, rows)
