@@ -7,9 +7,10 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO
 
@@ -23,6 +24,10 @@ ENDED = "ended"  # its key for the reason why a stage ended before its last step
 RESTART_REQUEST = "restart"
 # Maps each tensor of a Hugging Face checkpoint to its file, where there are several.
 WEIGHTS_INDEX = "model.safetensors.index.json"
+HUGGING_FACE = "config.json"  # of a Hugging Face checkpoint
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json", HUGGING_FACE)
+# `braid status` digests every data file of a run: size, head and tail of files over WHOLE_BYTES.
+WHOLE_BYTES, END_BYTES = 1 << 20, 1 << 16
 
 
 class CheckpointError(UserError):
@@ -192,3 +197,33 @@ def sha256(path: Path) -> str:
 def digest_of(files: dict[str, str]) -> str:
     """Return the digest of a checkpoint whose files have these checksums."""
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+
+
+def weights_digest(directory: Path) -> str:
+    """Return a digest of a Hugging Face checkpoint that changes when its weights do."""
+    return files_digest(file for pattern in WEIGHTS for file in directory.glob(pattern)) or ""
+
+
+def files_digest(files: Iterable[Path], whole: bool = False) -> str | None:
+    """Return the SHA-256 of the files' names and contents, independent of their directory."""
+    digests = []
+    for file in sorted(files):
+        if file.is_file():
+            stat = file.stat()
+            digest = _file_digest(file, stat.st_size, stat.st_mtime_ns, whole)
+            digests.append([file.name, digest])
+    return hashlib.sha256(json.dumps(digests).encode()).hexdigest() if digests else None
+
+
+@lru_cache(maxsize=4096)
+def _file_digest(file: Path, size: int, changed: int, whole: bool) -> str:
+    """Return a file's digest; `size` in bytes and the time it `changed` key the cache."""
+    found = hashlib.sha256(str(size).encode())
+    with file.open("rb") as content:
+        if whole or size <= WHOLE_BYTES:
+            found.update(content.read())
+        else:
+            found.update(content.read(END_BYTES))
+            content.seek(size - END_BYTES)
+            found.update(content.read())
+    return found.hexdigest()

@@ -19,6 +19,8 @@ from parallel.files import (
     whole_checkpoints,
 )
 
+COLLECTION = "collection.json"
+
 
 class _Directory(Protocol):
     @property
@@ -52,8 +54,10 @@ class StageDirectory:
     measured = Below("models")  # those so far, one file per model
     solved = Below("solved")  # the problems that each model solved
     verdict = Below("verdict.json")  # of a gate on what it measured
+    drawn = Below("drawn")  # all responses that a stage of kind sample drew, part by part
+    all_drawn = Below("drawn.parquet")  # the same in one file, where its filter left nothing
     collected = Below("collected.parquet")  # the responses that a stage of kind sample kept
-    collection = Below("collection.json")  # their digest and counts, written last
+    collection = Below(COLLECTION)  # their digest and counts, written last
     exported = Below("huggingface")  # the Hugging Face checkpoint of an export
 
     def job(self, attempt: int) -> Path:

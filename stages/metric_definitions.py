@@ -71,6 +71,12 @@ _TABLE = {
         " share of the model, no more",
         "refit_staging_bytes": "most staging memory of one engine rank in the weight sync | about"
         " one layer",
+        "drawn": "responses of this line's prompts; in rejection sampling | `group_size` for each"
+        " prompt",
+        "kept": "responses that passed `keep`, of this line's prompts | a fair share of `drawn`;"
+        " near 0, sample from a better model, or relax `keep`",
+        "dropped/NAME": "responses that `keep` dropped for the reason NAME, the first that applied"
+        " | mostly `reward`",
         "seconds_refit": "time to bring the weights to the engine",
         "seconds_offload": "time to move models between their GPU and the host; where engines share"
         " the GPUs, in any of the other times",

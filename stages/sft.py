@@ -1,4 +1,7 @@
-"""Supervised fine-tuning on the demonstrations of domains, such as a cold start."""
+"""Supervised fine-tuning on the demonstrations of domains, such as a cold start, or on a mixture.
+
+A mixture has sources with weights: what other stages collected, files, and demonstrations.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,17 @@ from parallel.distributed import broadcast, is_main, sum_over_data
 from parallel.model.policy import TrainedPolicy
 from parallel.sample import Sample
 from stages.data.demonstrations import ConversationStream, demonstrations, response_sample
+from stages.data.mixture import Mixture
 from stages.data.problem import seed_of
 from stages.data.prompts import PromptStream
-from stages.data.settings import GeneratedDemonstrationSettings
+from stages.data.settings import (
+    CollectedSettings,
+    ConversationFileSettings,
+    GeneratedDemonstrationSettings,
+)
 from stages.data.tokenizer import Tokenizer, load_tokenizer
 from stages.import_weights import look_for_held_out
-from stages.kinds.sft import SftSettings
+from stages.kinds.sft import CollectedSourceSettings, DomainSourceSettings, SftSettings
 from stages.loop import train
 from stages.metrics import token_efficiency
 from stages.objectives.loss import Totals, token_mean
@@ -27,7 +35,7 @@ from stages.settings import StageJob
 
 
 def run(job: StageJob) -> None:
-    """Train on demonstrations to the stage's last step."""
+    """Train on demonstrations, or on a mixture of sources, to the stage's last step."""
     stage = Sft(job)
     train(stage, job, stage.own.loop)
 
@@ -48,10 +56,16 @@ class Sft:
             own.routing,
         )
         self.tokenizer = load_tokenizer(settings.model)
-        self.sources: dict[str, ConversationStream | GeneratedPool] = {}
+        self.sources: dict[str, SequenceSource] = {}
+        self.mixture: Mixture | None = None
+        if own.data:
+            self.mixture = Mixture({name: each.weight for name, each in own.data.items()})
         if is_main():
             look_for_held_out(settings, self.tokenizer)
-            self.sources = {name: _source(job, name, self.tokenizer) for name in job.domains}
+            of = _mixed if own.data else _demonstrated
+            self.sources = {
+                name: of(job, name, self.tokenizer) for name in (own.data or job.domains)
+            }
 
     def step(self, step: int) -> dict[str, float]:
         samples, too_long = broadcast(self._draw(step) if is_main() else None)
@@ -84,22 +98,35 @@ class Sft:
         return -metrics["loss"]
 
     def state(self) -> dict[str, Any]:
-        """Return the cursor of every domain's source; the main rank's state is saved."""
-        return {"cursors": {domain: source.cursor for domain, source in self.sources.items()}}
+        """Return every source's cursor, and what was dealt; the main rank's state is saved."""
+        cursors = {name: source.cursor for name, source in self.sources.items()}
+        if self.mixture is None:
+            return {"cursors": cursors}
+        return {"cursors": cursors, "dealt": self.mixture.dealt}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a saved state."""
-        for domain, source in self.sources.items():
-            source.cursor = state["cursors"][domain]
+        for name, source in self.sources.items():
+            source.cursor = state["cursors"][name]
+        if self.mixture is not None:
+            self.mixture.dealt = dict(state["dealt"])
 
     def _draw(self, step: int) -> tuple[list[Sample], float]:
         """Return the samples of a step, and the number of conversations skipped as too long."""
         before = sum(source.too_long for source in self.sources.values())
         samples: list[Sample] = []
-        for domain, source in self.sources.items():
-            count = self.settings.domains[domain].demonstrations.sequences_per_step
-            samples += source.draw(step, count)
+        counts = self._counts()
+        for name, source in self.sources.items():
+            samples += source.draw(step, counts[name])
         return samples, float(sum(source.too_long for source in self.sources.values()) - before)
+
+    def _counts(self) -> dict[str, int]:
+        """Return the number of sequences of each source in the next step."""
+        if self.mixture is None:
+            domains = self.job.own_domains.items()
+            return {name: each.demonstrations.sequences_per_step for name, each in domains}
+        assert self.own.sequences_per_step is not None
+        return self.mixture.deal(self.own.sequences_per_step)
 
 
 class GeneratedPool:
@@ -116,7 +143,11 @@ class GeneratedPool:
         return Random(f"{self._seed}/{self._domain}/{step}").choices(self._samples, k=count)
 
 
-def _source(job: StageJob, domain: str, tokenizer: Tokenizer) -> ConversationStream | GeneratedPool:
+SequenceSource = ConversationStream | GeneratedPool
+
+
+def _demonstrated(job: StageJob, domain: str, tokenizer: Tokenizer) -> SequenceSource:
+    """Return the source of a domain's demonstrations."""
     seed, settings = job.settings.seed, job.settings.domains[domain]
     wanted = settings.demonstrations
     if isinstance(wanted, GeneratedDemonstrationSettings):
@@ -129,3 +160,29 @@ def _source(job: StageJob, domain: str, tokenizer: Tokenizer) -> ConversationStr
     order, fraction = seed_of(seed, domain, "demonstrations"), settings.prompts.held_out_fraction
     most = wanted.max_tokens or job.settings.model.max_positions
     return ConversationStream(wanted, tokenizer, domain, order, fraction, most)
+
+
+def _mixed(job: StageJob, name: str, tokenizer: Tokenizer) -> SequenceSource:
+    """Return a source of the stage's mixture.
+
+    Prompts of any domain may be in it: all domains hold the same fraction out, by content.
+    """
+    assert isinstance(job.own, SftSettings)
+    source = job.own.data[name]
+    if isinstance(source, DomainSourceSettings):
+        return _demonstrated(job, source.domain, tokenizer)
+    if isinstance(source, CollectedSourceSettings):
+        wanted: ConversationFileSettings = CollectedSettings(path=job.data[name])
+    else:
+        wanted = source
+    first = job.settings.domains[job.domains[0]]
+    order = seed_of(job.settings.seed, job.seeded_as, name, "data")
+    return ConversationStream(
+        wanted,
+        tokenizer,
+        name,
+        order,
+        first.prompts.held_out_fraction,
+        wanted.max_tokens or job.settings.model.max_positions,
+        key=f"stages.{job.block}.data.{name}",
+    )

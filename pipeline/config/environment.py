@@ -24,8 +24,9 @@ from stages.data.settings import (
     ReasoningGymPromptSettings,
     TooManyDirectories,
 )
+from stages.directory import COLLECTION, StageDirectory
 from stages.domains import DomainSettings
-from stages.kinds.sft import SftSettings
+from stages.kinds.sft import CollectedSourceSettings, SftSettings
 from stages.rewards.kinds.judge import JudgeReward
 from stages.rewards.kinds.python import PythonReward
 from stages.settings import RunSettings
@@ -45,8 +46,9 @@ def violations(run: RunSettings) -> Found:
         yield "model.initial_weights", problem
     blocks = Blocks(run)
     for stage in blocks.stages:
-        for where, reference, *_ in blocks.references(stage):
-            if is_path(reference) and (problem := model_violation(Path(reference), model)):
+        for where, reference, _, leaves in blocks.references(stage):
+            outside = leaves == "checkpoints" and is_path(reference)
+            if outside and (problem := model_violation(Path(reference), model)):
                 yield f"{stage.key}.{where}", problem
     if model.tokenizer == CHARACTERS:
         pass
@@ -63,6 +65,24 @@ def violations(run: RunSettings) -> Found:
     }
     for name, domain in run.domains.items():
         yield from domain_violations(name, domain, demonstrated=name in shown_in)
+    for key, block in run.stages.items():
+        if isinstance(block, SftSettings):
+            yield from _data_violations(f"stages.{key}.data", block)
+
+
+def _data_violations(key: str, block: SftSettings) -> Found:
+    """Yield the sources of a mixture that are missing here."""
+    for name, files in block.files():
+        yield from _missing_files(f"{key}.{name}", files)
+    for name, source in block.data.items():
+        if not isinstance(source, CollectedSourceSettings) or not is_path(source.stage):
+            continue
+        path = Path(source.stage)
+        if why := unreachable(path):
+            yield f"{key}.{name}.stage", f"{shown(path)} {why}"
+        elif not StageDirectory(path).collection.is_file():
+            absent = f"{shown(path)} is no finished stage that collected responses"
+            yield f"{key}.{name}.stage", f"{absent}: it has no {COLLECTION}"
 
 
 def domain_violations(name: str, domain: DomainSettings, *, demonstrated: bool = True) -> Found:
@@ -88,17 +108,21 @@ def _missing_data(key: str, domain: DomainSettings, demonstrated: bool) -> Found
     if demonstrated:
         blocks["demonstrations"] = domain.demonstrations
     for block, settings in blocks.items():
-        if not isinstance(settings, FileSettings):
-            continue
-        path, why = shown(settings.path), unreachable(settings.path)
-        try:
-            if why is None and not settings.files():
-                kind = f"*.{settings.source} file in" if settings.path.is_dir() else "such file:"
-                yield f"{key}.{block}.path", f"no {kind} {path}"
-        except TooManyDirectories as error:
-            why = str(error)
-        if why is not None:
-            yield f"{key}.{block}.path", f"{path} {why}"
+        if isinstance(settings, FileSettings):
+            yield from _missing_files(f"{key}.{block}", settings)
+
+
+def _missing_files(key: str, settings: FileSettings) -> Found:
+    """Yield the path of the settings at `key` if no file is there."""
+    path, why = shown(settings.path), unreachable(settings.path)
+    try:
+        if why is None and not settings.files():
+            kind = f"*.{settings.source} file in" if settings.path.is_dir() else "such file:"
+            yield f"{key}.path", f"no {kind} {path}"
+    except TooManyDirectories as error:
+        why = str(error)
+    if why is not None:
+        yield f"{key}.path", f"{path} {why}"
 
 
 def _reward_needs(key: str, domain: DomainSettings) -> Found:

@@ -58,8 +58,9 @@ PATHS: tuple[Key, ...] = (
     ("domains", "*", "prompts", "path"),
     ("domains", "*", "demonstrations", "path"),
     ("domains", "*", "rewards", "*", "api_key_file"),
+    ("stages", "*", "data", "*", "path"),
 )
-# References to models, or lists of them: paths where they have a slash.
+# References to stages and models, or lists of them: paths where they have a slash.
 REFERENCES: tuple[Key, ...] = (
     ("stages", "*", "from"),
     ("stages", "*", "teachers"),
@@ -67,6 +68,7 @@ REFERENCES: tuple[Key, ...] = (
     ("stages", "*", "models"),
     ("stages", "*", "objective", "kl", "reference"),
     ("domains", "*", "objective", "kl", "reference"),
+    ("stages", "*", "data", "*", "stage"),
 )
 
 

@@ -271,6 +271,8 @@ def start_of(directory: StageDirectory) -> str:
     """Return where a new attempt resumes from, in words."""
     if checkpoint := directory.newest_checkpoint():
         return f"from step {checkpoint.step}"
+    if drawn := len(list(directory.drawn.glob("*.parquet"))):
+        return f"from {drawn} drawn parts"
     measured = len(list(directory.measured.glob("*.json")))
     return f"from {measured} measured models" if measured else "from the start"
 

@@ -19,13 +19,14 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from parallel.files import Checkpoint, read_text, write_atomically
+from parallel.files import Checkpoint, files_digest, read_text, write_atomically
 from parallel.settings import CHARACTERS
 from pipeline.config.unroll import is_path
 from pipeline.run.graph import Stage, digest, problems
-from pipeline.run.outside import files_digest, outside_model
+from pipeline.run.outside import outside_model
 from stages.data.settings import FileSettings
 from stages.directory import StageDirectory
+from stages.keys import matches
 
 PACKAGES = (
     *("torch", "megatron-core", "mbridge", "transformers", "tokenizers", "pyarrow", "safetensors"),
@@ -38,7 +39,8 @@ TOKENIZER_FILES = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
     *("*.model", "chat_template*", "additional_chat_templates/*"),
 )
-FILES = (".prompts.path", ".demonstrations.path")  # ends of the keys of data files
+# Keys of data files: of domains, and of the stage's own block.
+FILES = ("domains.*.prompts.path", "domains.*.demonstrations.path", "data.*.path")
 
 
 # Keys that later versions gave to a block, by a key that only such blocks have, with the value that
@@ -192,7 +194,7 @@ def fingerprints(reads: dict[str, Any]) -> dict[str, str | None]:
         found[TOKENIZER] = files_digest(files, whole=True)
         found[TEMPLATE] = template_digest(directory)
     for key, path in reads.items():
-        if key.endswith(FILES):
+        if any(matches(key, pattern) for pattern in FILES):
             source = reads[f"{key.removesuffix('path')}source"]
             found[key] = files_digest(FileSettings(source=source, path=path).files())
     return found

@@ -308,6 +308,7 @@ class _Output:
         """Return the state by the files of the run; `earlier` has the states of its inputs."""
         event, stage, directory = self.event, self.stage, self.run.stage(self.stage.name)
         has_work = directory.measured.exists() if stage.measures else self.checkpoint is not None
+        has_work = has_work or directory.drawn.exists()
         if event is None and not has_work:
             return StageState("pending", attempts=self.attempts)
         done = event is not None and event.state == "done"

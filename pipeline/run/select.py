@@ -228,7 +228,7 @@ def find_fork(run: Run, other: RunDirectory) -> RunFork:
     found = RunFork()
     for stage in run.stages:  # dependencies come first
         ours, theirs = run.stage(stage.name), other.stage(stage.name)
-        checkpoints[stage.name] = ours.newest_checkpoint()
+        checkpoints[stage.name] = ours.output()
         event = events.get(stage.name)
         if event is None or event.state != "done" or ours.path.exists():
             continue
@@ -237,7 +237,7 @@ def find_fork(run: Run, other: RunDirectory) -> RunFork:
         now = lineage_from(stage, checkpoints, run.settings.layout.model_dump())
         if (manifest := read_manifest(theirs)) is None or None in now.parents.values():
             continue
-        newest = theirs.newest_checkpoint()
+        newest = theirs.output()
         if missing_output(stage, theirs, newest) or any(changes(manifest, now)):
             continue
         if asked := [gate for gate in stage.after if gate not in done]:

@@ -16,11 +16,15 @@ import numpy as np
 
 from parallel.sample import Sample
 from stages.data.index import Order, RowIndex, build_index
-from stages.data.problem import ASSISTANT, DomainError, Message, Problem, content_key
+from stages.data.problem import ASSISTANT, DataError, Message, Problem, content_key
 from stages.data.prompts import PromptStream
 from stages.data.reasoning_gym import FORMATS
 from stages.data.rows import Row, RowError, column_of, messages_of, prompt_of
-from stages.data.settings import FileDemonstrationSettings, GeneratedDemonstrationSettings
+from stages.data.settings import (
+    CollectedSettings,
+    ConversationFileSettings,
+    GeneratedDemonstrationSettings,
+)
 from stages.data.tokenizer import Tokenizer, TokenizerError
 
 PROBED = 32  # conversations that are rendered before training begins
@@ -141,25 +145,27 @@ class ConversationStream:
 
     The next conversation is a pure function of the settings, the seed and `cursor`. Conversations
     with held-out prompts never come; `too_long` counts those skipped for more than `limit` tokens;
-    `rows` is the number of conversations, including those. Raises DomainError for unusable rows,
-    and TokenizerError for an unusable chat template.
+    `rows` is the number of conversations, including those. `key` is that of the settings, where
+    they are not the domain's own demonstrations. Raises DomainError for unusable rows, and
+    TokenizerError for an unusable chat template.
     """
 
     def __init__(
         self,
-        settings: FileDemonstrationSettings,
+        settings: ConversationFileSettings,
         tokenizer: Tokenizer,
         domain: str,
         seed: int,
         held_out_fraction: float,
         limit: int,
         cursor: int = 0,
+        key: str | None = None,
     ) -> None:
         self.cursor = cursor
         self.too_long = 0
         self._tokenizer = tokenizer
         self._limit = limit
-        self._index = conversation_index(settings, domain)
+        self._index = conversation_index(settings, domain, key)
         self._rows = self._index.split(False, held_out_fraction)
         self.rows = len(self._rows)
         self._order = Order(self._rows, seed)
@@ -185,7 +191,7 @@ class ConversationStream:
                 return sample
             self.too_long += 1
         why = f"every conversation is longer than {self._limit} tokens"
-        raise DomainError(self._index.domain, "demonstrations.max_tokens", why)
+        raise DataError(f"{self._index.key}.max_tokens", why)
 
     def _sample(self, row: int) -> Sample:
         shown: Shown = self._index.read(row)
@@ -198,11 +204,18 @@ class ConversationStream:
 
 
 @cache
-def conversation_index(settings: FileDemonstrationSettings, domain: str) -> RowIndex:
-    """Return the index of a domain's demonstrations; the files are read once a process."""
+def conversation_index(
+    settings: ConversationFileSettings, domain: str, key: str | None = None
+) -> RowIndex:
+    """Return the index of conversations; the files are read once a process.
+
+    `key` is that of the settings, where they are not the domain's own demonstrations.
+    """
     columns = [settings.messages]
     if settings.response is not None:
         columns = [settings.prompt, settings.response]
+    if isinstance(settings, CollectedSettings):
+        columns.append(settings.messages)
 
     def parse(row: Row) -> tuple[Shown, str, str]:
         """Return a row's demonstration, and the hash of the turns before the first response too."""
@@ -211,7 +224,10 @@ def conversation_index(settings: FileDemonstrationSettings, domain: str) -> RowI
             if messages[0]["role"] == ASSISTANT:
                 raise RowError(f"{settings.messages!r} must not start with an assistant turn")
         else:
-            prompt, response = prompt_of(row, settings.prompt), column_of(row, settings.response)
+            # Of what a stage collected, `prompt` is the rendering of the chat messages.
+            chat = isinstance(settings, CollectedSettings) and row.get(settings.messages)
+            prompt = prompt_of(row, settings.messages if chat else settings.prompt)
+            response = column_of(row, settings.response)
             if not isinstance(response, str) or not response:
                 raise RowError(f"{settings.response!r} is empty or not text")
             if isinstance(prompt, str):
@@ -224,4 +240,5 @@ def conversation_index(settings: FileDemonstrationSettings, domain: str) -> RowI
         first = messages[: roles.index(ASSISTANT)]
         return messages, content_key(messages), content_key(first)
 
-    return build_index(settings, domain, "demonstrations", columns, parse)
+    at = key or f"domains.{domain}.demonstrations"
+    return build_index(settings, domain, at, columns, parse)

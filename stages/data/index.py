@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from parallel.errors import report_notice
-from stages.data.problem import DomainError
+from stages.data.problem import DataError
 from stages.data.rows import ROWS, Row, RowError
 from stages.data.settings import FileSettings
 
@@ -41,7 +41,7 @@ class RowIndex:
 
     settings: FileSettings
     domain: str
-    block: str  # the settings' key below the domain's
+    key: str  # the settings' own, such as domains.math.prompts
     parse: Parse = field(repr=False)
     files: list[Path]
     counts: Counts
@@ -52,15 +52,14 @@ class RowIndex:
     def split(self, held_out: bool, fraction: float) -> np.ndarray:
         """Return the rows, int64, of the held-out or the training split.
 
-        `fraction` of all prompts is held out. Raises DomainError where the split is empty.
+        `fraction` of all prompts is held out. Raises DataError where the split is empty.
         """
         below = self.keys < np.uint64(ceil(fraction * 2**64))
         rows = np.flatnonzero(below == held_out)
         if not len(rows):
             split = "held-out" if held_out else "training"
-            raise DomainError(
-                self.domain,
-                f"{self.block}.path",
+            raise DataError(
+                f"{self.key}.path",
                 f"none of the {len(self.keys)} usable rows is in the {split} split; add rows or"
                 f" change domains.{self.domain}.prompts.held_out_fraction",
             )
@@ -69,7 +68,7 @@ class RowIndex:
     def read(self, row: int) -> Any:
         """Return what `parse` makes of a row.
 
-        Raises DomainError where it no longer exists or has another prompt.
+        Raises DataError where it no longer exists or has another prompt.
         """
         file = self.files[self.file[row]]
         try:
@@ -79,7 +78,7 @@ class RowIndex:
                 raise RowError("it has another prompt")
         except (OSError, RowError) as error:
             why = f"{file} changed since it was indexed: {error}"
-            raise DomainError(self.domain, f"{self.block}.path", why) from error
+            raise DataError(f"{self.key}.path", why) from error
         return content
 
     def place(self, row: int) -> str:
@@ -88,16 +87,16 @@ class RowIndex:
 
 
 def build_index(
-    settings: FileSettings, domain: str, block: str, columns: Sequence[str], parse: Parse
+    settings: FileSettings, domain: str, key: str, columns: Sequence[str], parse: Parse
 ) -> RowIndex:
     """Read every row of the files once; keep the first row of each content.
 
-    Skipped rows are counted and reported. Raises DomainError, naming the file and the line, for an
+    Skipped rows are counted and reported. Raises DataError, naming the file and the line, for an
     unusable row that must not be skipped, and where no row is usable.
     """
     files, reader = settings.files(), ROWS[settings.source]
     if not files:
-        raise DomainError(domain, f"{block}.path", f"no {settings.source} file at {settings.path}")
+        raise DataError(f"{key}.path", f"no {settings.source} file at {settings.path}")
     numbers, places = array("I"), array("q")
     identities, keys = array("Q"), array("Q")
     rows = bad = 0
@@ -109,35 +108,36 @@ def build_index(
                 try:
                     if isinstance(row, RowError):
                         raise row
-                    _, identity, key = parse(row)
+                    _, identity, of_prompt = parse(row)
                 except RowError as error:
                     wrong = f"{reader.place(file, at)}: {error}"
                     if settings.on_bad_row == "stop":
+                        block = key.rpartition(".")[2]
                         remedy = f"fix it, or skip such rows with {block}.on_bad_row: skip"
-                        raise DomainError(domain, block, f"{wrong}; {remedy}") from error
+                        raise DataError(key, f"{wrong}; {remedy}") from error
                     bad += 1
                     first_error = first_error or wrong
                     continue
                 numbers.append(number)
                 places.append(at)
                 identities.append(_leading(identity))
-                keys.append(_leading(key))
+                keys.append(_leading(of_prompt))
         except (OSError, RowError) as error:
-            raise DomainError(domain, block, f"{file}: {error}") from error
+            raise DataError(key, f"{file}: {error}") from error
     if not keys:
         why = f": {first_error}" if first_error else ""
-        raise DomainError(domain, block, f"no usable row in {files[0]}{why}")
+        raise DataError(key, f"no usable row in {files[0]}{why}")
     kept = np.sort(np.unique(np.frombuffer(identities, np.uint64), return_index=True)[1])
     counts = Counts(rows, bad, duplicates=len(keys) - len(kept))
     unusable = f"{bad} unusable ({first_error})" if bad else ""
     repeated = f"{counts.duplicates} repeated" if counts.duplicates else ""
     if skipped := ", ".join(filter(None, (unusable, repeated))):
-        report_notice(f"domains.{domain}.{block}: skipped rows, of {rows}: {skipped}")
+        report_notice(f"{key}: skipped rows, of {rows}: {skipped}")
     columns_kept = (
         np.frombuffer(values, kind)[kept]
         for values, kind in ((numbers, np.uint32), (places, np.int64), (keys, np.uint64))
     )
-    return RowIndex(settings, domain, block, parse, files, counts, *columns_kept)
+    return RowIndex(settings, domain, key, parse, files, counts, *columns_kept)
 
 
 class Order:

@@ -22,6 +22,13 @@ class DomainError(UserError):
         super().__init__(f"domains.{domain}.{key}: {message}")
 
 
+class DataError(DomainError):
+    """Data that cannot be used, of the settings at a full key: a domain's, or a stage's."""
+
+    def __init__(self, key: str, message: str) -> None:
+        UserError.__init__(self, f"{key}: {message}")
+
+
 @dataclass(frozen=True)
 class Problem:
     """A question, with the fields that rewards read.

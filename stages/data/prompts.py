@@ -251,7 +251,7 @@ def prompt_index(settings: FilePromptSettings, domain: str) -> RowIndex:
         prompt, answer = prompt_of(row, settings.prompt), answer_of(row, settings.answer)
         return (prompt, answer, row), content_key(prompt), content_key(prompt)
 
-    return build_index(settings, domain, "prompts", columns, parse)
+    return build_index(settings, domain, f"domains.{domain}.prompts", columns, parse)
 
 
 def problem_at(index: RowIndex, tokenizer: Tokenizer, row: int, place: int) -> Problem:

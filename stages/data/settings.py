@@ -158,7 +158,7 @@ class GeneratedDemonstrationSettings(DrawSettings):
     )
 
 
-class FileDemonstrationSettings(DrawSettings, FileSettings):
+class ConversationFileSettings(FileSettings):
     """Conversations in files, one a row; every assistant turn is trained on."""
 
     messages: str = Field(default="messages", description="column of whole conversations")
@@ -170,6 +170,17 @@ class FileDemonstrationSettings(DrawSettings, FileSettings):
         default=None,
         description="longer conversations are skipped and counted; null is model.max_positions",
     )
+
+
+class CollectedSettings(ConversationFileSettings):
+    """The responses that a stage collected: prompts are chat messages where a row has them."""
+
+    source: Literal["parquet"] = "parquet"
+    response: str | None = "response"
+
+
+class FileDemonstrationSettings(DrawSettings, ConversationFileSettings):
+    """A domain's conversations in files."""
 
 
 class JsonlDemonstrationSettings(FileDemonstrationSettings):

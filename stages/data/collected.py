@@ -1,0 +1,143 @@
+"""Responses that a stage collected, as rows of Parquet with their provenance.
+
+Equal rows make equal files: row groups of a fixed size, and nothing of when or where.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet as parquet
+
+from parallel.errors import UserError
+from parallel.files import naming
+from stages.data.problem import Problem
+
+Row = dict[str, Any]
+
+ROW_GROUP = 1024  # rows
+MESSAGES = pyarrow.list_(pyarrow.struct({"role": pyarrow.string(), "content": pyarrow.string()}))
+# Of a response that was drawn; `messages` may have further keys in its messages.
+SCHEMA = pyarrow.schema(
+    {
+        "domain": pyarrow.string(),
+        "problem": pyarrow.string(),  # the content hash of the prompt
+        "index": pyarrow.int64(),  # in its stream
+        "prompt": pyarrow.string(),  # as the model reads it
+        "messages": MESSAGES,  # that `prompt` renders; null where the source has text
+        "response": pyarrow.string(),
+        "tokens": pyarrow.int32(),  # of the response, end token included
+        "token_ids": pyarrow.list_(pyarrow.int32()),
+        "reward": pyarrow.float64(),  # null where it failed
+        "reward_parts": pyarrow.map_(pyarrow.string(), pyarrow.float64()),
+        "finish_reason": pyarrow.string(),  # stop, or length where it was truncated
+        "model": pyarrow.string(),  # the digest of the checkpoint
+        "weight_version": pyarrow.int32(),
+        "stage": pyarrow.string(),
+        "seed": pyarrow.int64(),
+        "dropped": pyarrow.string(),  # why; null where it was kept
+    }
+)
+
+
+def prompt_columns(problem: Problem) -> Row:
+    """Return the columns that identify a prompt."""
+    return {
+        "domain": problem.domain,
+        "problem": problem.key,
+        "index": problem.index,
+        "prompt": problem.prompt,
+        "messages": None if problem.messages is None else list(problem.messages),
+    }
+
+
+def write_part(path: Path, rows: Sequence[Row]) -> None:
+    """Write rows as one file, atomically.
+
+    Raises:
+        OSError: such as a full disk.
+        UserError: chat messages that Parquet cannot hold.
+    """
+    schema = SCHEMA
+    messages = [row["messages"] for row in rows if row["messages"] is not None]
+    if any(each.keys() != {"role", "content"} for chat in messages for each in chat):
+        try:
+            inferred = pyarrow.infer_type(messages)
+        except pyarrow.ArrowException as error:
+            domain = next(row["domain"] for row in rows if row["messages"] is not None)
+            raise UserError(
+                f"domains.{domain}.prompts.path: its chat messages do not fit into Parquet:"
+                f" {error}; give each key of the messages values of one type"
+            ) from error
+        place = SCHEMA.get_field_index("messages")
+        schema = SCHEMA.set(place, pyarrow.field("messages", inferred))
+    with _written(path, schema) as writer:
+        writer.write_table(pyarrow.Table.from_pylist(list(rows), schema), ROW_GROUP)
+
+
+def read_part(path: Path) -> list[Row] | None:
+    """Return the rows of a whole file of `write_part`; None where it is none."""
+    try:
+        rows = parquet.ParquetFile(path).read().to_pylist()
+    except (OSError, pyarrow.ArrowException):
+        return None
+    return rows if rows and rows[0].keys() == set(SCHEMA.names) else None
+
+
+def write_joined(path: Path, parts: Sequence[Path], *, kept: bool) -> int:
+    """Write the rows of all parts into one file, atomically; return their number.
+
+    With `kept`, only those that were kept, without the column `dropped`. Reads one part at a time.
+    """
+    schema = pyarrow.unify_schemas(
+        [parquet.read_schema(part) for part in parts], promote_options="permissive"
+    )
+    if kept:
+        schema = schema.remove(schema.get_field_index("dropped"))
+    count = 0
+    with _written(path, schema) as writer:
+        for rows in _groups(_rows(parts, kept)):
+            count += len(rows)
+            writer.write_table(pyarrow.Table.from_pylist(rows, schema), ROW_GROUP)
+    return count
+
+
+def _rows(parts: Iterable[Path], kept: bool) -> Iterator[Row]:
+    for part in parts:
+        for row in parquet.ParquetFile(part).read().to_pylist():
+            if not kept or row.pop("dropped") is None:
+                yield row
+
+
+def _groups(rows: Iterator[Row]) -> Iterator[list[Row]]:
+    """Yield the rows in lists of ROW_GROUP, the last of which may be shorter."""
+    group: list[Row] = []
+    for row in rows:
+        group.append(row)
+        if len(group) == ROW_GROUP:
+            yield group
+            group = []
+    if group:
+        yield group
+
+
+@contextmanager
+def _written(path: Path, schema: pyarrow.Schema) -> Iterator[parquet.ParquetWriter]:
+    """Open a file that is complete under its name once the block ends, and else not there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with naming(path):
+            with temporary.open("wb") as file:
+                with parquet.ParquetWriter(file, schema, compression="zstd") as writer:
+                    yield writer
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
