@@ -62,6 +62,7 @@ REFERENCES: tuple[Key, ...] = (
     ("stages", "*", "teachers"),
     ("stages", "*", "teachers", "*"),
     ("stages", "*", "data", "*", "stage"),
+    ("stages", "*", "reference"),
 )
 
 
