@@ -279,7 +279,9 @@ class Reader:
     def _extended(self, node: yaml.Node, place: SourceLocation, key: Key) -> Mapping:
         key_here = (*key, "extends")
         if not isinstance(node, yaml.ScalarNode) or not node.value:
-            return self._unreadable(place, key_here, "must be the path of a file, or a list of paths")
+            return self._unreadable(
+                place, key_here, "must be the path of a file, or a list of paths"
+            )
         if len(self.violations) >= MOST_ERRORS:  # a file with errors is parsed every time
             self.broken = True
             return Mapping({}, place)
