@@ -170,6 +170,7 @@ def split(
     token_budget: int,
     replay: bool,
     padded: bool = False,
+    together: int = 1,
 ) -> list[MicroBatch]:
     """Return this data-parallel rank's micro-batches of about `token_budget` tokens per device.
 
@@ -177,24 +178,31 @@ def split(
     Expert parallelism needs the same number of forward passes on every rank, so the fullest rank
     decides it; a micro-batch is empty only where there are fewer samples than micro-batches. An
     interleaved pipeline takes whole rounds of micro-batches. `padded` pads every sample of a
-    micro-batch to its longest, the baseline that packing is compared with.
+    micro-batch to its longest, the baseline that packing is compared with. Each `together`
+    consecutive samples, such as the two of a pair, are in one micro-batch, in their order.
     """
-    shares = deal(samples, here.data)
+    shares = deal(samples, here.data, together)
     fullest = max(sum(sample.length for sample in share) for share in shares)
-    wanted = max(1, min(-(-fullest // (token_budget * here.context)), *map(len, shares)))
+    fewest = min(len(share) // together for share in shares)
+    wanted = max(1, min(-(-fullest // (token_budget * here.context)), fewest))
     count = -(-wanted // here.round) * here.round
-    own = deal(shares[here.data_rank], count)
+    own = deal(shares[here.data_rank], count, together)
     return [collate(part, here, replay, padded) for part in own]
 
 
-def deal(samples: Sequence[Sample], hands: int) -> list[list[Sample]]:
-    """Give each sample, longest first, to the hand with the fewest tokens so far."""
+def deal(samples: Sequence[Sample], hands: int, together: int = 1) -> list[list[Sample]]:
+    """Give each sample, longest first, to the hand with the fewest tokens so far.
+
+    Each `together` consecutive samples go to one hand, in their order.
+    """
     loads = [(0, hand) for hand in range(hands)]
     dealt: list[list[Sample]] = [[] for _ in range(hands)]
-    for sample in sorted(samples, key=lambda sample: -sample.length):
+    parts = [samples[at : at + together] for at in range(0, len(samples), together)]
+    sized = [(sum(sample.length for sample in part), part) for part in parts]
+    for length, part in sorted(sized, key=lambda each: -each[0]):
         load, hand = loads[0]
-        dealt[hand].append(sample)
-        heapq.heapreplace(loads, (load + sample.length, hand))
+        dealt[hand] += part
+        heapq.heapreplace(loads, (load + length, hand))
     return dealt
 
 

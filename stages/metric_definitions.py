@@ -19,13 +19,14 @@ class Metric(NamedTuple):
 # By denominator: name: "meaning | healthy values".
 _TABLE = {
     "step": {
-        "loss": "the objective, normalised once by the step's global count | SFT and merge: falls."
-        " GRPO: near 0, and says little",
+        "loss": "the objective, normalised once by the step's global count | SFT, DPO, merge:"
+        " falls. GRPO: near 0, and says little",
         "gradient_norm": "norm of the whole gradient before clipping | steady; a jump of ten times"
         " precedes trouble",
         "learning_rate": "learning rate of this step | follows the schedule",
-        "too_long": "conversations (cold start) or prompts skipped for their length, also"
-        " prefetched | near 0; else raise `demonstrations.max_tokens`, `prompts.max_prompt_tokens`",
+        "too_long": "conversations, pairs or prompts skipped for their length, also prefetched |"
+        " near 0; else raise `demonstrations.max_tokens`, `data.NAME.max_tokens`,"
+        " `prompts.max_prompt_tokens`",
         "reward_failures": "samples whose reward failed, also of replaced and dropped prompts; in"
         " evaluation, since the line before | 0; the stage stops above"
         " `rewards.max_failed_fraction`",
@@ -169,6 +170,14 @@ _TABLE = {
         "teacher_kl": "mean `teacher_kl/NAME`, by `merge.averaged_over` and"
         " `merge.domain_weights`; the loss | falls; at first 0.04 is a near teacher, 0.2 a foreign"
         " one",
+    },
+    "pairs": {
+        "reward_chosen": "mean of beta * (log pi - log ref) of the chosen responses, by"
+        " `loss.logprobs`; with `dpo` | 0 at first; falling, both responses lose probability",
+        "reward_rejected": "`reward_chosen` of the rejected responses | 0 at first; falls",
+        "reward_margin": "`reward_chosen` - `reward_rejected` | 0 at first; grows",
+        "reward_accuracy": "share of the pairs whose chosen response has the higher reward | above"
+        " 0.5 and growing; at 1 early, the pairs are too easy or seen too often",
     },
     "computed tokens": {
         "token_efficiency": "share of the tokens computed in training that are not padding | above"

@@ -26,6 +26,7 @@ from stages.data.settings import (
 )
 from stages.directory import COLLECTION, StageDirectory
 from stages.domains import DomainSettings
+from stages.kinds.dpo import DpoSettings
 from stages.kinds.sft import CollectedSourceSettings, SftSettings
 from stages.rewards.kinds.judge import JudgeReward
 from stages.rewards.kinds.python import PythonReward
@@ -66,11 +67,11 @@ def violations(run: RunSettings) -> Found:
     for name, domain in run.domains.items():
         yield from domain_violations(name, domain, demonstrated=name in shown_in)
     for key, block in run.stages.items():
-        if isinstance(block, SftSettings):
+        if isinstance(block, SftSettings | DpoSettings):
             yield from _data_violations(f"stages.{key}.data", block)
 
 
-def _data_violations(key: str, block: SftSettings) -> Found:
+def _data_violations(key: str, block: SftSettings | DpoSettings) -> Found:
     """Yield the sources of a mixture that are missing here."""
     for name, files in block.files():
         yield from _missing_files(f"{key}.{name}", files)

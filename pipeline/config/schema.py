@@ -128,12 +128,13 @@ def _classes(annotation: Any) -> list[type[BaseModel]]:
 
 
 def _tag(classes: list[type[BaseModel]]) -> str:
-    """Return the key that is a literal in all classes, with a different default in each."""
+    """Return the key that is a literal of one value in all classes, another one in each."""
     for name, field in classes[0].model_fields.items():
         defaults = {
             each.model_fields[name].default for each in classes if name in each.model_fields
         }
-        if get_origin(field.annotation) is Literal and len(defaults) == len(classes):
+        only = get_origin(field.annotation) is Literal and len(get_args(field.annotation)) == 1
+        if only and len(defaults) == len(classes):
             return name
     raise TypeError(f"no literal field distinguishes {classes}")
 

@@ -69,6 +69,7 @@ REFERENCES: tuple[Key, ...] = (
     ("stages", "*", "objective", "kl", "reference"),
     ("domains", "*", "objective", "kl", "reference"),
     ("stages", "*", "data", "*", "stage"),
+    ("stages", "*", "reference"),
 )
 
 

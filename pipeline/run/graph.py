@@ -28,7 +28,7 @@ from stages.keys import NEUTRAL_KEYS, flatten, leaves, matches
 from stages.kinds.kind import KINDS, StageKind
 from stages.settings import RunSettings
 
-PROBLEMS = ("domains.*.prompts", "domains.*.demonstrations")
+PROBLEMS = ("domains.*.prompts", "domains.*.demonstrations", "data")
 
 
 @dataclass(frozen=True)
@@ -267,7 +267,7 @@ def gate_of(stage: Stage, settings: RunSettings) -> GateSettings:
 
 
 def problems(reads: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a stage's problems and demonstrations among all that it reads."""
+    """Return the settings of a stage's problems and data among all that it reads."""
     return {
         key: value
         for key, value in reads.items()

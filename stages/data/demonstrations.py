@@ -73,14 +73,19 @@ def response_sample(tokenizer: Tokenizer, prompt: str, response: str, domain: st
     )
 
 
-def conversation_sample(tokenizer: Tokenizer, messages: Sequence[Message], domain: str) -> Sample:
+def conversation_sample(
+    tokenizer: Tokenizer, messages: Sequence[Message], domain: str, given: int = 0
+) -> Sample:
     """Return a conversation as a sample whose prompt ends before the first assistant turn.
+
+    With `given`, the prompt includes that number of assistant turns.
 
     The loss mask covers each assistant turn up to its end token. Segments are encoded one by one,
     as a rollout's prompt and response are. Raises TokenizerError as `segments`, and where the
     template ends an assistant turn without the end token, at which a rollout stops.
     """
-    first, *rest = segments(tokenizer, messages)
+    parts = segments(tokenizer, messages)
+    first, rest = "".join(parts[: 2 * given + 1]), parts[2 * given + 1 :]
     ids: list[int] = []
     learned: list[bool] = []
     for number, text in enumerate(rest):

@@ -61,7 +61,7 @@ class ParquetSourceSettings(WeightSettings, ConversationFileSettings):
     source: Literal["parquet"] = "parquet"
 
 
-def _source_of(given: Any) -> str | None:
+def source_of(given: Any) -> str | None:
     """Return the kind of a source, which `stage` and `domain` say too."""
     if not isinstance(given, dict):
         return getattr(given, "source", None)
@@ -75,7 +75,7 @@ SftSource = Annotated[
     | Annotated[DomainSourceSettings, Tag("domain")]
     | Annotated[JsonlSourceSettings, Tag("jsonl")]
     | Annotated[ParquetSourceSettings, Tag("parquet")],
-    Discriminator(_source_of),
+    Discriminator(source_of),
 ]
 
 

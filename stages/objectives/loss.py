@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from parallel.settings import Settings
-from stages.objectives import advantages, ratios
+from stages.objectives import advantages, preference, ratios  # noqa: F401  they register
 from stages.objectives.advantages.grpo import GrpoAdvantageSettings
 from stages.objectives.graded import AdvantageBase
 from stages.objectives.kl import KLSettings
@@ -24,6 +24,7 @@ from stages.objectives.registry import (
     AGGREGATIONS,
     CORRECTIONS,
     KL_ESTIMATORS,
+    PREFERENCES,
     RATIOS,
     AboveZero,
     Registry,
@@ -55,7 +56,10 @@ else:
     AdvantageSettings = ADVANTAGES.settings_union(default="grpo")
     RatioSettings = RATIOS.settings_union(default="sequence")
 
-REGISTRIES: tuple[Registry, ...] = (ADVANTAGES, RATIOS, AGGREGATIONS, KL_ESTIMATORS, CORRECTIONS)
+REGISTRIES: tuple[Registry, ...] = (
+    *(ADVANTAGES, RATIOS, AGGREGATIONS, KL_ESTIMATORS, CORRECTIONS),
+    PREFERENCES,
+)
 
 
 class ObjectiveSettings(Settings):

@@ -94,12 +94,14 @@ RATIOS = Registry("objective.ratio")
 AGGREGATIONS = Registry("objective.aggregation")
 KL_ESTIMATORS = Registry("objective.kl.estimator")
 CORRECTIONS = Registry("objective.correction")
+PREFERENCES = Registry("stages.NAME.loss")
 
 advantage = ADVANTAGES.register
 ratio = RATIOS.register
 aggregation = AGGREGATIONS.register
 kl_estimator = KL_ESTIMATORS.register
 correction = CORRECTIONS.register
+preference = PREFERENCES.register
 
 
 def import_modules(package: str, path: Iterable[str]) -> None:

@@ -1,0 +1,275 @@
+"""Preference pairs of files and of collected responses, as samples in a seeded order."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from math import ceil
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from parallel.sample import Sample
+from stages.data.demonstrations import conversation_sample, response_sample
+from stages.data.index import Order, build_index
+from stages.data.problem import ASSISTANT, DataError, Message, content_key
+from stages.data.rows import ROWS, Row, RowError, column_of, messages_of, prompt_of
+from stages.data.settings import FileSettings
+from stages.data.tokenizer import Tokenizer, TokenizerError
+
+Turns = str | list[Message]  # a text, or chat messages
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A prompt with a preferred and another response; all are texts, or all chat messages."""
+
+    prompt: Turns
+    chosen: Turns
+    rejected: Turns
+
+    def samples(self, tokenizer: Tokenizer, name: str) -> tuple[Sample, Sample]:
+        """Return the prompt with each response, as samples of the source `name`."""
+        chosen, rejected = (self._sample(tokenizer, name, each) for each in self.responses)
+        return chosen, rejected
+
+    @property
+    def responses(self) -> tuple[Turns, Turns]:
+        """The chosen and the rejected response."""
+        return self.chosen, self.rejected
+
+    def _sample(self, tokenizer: Tokenizer, name: str, response: Turns) -> Sample:
+        if isinstance(self.prompt, str):
+            assert isinstance(response, str)
+            return response_sample(tokenizer, self.prompt, response, name)
+        assert not isinstance(response, str)
+        given = sum(message["role"] == ASSISTANT for message in self.prompt)
+        return conversation_sample(tokenizer, [*self.prompt, *response], name, given)
+
+
+class PairRows(Protocol):
+    """The usable pairs of a source, whose prompts are not held out."""
+
+    def __len__(self) -> int: ...
+
+    def samples(self, row: int, tokenizer: Tokenizer, name: str) -> tuple[Sample, Sample]:
+        """Return a pair's chosen and rejected sample, of the source `name`.
+
+        Raises DataError where its file has changed.
+        """
+
+    def place(self, row: int) -> str:
+        """Return a pair's file and line, for a message."""
+
+
+class FilePairs:
+    """The pairs of files, one a row.
+
+    Raises DataError for unusable rows that must not be skipped, and where no row is usable.
+    """
+
+    def __init__(
+        self, settings: FileSettings, columns: Sequence[str], key: str, held_out_fraction: float
+    ) -> None:
+        """Index the files' `columns` of prompts, chosen and rejected responses."""
+
+        def parse(row: Row) -> tuple[Pair, str, str]:
+            pair = _pair_of(row, *columns)
+            whole = "\0".join(map(content_key, (pair.prompt, *pair.responses)))
+            return pair, hashlib.sha256(whole.encode()).hexdigest(), split_key(pair.prompt)
+
+        self._index = build_index(settings, "*", key, columns, parse)
+        self._rows = self._index.split(False, held_out_fraction)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def samples(self, row: int, tokenizer: Tokenizer, name: str) -> tuple[Sample, Sample]:
+        pair: Pair = self._index.read(int(self._rows[row]))
+        return pair.samples(tokenizer, name)
+
+    def place(self, row: int) -> str:
+        return self._index.place(int(self._rows[row]))
+
+
+class CollectedPairs:
+    """Each prompt's best and worst response among those that a stage collected.
+
+    Prompts whose responses have one reward give no pair, nor do held-out prompts. Of equal rewards
+    the first response counts. Raises DataError where the file is unusable or gives no pair.
+    """
+
+    def __init__(self, file: Path, key: str, held_out_fraction: float) -> None:
+        self._file, self._key = file, f"{key}.stage"
+        below = ceil(held_out_fraction * 2**64)
+        found: dict[str, _Extremes] = {}
+        try:
+            for at, row in ROWS["parquet"].scan(file, ("problem", "reward")):
+                if isinstance(row, RowError):
+                    raise row
+                problem, reward = row["problem"], row["reward"]
+                if reward is not None and int(problem[:16], base=16) >= below:  # null: it failed
+                    found.setdefault(problem, _Extremes()).add(at, reward)
+        except (OSError, RowError) as error:
+            raise DataError(self._key, f"{file}: {error}") from error
+        self._rows = [each for each in found.values() if each.high > each.low]
+        if not self._rows:
+            raise DataError(
+                self._key,
+                f"{file}: none of its {len(found)} prompts has responses of different rewards;"
+                " sample more responses to a prompt, and keep bad ones too",
+            )
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def samples(self, row: int, tokenizer: Tokenizer, name: str) -> tuple[Sample, Sample]:
+        chosen, rejected = (self._sample(at, tokenizer, name) for at in self._rows[row].places)
+        return chosen, rejected
+
+    def place(self, row: int) -> str:
+        best, worst = (ROWS["parquet"].place(self._file, at) for at in self._rows[row].places)
+        return f"{best} and {worst}"
+
+    def _sample(self, at: int, tokenizer: Tokenizer, name: str) -> Sample:
+        """Return a response as it was sampled: truncated ones have no end token."""
+        try:
+            row = ROWS["parquet"].read(self._file, at)
+            prompt, ids = (column_of(row, each) for each in ("prompt", "token_ids"))
+            if tokenizer.decode(ids) != column_of(row, "response"):
+                raise RowError("its tokens are not of model.tokenizer; sample it again")
+        except (OSError, RowError) as error:
+            where = ROWS["parquet"].place(self._file, at)
+            raise DataError(self._key, f"{where}: {error}") from error
+        return Sample(
+            domain=name,
+            prompt=np.array(tokenizer.encode(prompt), np.int32),
+            response=np.array(ids, np.int32),
+        )
+
+
+@dataclass
+class _Extremes:
+    """The rows of a prompt's best and worst responses."""
+
+    best: int = -1
+    worst: int = -1
+    high: float = -np.inf
+    low: float = np.inf
+
+    def add(self, at: int, reward: float) -> None:
+        if reward > self.high:
+            self.best, self.high = at, reward
+        if reward < self.low:
+            self.worst, self.low = at, reward
+
+    @property
+    def places(self) -> tuple[int, int]:
+        return self.best, self.worst
+
+
+@dataclass
+class Drawn:
+    """A pair's two samples, and its number in its source."""
+
+    name: str
+    row: int
+    chosen: Sample
+    rejected: Sample
+
+
+@dataclass
+class PairStream:
+    """An endless stream of a source's pairs, each once an epoch in a seeded order.
+
+    The next pair is a pure function of the source, the seed and `cursor`. `too_long` counts the
+    pairs skipped for a sequence of more than `limit` tokens; `digest` is of all other pairs'
+    tokens. Every pair is tokenised once at the start, so that an unusable one is found there.
+    Raises DataError where all are too long, and TokenizerError for an unusable chat template.
+    """
+
+    name: str
+    rows: PairRows
+    tokenizer: Tokenizer = field(repr=False)
+    seed: int
+    limit: int
+    key: str  # of the source's settings, for messages
+    cursor: int = 0
+    too_long: int = 0
+
+    def __post_init__(self) -> None:
+        digest = hashlib.sha256()
+        self._fits = np.zeros(len(self.rows), bool)
+        for row in range(len(self.rows)):
+            drawn = self._read(row)
+            if self._fitting(drawn):
+                self._fits[row] = True
+                for sample in (drawn.chosen, drawn.rejected):
+                    for ids in (sample.prompt, sample.response, sample.learned):
+                        digest.update(np.int64(len(ids)).tobytes() + ids.tobytes())
+        self.digest = digest.hexdigest()
+        if not self._fits.any():
+            why = f"every pair has a sequence of more than {self.limit} tokens; raise it"
+            raise DataError(f"{self.key}.max_tokens", why)
+        self._order = Order(np.arange(len(self.rows)), self.seed)
+
+    def next(self) -> Drawn:
+        """Return the next pair that fits."""
+        while True:  # it ends: one of them fits
+            row = self._order.row(self.cursor)
+            self.cursor += 1
+            if self._fits[row]:
+                return self._read(row)
+            self.too_long += 1
+
+    def all(self) -> Iterator[Drawn]:
+        """Yield every pair that fits once, in the order of the source."""
+        return map(self._read, np.flatnonzero(self._fits).tolist())
+
+    def _fitting(self, drawn: Drawn) -> bool:
+        return max(drawn.chosen.length, drawn.rejected.length) <= self.limit
+
+    def _read(self, row: int) -> Drawn:
+        try:
+            return Drawn(self.name, row, *self.rows.samples(row, self.tokenizer, self.name))
+        except TokenizerError as error:
+            raise TokenizerError(f"{error}; in {self.rows.place(row)}") from error
+
+
+def split_key(prompt: Turns) -> str:
+    """Return the hash that says whether a prompt is held out.
+
+    That is so where the prompt is, or its turns before the first assistant turn; the lesser hash
+    stands for both, since what is held out are the least hashes.
+    """
+    if isinstance(prompt, str):
+        return content_key(prompt)
+    roles = [message["role"] for message in prompt]
+    first = prompt[: roles.index(ASSISTANT)] if ASSISTANT in roles else prompt
+    return min(content_key(prompt), content_key(first)) if first else content_key(prompt)
+
+
+def _pair_of(row: Row, prompt: str, chosen: str, rejected: str) -> Pair:
+    """Return a row's pair. Raises RowError where it is none."""
+    asked = prompt_of(row, prompt)
+    pair = Pair(asked, _response(row, chosen, asked), _response(row, rejected, asked))
+    if content_key(pair.chosen) == content_key(pair.rejected):
+        raise RowError(f"{chosen!r} and {rejected!r} are equal")
+    return pair
+
+
+def _response(row: Row, column: str, prompt: Turns) -> Turns:
+    """Return a response to the prompt: a text to a text, else chat messages."""
+    value: Any = column_of(row, column)
+    if isinstance(value, str):
+        if not value:
+            raise RowError(f"{column!r} is empty")
+        return value if isinstance(prompt, str) else [{"role": ASSISTANT, "content": value}]
+    if isinstance(prompt, str):
+        raise RowError(f"{column!r} must be text, as the prompt is")
+    messages = messages_of(row, column)
+    if {messages[0]["role"], messages[-1]["role"]} != {ASSISTANT}:
+        raise RowError(f"{column!r} must start and end with an assistant turn, without the prompt")
+    return messages

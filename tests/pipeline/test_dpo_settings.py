@@ -1,0 +1,90 @@
+"""The settings of preference optimisation: its rules, its inputs, and what makes it stale."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.config.read import ConfigError
+from pipeline.config.validate import load
+from pipeline.run.graph import Stage, compile_graph
+from pipeline.run.lineage import changes, lineage_from
+from tests.pipeline.conftest import CONFIG
+
+TUNED = {
+    "kind": "dpo",
+    "from": "cold_start",
+    "data": {"files": {"source": "jsonl", "path": "pairs.jsonl"}},
+    "optimizer": {"learning_rate": 1e-4},
+    "loop": {"steps": 3},
+}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """A run with a stage of kind dpo, on the file pairs.jsonl beside it."""
+    row = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    (tmp_path / "pairs.jsonl").write_text(json.dumps(row))
+    path = tmp_path / "small.yaml"
+    path.write_text(f"{CONFIG}  tuned: {json.dumps(TUNED)}\n")
+    return path
+
+
+def tuned(config: Path, *overrides: str) -> Stage:
+    graph = compile_graph(load(config, overrides))
+    return next(stage for stage in graph if stage.name == "tuned")
+
+
+def test_the_reference_is_the_parent_or_another_model(config: Path) -> None:
+    stage = tuned(config)
+    assert (stage.parent, stage.models, stage.steps) == ("cold_start", {}, 3)
+    assert stage.declared.work == "stages.dpo" and stage.trains and not stage.needs_engine
+    other = tuned(config, "stages.tuned.reference=experts.sums")
+    assert other.models == {"reference": "experts.sums"}
+    assert other.inputs == ("cold_start", "experts.sums")
+    beside = tuned(config, "stages.tuned.reference=./models/base")
+    assert beside.models == {"reference": str(Path("models/base").absolute())}
+
+
+def test_data_loss_and_reference_make_it_stale(config: Path) -> None:
+    def lineage(*overrides: str) -> Any:
+        stage = tuned(config, *overrides)
+        return lineage_from(stage, dict.fromkeys(stage.sources), {})
+
+    before = lineage()
+    assert list(changes(before, lineage("stages.tuned.loop.micro_batch_tokens=64"))) == []
+    [loss] = changes(before, lineage("stages.tuned.loss.beta=0.2"))
+    assert loss == "loss.beta was 0.1 and is now 0.2"
+    (config.parent / "pairs.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "d"}')
+    assert list(changes(before, lineage())) == ["the files of data.files.path changed"]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("from=null", "tuned.from: must name what the policy starts from"),
+        (
+            "reference=cold_start",
+            "reference: cold_start is what the stage starts from; write parent",
+        ),
+        ("reference=nobody", "tuned.reference: no such stage: nobody"),
+        ("data.files=null", "tuned.data: should have at least 1 item"),
+        ("data.files.path=none.jsonl", "tuned.data.files.path: no such file"),
+        ("data.files.max_tokens=99999", "files.max_tokens: 99999 is more than model.max_positions"),
+        ("data.files.rejected=chosen", "files.rejected: chosen is the column of `chosen` too"),
+        ("data={own: {stage: merge}}", "data.own.stage: merge leaves checkpoints, and data are"),
+        ("data={own: {stage: who}}", "data.own.stage: no such stage: who"),
+        ("pairs_per_step=1", "pairs_per_step: 1 is less than the 2 data-parallel ranks"),
+        ("optimizer.warmup_steps=3", "optimizer.warmup_steps: 3 must be less than the 3 updates"),
+        ("loss={name: ipo, label_smoothing: 0.1}", "loss.label_smoothing: unknown key"),
+        ("loss.label_smoothing=0.5", "loss.label_smoothing: should be less than 0.5"),
+        ("loss.beta=0", "loss.beta: should be greater than 0"),
+    ],
+)
+def test_wrong_settings_are_named_with_their_key(config: Path, override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(config, [f"stages.tuned.{override}"])
+    assert message in str(error.value)
