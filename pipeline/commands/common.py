@@ -68,7 +68,7 @@ class Command:
     arguments: Arguments
 
 
-MODULES = ("look", "run", "domain", "slurm")  # of commands, in the order of the help
+MODULES = ("look", "run", "edit", "domain", "slurm")  # of commands, in the order of the help
 COMMANDS: dict[str, Command] = {}  # `gate override` is the action `override` of `gate`
 GROUPS: dict[str, tuple[str, str]] = {}  # of commands with actions: summary and details
 

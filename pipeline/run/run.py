@@ -218,6 +218,7 @@ class Run(RunDirectory):
     @contextmanager
     def lock(self, shared: bool = False) -> Iterator[None]:
         with super().lock(shared):
+            check_renamed(self)
             self.refresh()
             yield
 
@@ -226,6 +227,23 @@ class Run(RunDirectory):
         with super().lock_submission() as descriptor:
             self.refresh()
             yield descriptor
+
+
+def check_renamed(run: RunDirectory) -> None:
+    """Raise UserError while a renaming of stages is unfinished: their work has two names."""
+    if run.renaming.exists():
+        raise UserError(
+            f"{shown(run.path)}: a renaming was interrupted; finish it with: {_mv_command(run)}"
+        )
+
+
+def _mv_command(run: RunDirectory) -> str:
+    try:
+        found = json.loads(read_text(run.renaming))
+        names = f"{found['old']} {found['new']}"
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        names = "OLD NEW"
+    return f"braid mv {shown(run.path)} {names}"
 
 
 def as_done(states: Mapping[str, StageState], *these: State) -> dict[str, StageState]:
