@@ -36,11 +36,12 @@ from pipeline.report.doctor import probe, section_table, sections
 from pipeline.report.memory import memory_report
 from pipeline.report.stage_memory import stage_memory
 from pipeline.run.directory import RunDirectory
+from pipeline.run.edits import edit_json, edit_lines, edit_of
 from pipeline.run.graph import Stage
 from pipeline.run.ledger import took
 from pipeline.run.metrics import read_models
-from pipeline.run.run import Run
-from pipeline.run.select import unfinished
+from pipeline.run.run import Run, unfinished_text
+from pipeline.run.select import rerun_options, unfinished
 from pipeline.slurm.queue import is_queued, queue_of, states_now
 from pipeline.slurm.submit import check_engines
 from pipeline.text import reason, say, shown, visible
@@ -153,7 +154,11 @@ def _refused_here(settings: RunSettings, stages: Sequence[Stage]) -> Iterator[st
     "  braid plan configs/quickstart.yaml --memory\n"
     "  braid plan configs/quickstart.yaml --memory layout.recompute=full\n"
     "  braid plan configs/quickstart.yaml --memory --cluster configs/clusters/mine.yaml\n\n"
-    'JSON: as `braid status RUN --json`, each stage also with "next" and "seconds_left"; with\n'
+    "Of a run that exists it also shows what an edit of the configuration reuses, makes stale and\n"
+    "leaves behind, and the `braid mv` that keeps the work of a renamed stage.\n\n"
+    'JSON: as `braid status RUN --json`, each stage also with "next" and "seconds_left", and\n'
+    '"edit": null or {"reused", "stale": {STAGE: CAUSE}, "reruns", "new", "deleted": {STAGE:\n'
+    'PATH}, "renamed": [[OLD, NEW]]}; with\n'
     '--memory {"stages": {STAGE: [{"parameters", "gradients", "optimizer", "frozen",\n'
     '"activations"}]}}, in bytes by pipeline rank.',
     Argument("--memory", action="store_true", help="show the memory of every stage instead"),
@@ -187,10 +192,14 @@ def plan(arguments: Namespace) -> None:
         return
     left = report.estimate(run, states, took(run.events))
     actions = report.next_action(run.stages, states)
+    edit = edit_of(run, states)
     if arguments.json:
-        print_json(arguments, report.plan_json(run, states, actions, left))
-    else:
-        print(report.plan_text(run, states, actions, left))
+        found = report.plan_json(run, states, actions, left)
+        print_json(arguments, {**found, "edit": edit_json(edit)})
+        return
+    print(report.plan_text(run, states, actions, left))
+    if edit is not None:
+        say("", *edit_lines(run, edit, rerun_options(run, edit.stale)))
 
 
 @command(
@@ -261,6 +270,8 @@ def _show_run(arguments: Namespace, run: Run) -> None:
         print_json(arguments, report.run_state(run, states))
         return
     print(report.status_table(run, states))
+    if run.renaming.exists():
+        say(unfinished_text(run))
     if unasked:
         say(unasked)
     if report.evaluated(run, states):

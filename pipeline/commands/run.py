@@ -37,6 +37,7 @@ from pipeline.report.tables import Cell, table, terminal
 from pipeline.run import gates
 from pipeline.run.directory import TRUST_OPTION, check_owner, warn_of_readers
 from pipeline.run.graph import Stage
+from pipeline.run.reproduce import compare
 from pipeline.run.run import Run
 from pipeline.run.select import (
     MAY_CHANGE,
@@ -102,6 +103,8 @@ def run(arguments: Namespace) -> None:
         if other is not None:
             common.reuse_from(run, other)
         _run_stages(run, arguments)
+    if arguments.bundle is not None:
+        say(*compare(arguments.bundle, run.refresh()))
 
 
 @command(

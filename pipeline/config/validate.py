@@ -60,6 +60,7 @@ REFERENCES: tuple[Key, ...] = (
     ("stages", "*", "from"),
     ("stages", "*", "teachers"),
     ("stages", "*", "teachers", "*"),
+    ("stages", "*", "models"),
 )
 
 
@@ -239,14 +240,21 @@ def _with_absolute_paths(tree: Mapping) -> Mapping:
     for pattern in (*PATHS, *REFERENCES):
         for key in matching(tree, pattern):
             leaf = find(tree, key)
-            if not isinstance(leaf, Leaf) or not isinstance(leaf.value, str):
+            if not isinstance(leaf, Leaf):
                 continue
-            if pattern in REFERENCES and not is_path(leaf.value):
-                continue
-            if pattern != TOKENIZER or leaf.value != CHARACTERS:
-                path = leaf.place.beside(leaf.value).absolute()
-                tree = override_at(tree, key, Leaf(str(path), leaf.place))
+            if (value := _absolute(leaf.value, leaf.place, pattern)) != leaf.value:
+                tree = override_at(tree, key, Leaf(value, leaf.place))
     return tree
+
+
+def _absolute(value: Any, place: SourceLocation, pattern: Key) -> Any:
+    """Return a path, or every path of a list, as an absolute one; anything else as it is."""
+    if isinstance(value, list):
+        return [_absolute(each, place, pattern) for each in value]
+    name = pattern in REFERENCES and isinstance(value, str) and not is_path(value)
+    if not isinstance(value, str) or name or (pattern == TOKENIZER and value == CHARACTERS):
+        return value
+    return str(place.beside(value).absolute())
 
 
 def _validated(

@@ -87,9 +87,15 @@ class Ledger:
 
     def events(self) -> list[Event]:
         """Return the events of all whole lines; a line that a crash cut short is ignored."""
+        return [event for _, event in self.numbered()]
+
+    def numbered(self) -> list[tuple[int, Event]]:
+        """Return the events with the numbers of their lines, from 1."""
         if not self.path.exists():
             return []
-        return _events(read_text(self.path, errors="replace"))
+        lines = read_text(self.path, errors="replace").split("\n")
+        found = ((number, _event(line)) for number, line in enumerate(lines, 1))
+        return [(number, event) for number, event in found if event is not None]
 
     @contextmanager
     def _alone(self) -> Iterator[IO[bytes]]:

@@ -232,18 +232,18 @@ class Run(RunDirectory):
 def check_renamed(run: RunDirectory) -> None:
     """Raise UserError while a renaming of stages is unfinished: their work has two names."""
     if run.renaming.exists():
-        raise UserError(
-            f"{shown(run.path)}: a renaming was interrupted; finish it with: {_mv_command(run)}"
-        )
+        raise UserError(unfinished_text(run))
 
 
-def _mv_command(run: RunDirectory) -> str:
+def unfinished_text(run: RunDirectory) -> str:
+    """Return that a renaming was interrupted, and the command that finishes it."""
     try:
         found = json.loads(read_text(run.renaming))
         names = f"{found['old']} {found['new']}"
     except (OSError, ValueError, RecursionError, KeyError, TypeError):
         names = "OLD NEW"
-    return f"braid mv {shown(run.path)} {names}"
+    here = shown(run.path)
+    return f"{here}: a renaming was interrupted; finish it with: braid mv {here} {names}"
 
 
 def as_done(states: Mapping[str, StageState], *these: State) -> dict[str, StageState]:
