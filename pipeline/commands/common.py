@@ -69,14 +69,8 @@ class Command:
     arguments: Arguments
 
 
-MODULES = (
-    "look",
-    "run",
-    "edit",
-    "bundle",
-    "domain",
-    "slurm",
-)  # of commands, in the order of the help
+# Of commands, in the order of the help.
+MODULES = ("look", "run", "edit", "bundle", "domain", "slurm")
 COMMANDS: dict[str, Command] = {}  # `gate override` is the action `override` of `gate`
 GROUPS: dict[str, tuple[str, str]] = {}  # of commands with actions: summary and details
 
@@ -308,7 +302,8 @@ def load_config(arguments: Namespace, *, to_start: bool = True) -> RunSettings:
     """
     arguments.bundle = bundle_at(arguments.config)
     if arguments.bundle is not None:
-        arguments.bundle.check_inputs()
+        stated = (each.partition("=") for each in arguments.overrides)
+        arguments.bundle.check_inputs({key: Path(value) for key, _, value in stated})
         arguments.config = arguments.bundle.config
     name = [] if arguments.name is None else [f"name={json.dumps(arguments.name)}"]
     overrides = [*arguments.overrides, *name, *getattr(arguments, "implied", [])]

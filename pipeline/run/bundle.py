@@ -104,7 +104,7 @@ def _data(run: Run, tree: Tree, directory: Path) -> Iterator[Tree]:
                 _copy(file, directory / inside / file.relative_to(root))
             relative = str(inside / rest)
             tree["domains"][domain][block]["path"] = relative
-            yield _input(key, "data", relative, True, data_digest(source))
+            yield _input(key, source.source, relative, True, data_digest(source))
 
 
 def _split(path: Path) -> tuple[Path, Path]:

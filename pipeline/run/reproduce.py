@@ -15,6 +15,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from parallel.errors import UserError
 from parallel.files import read_text, sha256, write_atomically
+from pipeline.config.unroll import is_path
 from pipeline.run.bundle import (
     ARCHIVES,
     CONFIG,
@@ -102,17 +103,29 @@ class Bundle:
         except (ValidationError, ValueError, RecursionError) as error:
             raise UserError(f"{shown(file)}: damaged; bundle the run again") from error
 
-    def check_inputs(self) -> None:
-        """Raise UserError with every input that is missing or differs from the bundled one."""
-        wrong = [line for each in self.index.inputs if (line := self._wrong(each))]
+    def check_inputs(self, elsewhere: Mapping[str, Path]) -> None:
+        """Raise UserError with every input that is missing or differs from the bundled one.
+
+        `elsewhere` has the paths of inputs, by key, that are given on the command line.
+        """
+        wrong = [
+            line
+            for each in self.index.inputs
+            if (line := self._wrong(each, elsewhere.get(each.key)))
+        ]
         if wrong:
             title = f"{shown(self.path)}: the bundle's inputs are not the ones of its run:"
             raise UserError("\n".join([title, *(f"  {line}" for line in wrong)]))
 
-    def _wrong(self, each: BundleInput) -> str | None:
-        path = self.path / each.path if each.copied else Path(each.path)
+    def _wrong(self, each: BundleInput, elsewhere: Path | None) -> str | None:
+        """Return what is wrong with an input; None where its content is the bundled one."""
+        path = elsewhere or (self.path / each.path if each.copied else Path(each.path))
         name = f"{each.key}: {shown(path)}"
-        if each.copied and not path.resolve().is_relative_to(self.path.resolve()):
+        if (
+            each.copied
+            and elsewhere is None
+            and not path.resolve().is_relative_to(self.path.resolve())
+        ):
             return f"{name}: outside the bundle; bundle the run again"
         if (found := _digest(each, path)) is None:
             return f"{name}: missing; restore it, or name its copy with {each.key}=PATH"
@@ -120,10 +133,8 @@ class Bundle:
 
 
 def _digest(each: BundleInput, path: Path) -> str | None:
-    if each.kind == "data":
-        # A pattern tells the kind of its files itself, a directory by what it holds.
-        suffix = "parquet" if any(path.glob("**/*.parquet")) else "jsonl"
-        return data_digest(FileSettings(source=suffix, path=path.absolute())) or None
+    if each.kind == "jsonl" or each.kind == "parquet":
+        return data_digest(FileSettings(source=each.kind, path=path.absolute())) or None
     if each.kind == "tokenizer":
         return files_digest(tokenizer_files(path), whole=True)
     model = outside_model(path)
@@ -236,18 +247,31 @@ def _differences(bundle: Bundle, theirs: Manifest | None, ours: Manifest | None)
         yield "its manifest.json is missing"
         return
     paths = {each.key for each in bundle.index.inputs}  # the same content, elsewhere
-    named = [
-        ("input", theirs.parents, ours.parents),
+    settings = [
+        {key: value for key, value in each.settings.items() if key not in paths}
+        for each in (theirs, ours)
+    ]
+    machine = [
+        {"code": each.code, "processor": which}
+        for each, which in ((theirs, bundle.index.processor), (ours, processor()))
+    ]
+    named: list[tuple[str, Mapping[str, Any], Mapping[str, Any]]] = [
+        ("input", _inputs(theirs), _inputs(ours)),
         ("files of", theirs.files, ours.files),
-        ("setting", *({k: v for k, v in each.settings.items() if k not in paths}
-                      for each in (theirs, ours))),
+        ("setting", settings[0], settings[1]),
         ("layout", theirs.layout, ours.layout),
         ("version of", theirs.versions, ours.versions),
-        ("", {"code": theirs.code, "processor": bundle.index.processor},
-         {"code": ours.code, "processor": processor()}),
-    ]  # fmt: skip
+        ("", machine[0], machine[1]),
+    ]
     for title, there, here in named:
         yield from _pairs(title, there, here)
+
+
+def _inputs(lineage: Manifest) -> dict[str, Any]:
+    """Return the digests of a stage's inputs; of models from outside wherever they are."""
+    outside = sorted(str(each) for name, each in lineage.parents.items() if is_path(name))
+    own = {name: each for name, each in lineage.parents.items() if not is_path(name)}
+    return {**own, "models": outside} if outside else own
 
 
 def _pairs(title: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:
