@@ -29,7 +29,7 @@ from pipeline.config.read import ConfigError
 from pipeline.config.rules import policy_cautions
 from pipeline.config.validate import dump_resolved, load_cluster
 from pipeline.launch.runner import machine_shares
-from pipeline.report import explain
+from pipeline.report import drawing, explain
 from pipeline.report import status as report
 from pipeline.report.capacity import check_capacity
 from pipeline.report.doctor import probe, section_table, sections
@@ -149,7 +149,8 @@ def _refused_here(settings: RunSettings, stages: Sequence[Stage]) -> Iterator[st
     "plan",
     "show the stages of a configuration and which of them are done",
     CONFIG_HELP + "  braid plan configs/quickstart.yaml seed=1 --name second\n"
-    "  braid plan configs/quickstart.yaml --dot | dot -Tsvg > quickstart.svg\n\n"
+    "  braid plan configs/quickstart.yaml --dot | dot -Tsvg > quickstart.svg\n"
+    "  braid plan configs/quickstart.yaml --mermaid\n\n"
     "Does it fit? The memory of each rank and of the engine, before anything is started:\n"
     "  braid plan configs/quickstart.yaml --memory\n"
     "  braid plan configs/quickstart.yaml --memory layout.recompute=full\n"
@@ -162,15 +163,20 @@ def _refused_here(settings: RunSettings, stages: Sequence[Stage]) -> Iterator[st
     '--memory {"stages": {STAGE: [{"parameters", "gradients", "optimizer", "frozen",\n'
     '"activations"}]}}, in bytes by pipeline rank.',
     Argument("--memory", action="store_true", help="show the memory of every stage instead"),
-    Argument("--dot", action="store_true", help="print the graph for Graphviz instead"),
+    (
+        Argument("--dot", action="store_true", help="print the graph for Graphviz instead"),
+        Argument("--mermaid", action="store_true", help="print it for Mermaid, as GitHub draws it"),
+    ),
     GPUS,
     JSON,
     *CONFIG,
 )
 def plan(arguments: Namespace) -> None:
     """Show the stages and what would happen to each; or the memory they need."""
-    if arguments.dot and (arguments.json or arguments.memory):
-        raise UserError("--dot prints the graph for Graphviz; it excludes --json and --memory")
+    drawn = arguments.dot or arguments.mermaid
+    if drawn and (arguments.json or arguments.memory):
+        option, reader = ("--dot", "Graphviz") if arguments.dot else ("--mermaid", "Mermaid")
+        raise UserError(f"{option} prints the graph for {reader}; it excludes --json and --memory")
     if arguments.memory:
         settings = common.load_config(arguments, to_start=False)
         stages = Run(arguments.runs_dir / settings.name, settings).stages
@@ -187,8 +193,8 @@ def plan(arguments: Namespace) -> None:
     _check_engines(arguments, run.settings, run.stages)
     states = states_now(run)
     _warn(_too_large(run.settings, unfinished(run.stages, states), arguments))
-    if arguments.dot:
-        say(*explain.dot(run, states))
+    if drawn:
+        say(*(drawing.dot if arguments.dot else drawing.mermaid)(run, states))
         return
     left = report.estimate(run, states, took(run.events))
     actions = report.next_action(run.stages, states)

@@ -74,6 +74,8 @@ GROUPS["gate"] = ("override a gate that has stopped a run", GATE_HELP)
     "  braid run configs/quickstart.yaml domains.chain_sum.loop.steps=80 --from experts.chain_sum\n"
     "  braid run configs/quickstart.yaml --name no-kl --fork quickstart "
     "domains.spell_backward.objective.kl.coefficient=0\n\n"
+    "  braid run quickstart.tar.gz --runs-dir elsewhere\n"
+    "reproduces the run of a bundle (`braid bundle`) and compares the outputs of its stages.\n\n"
     "JSON, at the end: as `braid status RUN --json`; with --dry-run as `braid plan CONFIG --json`\n"
     'and "commands": {"engines": [COMMAND], "ranks": {STAGE: COMMAND}}.',
     Argument(
