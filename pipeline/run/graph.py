@@ -147,7 +147,7 @@ class _Compiler:
         own = {
             key: value
             for key, value in flatten(block.read(run, of.domains))
-            if not any(matches(key, each) for each in NEUTRAL_KEYS)
+            if not _is_neutral(key)
         }
         return Stage(
             of.name,
@@ -206,6 +206,12 @@ class _Compiler:
             for domain in (domains if "{domain}" in pattern else ("",))
         )
         return dict(chain.from_iterable(self._named(each).items() for each in patterns))
+
+
+@cache
+def _is_neutral(key: str) -> bool:
+    """Return whether a key of a stage's own block decides no result; blocks share their keys."""
+    return any(matches(key, each) for each in NEUTRAL_KEYS)
 
 
 def _trains(stage: Unrolled) -> bool:
