@@ -16,6 +16,7 @@ from pipeline.config.validate import load, load_cluster
 from pipeline.launch.placement import Programs
 from pipeline.report.gpu_memory import GpusOf, gpus_here, gpus_of
 from pipeline.run.directory import TRUST_OPTION, RunDirectory, check_owner
+from pipeline.run.reproduce import bundle_at
 from pipeline.run.run import Run
 from pipeline.run.select import RunFork, check_run_directory, find_fork, put_aside, reuse_stages
 from pipeline.text import say, shown
@@ -68,7 +69,8 @@ class Command:
     arguments: Arguments
 
 
-MODULES = ("look", "run", "domain", "slurm")  # of commands, in the order of the help
+# Of commands, in the order of the help.
+MODULES = ("look", "run", "edit", "bundle", "domain", "slurm")
 COMMANDS: dict[str, Command] = {}  # `gate override` is the action `override` of `gate`
 GROUPS: dict[str, tuple[str, str]] = {}  # of commands with actions: summary and details
 
@@ -201,7 +203,7 @@ SELECTION = (
     ),
 )
 CONFIG = (
-    Argument("config", type=Path, metavar="CONFIG", help="the run's YAML file"),
+    Argument("config", type=Path, metavar="CONFIG", help="the run's YAML file, or a bundle"),
     Argument(
         "overrides", nargs="*", default=[], metavar="KEY=VALUE", help="override a key of the file"
     ),
@@ -291,7 +293,18 @@ def load_configured_run(arguments: Namespace) -> Run:
 
 
 def load_config(arguments: Namespace, *, to_start: bool = True) -> RunSettings:
-    """Return the settings of a configuration, with the overrides of the command line."""
+    """Return the settings of a configuration, with the overrides of the command line.
+
+    Of a bundle, those of its configuration; the arguments then name that, and the `bundle`.
+
+    Raises:
+        UserError: an input of the bundle is missing or differs.
+    """
+    arguments.bundle = bundle_at(arguments.config)
+    if arguments.bundle is not None:
+        stated = (each.partition("=") for each in arguments.overrides)
+        arguments.bundle.check_inputs({key: Path(value) for key, _, value in stated})
+        arguments.config = arguments.bundle.config
     name = [] if arguments.name is None else [f"name={json.dumps(arguments.name)}"]
     overrides = [*arguments.overrides, *name, *getattr(arguments, "implied", [])]
     return load(arguments.config, overrides, to_start=to_start)

@@ -29,7 +29,7 @@ from pipeline.config.read import ConfigError
 from pipeline.config.rules import policy_cautions
 from pipeline.config.validate import dump_resolved, load_cluster
 from pipeline.launch.runner import machine_shares
-from pipeline.report import explain
+from pipeline.report import drawing, explain
 from pipeline.report import status as report
 from pipeline.report.capacity import check_capacity
 from pipeline.report.doctor import probe, section_table, sections
@@ -37,11 +37,12 @@ from pipeline.report.gpu_memory import unchecked
 from pipeline.report.memory import memory_report
 from pipeline.report.stage_memory import stage_memory
 from pipeline.run.directory import RunDirectory
+from pipeline.run.edits import edit_json, edit_lines, edit_of
 from pipeline.run.graph import Stage
 from pipeline.run.ledger import took
 from pipeline.run.metrics import read_models
-from pipeline.run.run import Run
-from pipeline.run.select import unfinished
+from pipeline.run.run import Run, unfinished_text
+from pipeline.run.select import rerun_options, unfinished
 from pipeline.slurm.queue import is_queued, queue_of, states_now
 from pipeline.slurm.submit import check_engines
 from pipeline.text import reason, say, shown, visible
@@ -151,24 +152,34 @@ def _refused_here(settings: RunSettings, stages: Sequence[Stage]) -> Iterator[st
     "plan",
     "show the stages of a configuration and which of them are done",
     CONFIG_HELP + "  braid plan configs/quickstart.yaml seed=1 --name second\n"
-    "  braid plan configs/quickstart.yaml --dot | dot -Tsvg > quickstart.svg\n\n"
+    "  braid plan configs/quickstart.yaml --dot | dot -Tsvg > quickstart.svg\n"
+    "  braid plan configs/quickstart.yaml --mermaid\n\n"
     "Does it fit? The memory of each rank and of the engine, before anything is started:\n"
     "  braid plan configs/quickstart.yaml --memory\n"
     "  braid plan configs/quickstart.yaml --memory layout.recompute=full\n"
     "  braid plan configs/quickstart.yaml --memory --cluster configs/clusters/mine.yaml\n\n"
-    'JSON: as `braid status RUN --json`, each stage also with "next" and "seconds_left"; with\n'
+    "Of a run that exists it also shows what an edit of the configuration reuses, makes stale and\n"
+    "leaves behind, and the `braid mv` that keeps the work of a renamed stage.\n\n"
+    'JSON: as `braid status RUN --json`, each stage also with "next" and "seconds_left", and\n'
+    '"edit": null or {"reused", "stale": {STAGE: CAUSE}, "reruns", "new", "deleted": {STAGE:\n'
+    'PATH}, "renamed": [[OLD, NEW]]}; with\n'
     '--memory {"stages": {STAGE: [{"parameters", "gradients", "optimizer", "frozen",\n'
     '"activations"}]}}, in bytes by pipeline rank.',
     Argument("--memory", action="store_true", help="show the memory of every stage instead"),
-    Argument("--dot", action="store_true", help="print the graph for Graphviz instead"),
+    (
+        Argument("--dot", action="store_true", help="print the graph for Graphviz instead"),
+        Argument("--mermaid", action="store_true", help="print it for Mermaid, as GitHub draws it"),
+    ),
     GPUS,
     JSON,
     *CONFIG,
 )
 def plan(arguments: Namespace) -> None:
     """Show the stages and what would happen to each; or the memory they need."""
-    if arguments.dot and (arguments.json or arguments.memory):
-        raise UserError("--dot prints the graph for Graphviz; it excludes --json and --memory")
+    drawn = arguments.dot or arguments.mermaid
+    if drawn and (arguments.json or arguments.memory):
+        option, reader = ("--dot", "Graphviz") if arguments.dot else ("--mermaid", "Mermaid")
+        raise UserError(f"{option} prints the graph for {reader}; it excludes --json and --memory")
     if arguments.memory:
         settings = common.load_config(arguments, to_start=False)
         stages = Run(arguments.runs_dir / settings.name, settings).stages
@@ -185,15 +196,19 @@ def plan(arguments: Namespace) -> None:
     _check_engines(arguments, run.settings, run.stages)
     states = states_now(run)
     _warn(_too_large(run.settings, unfinished(run.stages, states), arguments))
-    if arguments.dot:
-        say(*explain.dot(run, states))
+    if drawn:
+        say(*(drawing.dot if arguments.dot else drawing.mermaid)(run, states))
         return
     left = report.estimate(run, states, took(run.events))
     actions = report.next_action(run.stages, states)
+    edit = edit_of(run, states)
     if arguments.json:
-        print_json(arguments, report.plan_json(run, states, actions, left))
-    else:
-        print(report.plan_text(run, states, actions, left))
+        found = report.plan_json(run, states, actions, left)
+        print_json(arguments, {**found, "edit": edit_json(edit)})
+        return
+    print(report.plan_text(run, states, actions, left))
+    if edit is not None:
+        say("", *edit_lines(run, edit, rerun_options(run, edit.stale)))
 
 
 @command(
@@ -264,6 +279,8 @@ def _show_run(arguments: Namespace, run: Run) -> None:
         print_json(arguments, report.run_state(run, states))
         return
     print(report.status_table(run, states))
+    if run.renaming.exists():
+        say(unfinished_text(run))
     if unasked:
         say(unasked)
     if report.evaluated(run, states):

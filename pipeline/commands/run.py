@@ -37,6 +37,7 @@ from pipeline.report.tables import Cell, table, terminal
 from pipeline.run import gates
 from pipeline.run.directory import TRUST_OPTION, check_owner, warn_of_readers
 from pipeline.run.graph import Stage
+from pipeline.run.reproduce import compare
 from pipeline.run.run import Run
 from pipeline.run.select import (
     MAY_CHANGE,
@@ -73,6 +74,8 @@ GROUPS["gate"] = ("override a gate that has stopped a run", GATE_HELP)
     "  braid run configs/quickstart.yaml domains.chain_sum.loop.steps=80 --from experts.chain_sum\n"
     "  braid run configs/quickstart.yaml --name no-kl --fork quickstart "
     "domains.spell_backward.objective.kl.coefficient=0\n\n"
+    "  braid run quickstart.tar.gz --runs-dir elsewhere\n"
+    "reproduces the run of a bundle (`braid bundle`) and compares the outputs of its stages.\n\n"
     "JSON, at the end: as `braid status RUN --json`; with --dry-run as `braid plan CONFIG --json`\n"
     'and "commands": {"engines": [COMMAND], "ranks": {STAGE: COMMAND}}.',
     Argument(
@@ -102,6 +105,8 @@ def run(arguments: Namespace) -> None:
         if other is not None:
             common.reuse_from(run, other)
         _run_stages(run, arguments)
+    if arguments.bundle is not None:
+        say(*compare(arguments.bundle, run.refresh()))
 
 
 @command(

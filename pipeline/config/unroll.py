@@ -77,6 +77,11 @@ class Blocks:
             found[each.block].append(each)
         return found
 
+    @cached_property
+    def _of_domain(self) -> dict[tuple[str, str | None], str]:
+        """The stage of each domain of the blocks that have several."""
+        return {(each.block, each.domain): each.name for each in self.stages}
+
     def resolve(self, reference: str, domain: str | None = None) -> str | None:
         """Return the stage, or the path, that a reference means; None where it means none.
 
@@ -85,9 +90,9 @@ class Blocks:
         reference = _named(reference, domain)
         if is_path(reference) or reference in self.by_name:
             return reference
-        alike = self._by_block.get(reference, [])
-        own = [each.name for each in alike if len(alike) == 1 or each.domain == domain]
-        return own[0] if len(own) == 1 else None
+        if len(alike := self._by_block.get(reference, [])) == 1:
+            return alike[0].name
+        return self._of_domain.get((reference, domain))
 
     def inputs(self, stage: Unrolled) -> Inputs:
         """Return the inputs of a stage as they are named."""

@@ -283,20 +283,19 @@ def _with_absolute_paths(tree: Mapping) -> Mapping:
     for pattern in (*PATHS, *REFERENCES):
         for key in matching(tree, pattern):
             leaf = find(tree, key)
-            if not isinstance(leaf, Leaf) or not isinstance(leaf.value, str | list):
+            if not isinstance(leaf, Leaf):
                 continue
-            given = leaf.value if isinstance(leaf.value, list) else [leaf.value]
-            found = [_absolute(each, leaf.place, pattern) for each in given]
-            value = found if isinstance(leaf.value, list) else found[0]
-            if value != leaf.value:
+            if (value := _absolute(leaf.value, leaf.place, pattern)) != leaf.value:
                 tree = override_at(tree, key, Leaf(value, leaf.place))
     return tree
 
 
 def _absolute(value: Any, place: SourceLocation, pattern: Key) -> Any:
-    """Return a path at `pattern` as an absolute one; other values stay."""
-    named = pattern in REFERENCES and not (isinstance(value, str) and is_path(value))
-    if not isinstance(value, str) or named or (pattern == TOKENIZER and value == CHARACTERS):
+    """Return a path, or every path of a list, as an absolute one; anything else as it is."""
+    if isinstance(value, list):
+        return [_absolute(each, place, pattern) for each in value]
+    name = pattern in REFERENCES and isinstance(value, str) and not is_path(value)
+    if not isinstance(value, str) or name or (pattern == TOKENIZER and value == CHARACTERS):
         return value
     return str(place.beside(value).absolute())
 

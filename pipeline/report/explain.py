@@ -36,14 +36,6 @@ CHUNK = 1 << 20
 SRUN = "srun.log"
 Differences = dict[str, tuple[Any, Any]]  # by name: here, there
 DIGEST_LENGTH = 12  # characters of a digest in a message
-COLOURS = {
-    "done": "palegreen",
-    "running": "lightblue",
-    "submitted": "lightcyan",
-    "failed": "lightcoral",
-    "stale": "khaki",
-    "pending": "white",
-}
 
 
 def why(run: Run, name: str) -> Iterator[str]:
@@ -110,29 +102,6 @@ def difference_lines(found: dict[str, Any]) -> list[str]:
         if block:
             lines += [title, *(f"  {k}: {_text(a)} | {_text(b)}" for k, (a, b) in block.items())]
     return lines
-
-
-def dot(run: Run, states: dict[str, StageState]) -> Iterator[str]:
-    """Yield the graph in Graphviz's language.
-
-    An arrow is a checkpoint that a stage loads; a bold one leads from a gate to what waits for it.
-    """
-    yield f"digraph {json.dumps(run.settings.name)} {{"
-    yield "  rankdir=LR; node [shape=box, style=filled];"
-    for stage in run.stages:
-        label = f"{stage.name}\n{stage.kind}, {states[stage.name].state}"
-        look = f"fillcolor={COLOURS[states[stage.name].state]}"
-        if stage.kind == "gate":
-            look += ", shape=diamond"
-        yield f"  {json.dumps(stage.name)} [label={json.dumps(label)}, {look}];"
-    for stage in run.stages:
-        for name in stage.inputs:
-            other = "dashed, label=teaches" if name in stage.teachers.values() else "dotted"
-            look = "" if name == stage.parent else f" [style={other}]"
-            yield f"  {json.dumps(name)} -> {json.dumps(stage.name)}{look};"
-        for name in stage.after:
-            yield f"  {json.dumps(name)} -> {json.dumps(stage.name)} [style=bold, label=gate];"
-    yield "}"
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ from types import MappingProxyType
 from typing import Any
 
 from pipeline.launch.progress import latest
+from pipeline.report.drawing import origin, tree
 from pipeline.report.memory import largest_memory
-from pipeline.report.tables import Cell, engines_text, indented, layout_text, table
+from pipeline.report.tables import Cell, engines_text, layout_text, table
 from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import Stage
 from pipeline.run.ledger import minutes
@@ -186,12 +187,15 @@ def plan_text(
 ) -> str:
     """Return the table of `braid plan`: every stage's state, next action (`follows`), time left.
 
+    Rows are a tree: a stage stands below what it starts from.
+
     Next actions too long for their column follow below it, and the sums of time and memory.
     """
     settings, stages = run.settings, run.stages
-    names = indented(stages)
+    names = tree(stages)
+    known = {stage.name: stage for stage in stages}
     rows = []
-    for stage in stages:
+    for stage in map(known.__getitem__, names):
         time_left = "?"
         if (seconds := left.seconds[stage.name]) is not None:
             time_left = "< 1 s" if 0 < seconds < 1 else clock(seconds) if seconds else ""
@@ -199,7 +203,7 @@ def plan_text(
             (
                 names[stage.name],
                 stage.kind,
-                _origin(stage),
+                origin(stage),
                 str(stage.steps or ""),
                 "yes" if stage.needs_engine else "",
                 _state_cell(states[stage.name]),
@@ -341,18 +345,6 @@ def results_table(
     title = "accuracy in %, with 95 % intervals"
     title += f"; {OWN_DOMAIN} marks an expert's own domain" if marked else ""
     return table(title, ("model", *domains), rows, right=range(1, len(domains) + 1))
-
-
-def _origin(stage: Stage) -> str:
-    if stage.gated:
-        return f"{stage.gated} against {', '.join(dict.fromkeys(stage.against.values()))}"
-    if stage.models and not stage.parent:
-        return f"{len(stage.models)} models"
-    count = len(stage.teachers)
-    taught = f", taught by {count} model{'s' * (count > 1)}" if count else ""
-    start = "model.initial_weights" if stage.kind == "import" else "the model settings"
-    data = f", on {', '.join(stage.data.values())}" if stage.data else ""
-    return f"{stage.parent or start}{taught}{data}"
 
 
 def _state_cell(state: StageState) -> Cell:

@@ -50,6 +50,7 @@ class RunDirectory:
     slurm = Below("slurm")  # the output of Slurm's jobs, and what submits them
     submission = Below("slurm/submit.sh")  # the sbatch commands
     submitting = Below("slurm/submitting")  # exists while Slurm may have jobs not in the ledger
+    renaming = Below("renaming.json")  # exists while `braid mv` has not finished
     lock_file = Below("run.lock")
 
     @property

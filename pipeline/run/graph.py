@@ -22,7 +22,7 @@ from functools import cache
 from itertools import chain
 from typing import Any
 
-from pipeline.config.unroll import Blocks, Unrolled, is_path
+from pipeline.config.unroll import GATE, Blocks, Unrolled, is_path
 from stages.guards.settings import GateSettings, MergeGateSettings
 from stages.keys import NEUTRAL_KEYS, flatten, leaves, matches
 from stages.kinds.kind import KINDS, StageKind
@@ -196,6 +196,7 @@ class _Compiler:
             models=models,
             gated=stage.name,
             against=against,
+            seed_name=f"{GATE}{of.seed_name}" if of.seed_name != of.name else None,
             reads={**self._reads("gate", domains), **dict(flatten(own))},
         )
 

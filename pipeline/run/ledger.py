@@ -24,6 +24,7 @@ Seconds = Annotated[float, Field(ge=0, le=3e9)]
 Job = Annotated[str, Field(pattern=r"^[0-9]+([_+][0-9]+)*$")]
 
 PUT_ASIDE = "put aside as "  # starts the cause of a stage that is rerun
+RENAMED = "renamed to "  # starts the last cause under a former name
 
 
 @dataclass(frozen=True)
@@ -86,9 +87,15 @@ class Ledger:
 
     def events(self) -> list[Event]:
         """Return the events of all whole lines; a line that a crash cut short is ignored."""
+        return [event for _, event in self.numbered()]
+
+    def numbered(self) -> list[tuple[int, Event]]:
+        """Return the events with the numbers of their lines, from 1."""
         if not self.path.exists():
             return []
-        return _events(read_text(self.path, errors="replace"))
+        lines = read_text(self.path, errors="replace").split("\n")
+        found = ((number, _event(line)) for number, line in enumerate(lines, 1))
+        return [(number, event) for number, event in found if event is not None]
 
     @contextmanager
     def _alone(self) -> Iterator[IO[bytes]]:
@@ -138,10 +145,13 @@ def latest(events: Iterable[Event]) -> dict[str, Event]:
 
 
 def minutes(events: Iterable[Event]) -> dict[str, float]:
-    """Return each stage's wall time in minutes, over all attempts since it was put aside."""
+    """Return each stage's wall time in minutes, over all attempts since it was put aside.
+
+    The time of a renamed stage counts under its new name.
+    """
     total: dict[str, float] = {}
     for event in events:
-        if event.state == "pending" and event.cause.startswith(PUT_ASIDE):
+        if event.state == "pending" and event.cause.startswith((PUT_ASIDE, RENAMED)):
             total.pop(event.stage, None)
         if event.seconds is not None:
             total[event.stage] = total.get(event.stage, 0.0) + event.seconds / 60

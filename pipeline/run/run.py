@@ -218,6 +218,7 @@ class Run(RunDirectory):
     @contextmanager
     def lock(self, shared: bool = False) -> Iterator[None]:
         with super().lock(shared):
+            check_renamed(self)
             self.refresh()
             yield
 
@@ -226,6 +227,23 @@ class Run(RunDirectory):
         with super().lock_submission() as descriptor:
             self.refresh()
             yield descriptor
+
+
+def check_renamed(run: RunDirectory) -> None:
+    """Raise UserError while a renaming of stages is unfinished: their work has two names."""
+    if run.renaming.exists():
+        raise UserError(unfinished_text(run))
+
+
+def unfinished_text(run: RunDirectory) -> str:
+    """Return that a renaming was interrupted, and the command that finishes it."""
+    try:
+        found = json.loads(read_text(run.renaming))
+        names = f"{found['old']} {found['new']}"
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        names = "OLD NEW"
+    here = shown(run.path)
+    return f"{here}: a renaming was interrupted; finish it with: braid mv {here} {names}"
 
 
 def as_done(states: Mapping[str, StageState], *these: State) -> dict[str, StageState]:

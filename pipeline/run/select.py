@@ -14,6 +14,7 @@ from parallel.errors import UserError
 from parallel.files import Checkpoint
 from pipeline.config.validate import differing_keys, load
 from pipeline.run.directory import RunDirectory, exposure
+from pipeline.run.edits import edit_of, hints
 from pipeline.run.graph import Stage
 from pipeline.run.ledger import PUT_ASIDE, latest
 from pipeline.run.lineage import changes, lineage_from, read_manifest
@@ -100,6 +101,8 @@ def check_settings(run: Run, rerun: Sequence[str] = ()) -> None:
     if not run.settings_file.exists():
         return
     differing = differing_keys(load(run.settings_file, to_start=False), run.settings)
+    edit = edit_of(run, run.states)
+    moved = [*hints(run, edit)] if edit else []
     if not differing:
         say(f"{shown(run.path)} was started with the same config: resuming it")
         return
@@ -109,12 +112,12 @@ def check_settings(run: Run, rerun: Sequence[str] = ()) -> None:
     ]
     stale = [name for name, state in run.states.items() if state.state == "stale"]
     if not set(stale) - {stage.name for stage in run.downstream(rerun)}:
-        say(f"resuming {shown(run.path)} with other settings:", *lines)
+        say(f"resuming {shown(run.path)} with other settings:", *lines, *moved)
         return
     if all(any(matches(key, each) for each in NON_INVALIDATING_KEYS) for key in differing):
         check_stale(run, run.stages, record=False)
     raise UserError(
-        "\n".join([f"{shown(run.path)} was started with a different config:", *lines])
+        "\n".join([f"{shown(run.path)} was started with a different config:", *lines, *moved])
         + f"\nthese finished or started stages depend on it: {', '.join(stale)}"
         + "\nchoose another name with --name NAME, resume with the original settings with "
         + f"`{run.resume_command()}`,\nor rerun the dependent stages with "

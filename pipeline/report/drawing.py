@@ -1,0 +1,182 @@
+"""The graph of a run as a drawing: for Graphviz, for Mermaid, and as a tree in a table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from pipeline.config.unroll import is_path
+from pipeline.run.graph import Stage
+from pipeline.run.run import Run, StageState
+
+COLOURS = {
+    "done": "palegreen",
+    "running": "lightblue",
+    "submitted": "lightcyan",
+    "failed": "lightcoral",
+    "stale": "khaki",
+    "pending": "white",
+}
+MOST_NAMED = 3  # names of one role in a cell of a table; the others are counted
+DEEPEST = 12  # levels of the tree that are indented
+Role = Literal["parent", "teacher", "data", "model", "after"]
+DOT = {
+    "parent": "",
+    "teacher": " [style=dashed, label=teaches]",
+    "data": " [style=dashed, label=data]",
+    "model": " [style=dotted]",
+    "after": " [style=bold, label=gate]",
+}
+MERMAID = {
+    "parent": "-->",
+    "teacher": "-. teaches .->",
+    "data": "-. data .->",
+    "model": "-.->",
+    "after": "== gate ==>",
+}
+
+
+@dataclass(frozen=True)
+class Edge:
+    """An arrow of the graph, from a stage or the path of a model to a stage."""
+
+    source: str
+    target: str
+    role: Role
+
+
+def edges(stages: Sequence[Stage]) -> Iterator[Edge]:
+    """Yield every arrow, one for each pair of stages: as a parent rather than as a model."""
+    for stage in stages:
+        roles: dict[str, Role] = {stage.parent: "parent"} if stage.parent else {}
+        others: tuple[tuple[Role, Mapping[str, str]], ...] = (
+            ("teacher", stage.teachers),
+            ("data", stage.data),
+            ("model", stage.models),
+        )
+        for role, named in others:
+            for name in named.values():
+                roles.setdefault(name, role)
+        for name in stage.after:
+            roles.setdefault(name, "after")
+        yield from (Edge(name, stage.name, role) for name, role in roles.items())
+
+
+def outside(stages: Sequence[Stage]) -> list[str]:
+    """Return the paths of all models from outside the run."""
+    return list(dict.fromkeys(each for s in stages for each in s.sources if is_path(each)))
+
+
+def dot(run: Run, states: Mapping[str, StageState]) -> Iterator[str]:
+    """Yield the graph in Graphviz's language.
+
+    An arrow is a checkpoint that a stage loads; a bold one leads from a gate to what waits for it.
+    """
+    yield f"digraph {json.dumps(run.settings.name)} {{"
+    yield "  rankdir=LR; node [shape=box, style=filled];"
+    for path in outside(run.stages):
+        yield f"  {json.dumps(path)} [shape=folder, fillcolor=white];"
+    for stage in run.stages:
+        label = f"{stage.name}\n{stage.kind}, {states[stage.name].state}"
+        look = f"fillcolor={COLOURS[states[stage.name].state]}"
+        if stage.kind == "gate":
+            look += ", shape=diamond"
+        yield f"  {json.dumps(stage.name)} [label={json.dumps(label)}, {look}];"
+    for edge in edges(run.stages):
+        yield f"  {json.dumps(edge.source)} -> {json.dumps(edge.target)}{DOT[edge.role]};"
+    yield "}"
+
+
+def mermaid(run: Run, states: Mapping[str, StageState]) -> Iterator[str]:
+    """Yield the graph in Mermaid's language, which GitHub and the site's pages draw.
+
+    Nodes have numbers: names may hold what Mermaid reads as its own.
+    """
+    yield "flowchart LR"
+    numbers: dict[str, str] = {}
+    for name in (*outside(run.stages), *(stage.name for stage in run.stages)):
+        numbers[name] = f"n{len(numbers)}"
+    for path in outside(run.stages):
+        yield f'  {numbers[path]}[/"{_quoted(path)}"/]'
+    for stage in run.stages:
+        state = states[stage.name].state
+        label = f'"{_quoted(stage.name)}<br>{stage.kind}, {state}"'
+        shape = f"{{{label}}}" if stage.kind == "gate" else f"[{label}]"
+        yield f"  {numbers[stage.name]}{shape}:::{state}"
+    for edge in edges(run.stages):
+        yield f"  {numbers[edge.source]} {MERMAID[edge.role]} {numbers[edge.target]}"
+    for state, colour in COLOURS.items():
+        yield f"  classDef {state} fill:{colour},color:black,stroke:black"
+
+
+def _quoted(text: str) -> str:
+    for letter, entity in (("&", "#amp;"), ('"', "#quot;"), ("<", "#lt;"), (">", "#gt;")):
+        text = text.replace(letter, entity)
+    return text
+
+
+def tree(stages: Sequence[Stage]) -> dict[str, str]:
+    """Return every stage's name with the branch of the tree that it stands at.
+
+    A stage stands below what it starts from: its parent, a gate below what it measures, and what
+    has neither below the latest of what it loads.
+    """
+    above = {stage.name: _above(stage) for stage in stages}
+    below: dict[str | None, list[str]] = {}
+    for name, of in above.items():
+        below.setdefault(of, []).append(name)
+    found: dict[str, str] = {}
+    stack = [(name, "", "") for name in reversed(below.get(None, []))]
+    while stack:
+        name, prefix, branch = stack.pop()
+        found[name] = f"{prefix}{branch}{name}"
+        inner = prefix + {"": "", "├─ ": "│  ", "└─ ": "   "}[branch]
+        inner = inner if len(inner) < 3 * DEEPEST else inner[: 3 * DEEPEST]
+        names = below.get(name, [])
+        for number, each in enumerate(reversed(names)):
+            stack.append((each, inner, "└─ " if number == 0 else "├─ "))
+    return found
+
+
+def _above(stage: Stage) -> str | None:
+    """Return the stage that another one stands below in the tree; None at its root."""
+    if stage.parent and not is_path(stage.parent):
+        return stage.parent
+    if stage.gated:
+        return stage.gated
+    loaded = (*stage.data.values(), *stage.teachers.values())
+    return next((name for name in loaded if not is_path(name)), None)
+
+
+def origin(stage: Stage) -> str:
+    """Return in words what a stage starts from, is taught by, reads and waits for."""
+    if stage.gated:
+        return f"{stage.gated} against {_named(stage.against.values())}"
+    parts = []
+    if stage.parent:
+        parts.append(stage.parent)
+    elif stage.models:
+        own = len(set(stage.models.values()))
+        paths = [each for each in stage.models.values() if is_path(each)]
+        parts.append(f"{own} models{f' ({_named(paths)})' if paths else ''}")
+    else:
+        parts.append("model.initial_weights" if stage.kind == "import" else "the model settings")
+    if stage.teachers:
+        parts.append(f"taught by {_named(stage.teachers.values())}")
+    if stage.data:
+        parts.append(f"on {_named(stage.data.values())}")
+    if stage.parent and stage.models:
+        parts.append(f"compared with {_named(stage.models.values())}")
+    if stage.after:
+        parts.append(f"after {_named(stage.after)}")
+    return ", ".join(parts)
+
+
+def _named(names: Iterable[str]) -> str:
+    """Return up to MOST_NAMED names, and the number of the others."""
+    found = list(dict.fromkeys(names))
+    more = len(found) - MOST_NAMED
+    text = ", ".join(found[:MOST_NAMED])
+    return f"{text} and {more} more" if more > 0 else text

@@ -1,0 +1,138 @@
+"""What a changed configuration does to a run that exists, before it is run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pipeline.config.read import ConfigError
+from pipeline.config.validate import load
+from pipeline.run.graph import Stage
+from pipeline.run.lineage import Lineage, lineage_from, read_manifest
+from pipeline.run.run import Run, StageState
+from pipeline.text import shown
+
+
+@dataclass(frozen=True)
+class Edit:
+    """The effects of an edit on the stages of a run.
+
+    `stale` has causes, `reruns` the stages that run (again) once the stale ones are rerun,
+    `deleted` where the output of each stage stays that the configuration no longer has, and
+    `renamed` the arguments OLD and NEW of `braid mv` that reuse a deleted stage's output.
+    """
+
+    reused: tuple[str, ...]
+    stale: dict[str, str]
+    reruns: tuple[str, ...]
+    new: tuple[str, ...]
+    deleted: dict[str, str]
+    renamed: tuple[tuple[str, str], ...]
+
+
+def edit_of(run: Run, states: Mapping[str, StageState]) -> Edit | None:
+    """Return the effects of the settings of `run` on its directory; None where there are none."""
+    if not run.settings_file.exists():
+        return None
+    names = {stage.name for stage in run.stages}
+    deleted = {
+        path.name: shown(path)
+        for path in sorted((run.path / "stages").glob("[!.]*"))
+        if path.name not in names and (path / "manifest.json").exists()
+    }
+    stale = {name: each.cause for name, each in states.items() if each.state == "stale"}
+    absent = [stage for stage in run.stages if not run.stage(stage.name).path.exists()]
+    before = _recorded(run) if absent else None  # read only where it decides something
+    known = {stage.name for stage in before.stages} if before else names
+    new = [stage for stage in absent if stage.name not in known]
+    if not (stale or new or deleted):
+        return None
+    again = {stage.name for stage in run.downstream(stale)}
+    reruns = [name for name in states if name in again or states[name].state != "done"]
+    reused = tuple(name for name in states if name not in reruns)
+    renamed = tuple(_renamed(run, before, new, deleted)) if before and deleted else ()
+    of_new = tuple(stage.name for stage in new)
+    return Edit(reused, stale, tuple(reruns), of_new, deleted, renamed)
+
+
+def edit_lines(run: Run, edit: Edit, rerun: str) -> Iterator[str]:
+    """Yield an edit in words; `rerun` has the options that rerun the stale stages."""
+    yield f"edit: what this configuration changes in {shown(run.path)}"
+    yield f"  reused: {', '.join(edit.reused) or 'no stage'}"
+    for title, names in (("new", edit.new), ("stale", tuple(edit.stale))):
+        if names:
+            yield f"  {title}: {', '.join(names)}"
+    if edit.reruns:
+        how = f", with {rerun}" if edit.stale else ""
+        yield f"  runs{how}: {', '.join(edit.reruns)}"
+    yield from hints(run, edit)
+
+
+def hints(run: Run, edit: Edit) -> Iterator[str]:
+    """Yield the deleted stages, and the commands that reuse renamed ones."""
+    for name, path in edit.deleted.items():
+        yield f"  deleted: {name}: its output stays in {path}"
+    for old, new in edit.renamed:
+        quoted = [f"'{each}'" if "{" in each else each for each in (old, new)]
+        yield f"  renamed? reuse it with: braid mv {shown(run.path)} {' '.join(quoted)}"
+
+
+def edit_json(edit: Edit | None) -> dict[str, Any] | None:
+    """Return an edit as `braid plan --json` prints it."""
+    return None if edit is None else asdict(edit)
+
+
+def _recorded(run: Run) -> Run | None:
+    """Return the run with the settings of its run.yaml; None where that is invalid by now."""
+    try:
+        return Run(run.path, load(run.settings_file, to_start=False))
+    except ConfigError:
+        return None
+
+
+def _renamed(
+    run: Run, before: Run, new: list[Stage], deleted: Mapping[str, str]
+) -> Iterator[tuple[str, str]]:
+    """Yield each pair of names under which a new stage would repeat a deleted one."""
+    left = [stage for stage in before.stages if stage.name in deleted and stage.kind != "gate"]
+    former: dict[str, str] = {}  # names of stages of before, by new names
+    found: dict[tuple[str, str], None] = {}
+    for stage in new:  # inputs come first
+        outputs = {name: run.stage(former.get(name, name)).output() for name in stage.inputs}
+        now = lineage_from(stage, outputs, run.settings.layout.model_dump())
+        for other in left:
+            manifest = read_manifest(run.stage(other.name))
+            alike = (other.kind, other.domains) == (stage.kind, stage.domains)
+            if alike and manifest is not None and _same(manifest, now, former):
+                former[stage.name] = other.name
+                left.remove(other)
+                if (pair := _names(run, before, other, stage)) is not None:
+                    found[pair] = None
+                break
+    yield from found
+
+
+def _same(recorded: Lineage, now: Lineage, former: Mapping[str, str]) -> bool:
+    """Return whether a lineage is the recorded one, but for the names of stages."""
+    parents = {former.get(name, name): digest for name, digest in now.parents.items()}
+    settings = {
+        key: former.get(value, value) if isinstance(value, str) else value
+        for key, value in now.settings.items()
+    }
+    files = all(
+        digest is None or recorded.files.get(key) == digest for key, digest in now.files.items()
+    )
+    alike = parents == recorded.parents and settings == recorded.settings
+    return alike and files and now.routing == recorded.routing
+
+
+def _names(run: Run, before: Run, old: Stage, new: Stage) -> tuple[str, str] | None:
+    """Return what `braid mv` takes to rename one stage's block to the other's."""
+    if old.block is None or new.block is None:
+        return None
+    here, there = run.settings.stages, before.settings.stages
+    if old.block not in here and new.block not in there:
+        return old.block, new.block
+    was, now = there[old.block].as_, here[new.block].as_
+    return (was, now) if old.block == new.block and was and now else None

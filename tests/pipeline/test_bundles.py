@@ -1,0 +1,271 @@
+"""Bundles: what is in one, running one elsewhere, what differs, and archives that attack."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Braid = Callable[..., tuple[int, str, str]]
+GATE = "stages.experts.gate={domains: [sums], problems: 20}"
+
+
+RIGHT = ("domains.words.rewards={right: {kind: math}}",)
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    path = tmp_path / "data/rows.jsonl"
+    path.parent.mkdir()
+    lines = [json.dumps({"prompt": f"{n}+1=", "answer": str(n + 1)}) for n in range(40)]
+    path.write_text("\n".join(lines))
+    return path
+
+
+@pytest.fixture
+def config(config: Path, rows: Path) -> Path:
+    """The smallest configuration, with a domain of files."""
+    return with_data(config, rows)
+
+
+def with_data(config: Path, path: Path) -> Path:
+    """Make the domain `words` one of files."""
+    files = f"{{source: jsonl, path: '{path}', answer: answer}}"
+    text = config.read_text().replace("{dataset: spell_backward}", files)
+    text = text.replace("kind: sft\n", "kind: sft\n    domains: [sums]\n")
+    text += "evaluation: {problems: 4}\n"
+    config.write_text(text)
+    return config
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> list[str]:
+    """A deterministic run with a gate and a secret."""
+    secret = tmp_path / "key"
+    secret.write_text("s3cret")
+    secret.chmod(0o600)
+    url = "base_url: 'https://127.0.0.1:1/v1', model: m, rubric: 'grade {response}'"
+    rewards = f"{{right: {{kind: math}}, judge: {{kind: judge, {url}, api_key_file: {secret}}}}}"
+    return ["deterministic=true", f"domains.words.rewards={rewards}", GATE]
+
+
+@pytest.fixture
+def archive(braid: Braid, config: Path, options: list[str], tmp_path: Path) -> Path:
+    assert braid("run", config, *options)[::2] == (0, "")
+    path = tmp_path / "moved/small.tar.gz"
+    path.parent.mkdir()
+    code, out, err = braid("bundle", "small", "--to", path)
+    assert (code, err) == (0, "")
+    assert "reproduce it with: braid run" in out
+    return path
+
+
+def index(archive: Path) -> dict:
+    with tarfile.open(archive) as packed:
+        file = packed.extractfile("bundle.json")
+        assert file is not None
+        found: dict = json.loads(file.read())
+        return found
+
+
+def test_a_bundle_has_digests_reasons_and_no_secret(archive: Path, tmp_path: Path) -> None:
+    found = index(archive)
+    assert (found["format"], found["run"], found["deterministic"]) == (1, "small", True)
+    assert found["routing"] == {"merge": {"sums": "experts.sums", "words": "experts.words"}}
+    [data] = found["inputs"]
+    assert (data["key"], data["copied"]) == ("domains.words.prompts.path", True)
+    assert data["path"] == "data/words.prompts/rows.jsonl"
+    [secret] = found["secrets"]
+    assert secret["path"] == str(tmp_path / "key")
+    stages = {each["name"]: each for each in found["stages"]}
+    assert stages["cold_start"]["output"] == "cold_start"
+    assert stages["merge"]["lineage"]["parents"]["experts.words"] == "experts.words"
+    assert {"code", "versions"} <= stages["merge"]["lineage"].keys()
+    [verdict] = found["decisions"]
+    assert verdict["stage"] == "gates.experts.sums"
+    assert verdict["cause"].startswith("passed: ")
+    with tarfile.open(archive) as packed:
+        for member in packed:
+            file = packed.extractfile(member)
+            assert file is not None and b"s3cret" not in file.read()
+
+
+def test_a_bundle_runs_elsewhere_and_is_compared(
+    braid: Braid, archive: Path, rows: Path, runs: Path, tmp_path: Path
+) -> None:
+    shutil.rmtree(runs)
+    rows.unlink()
+    for command in ("validate", "plan"):
+        assert braid(command, archive)[0] == 0
+    code, out, err = braid("run", archive)
+    assert (code, err) == (0, "")
+    # A fake export is empty, and so has no output to compare.
+    assert "the output of all 6 stages equals the bundle's" in out
+    assert braid("bundle", "--check", "small", archive)[0] == 0
+    assert braid("run", archive.with_name("small"))[0] == 0  # what was unpacked
+    assert sorted(path.name for path in archive.parent.iterdir()) == ["small", "small.tar.gz"]
+
+
+def test_the_first_stage_that_differs_is_named(
+    braid: Braid, archive: Path, config: Path, options: list[str], rows: Path, runs: Path
+) -> None:
+    shutil.rmtree(runs)
+    rows.write_text(rows.read_text().replace("7+1=", "9+9="))
+    assert braid("run", config, *options)[::2] == (0, "")
+    for name in ("experts.words", "merge"):  # the fakes leave the same digests otherwise
+        sums = runs / f"small/stages/{name}/checkpoints/step_2/checksums.json"
+        sums.write_text('{"digest": "other", "files": {}}')
+    code, _, err = braid("bundle", "--check", "small", archive)
+    assert code == 1
+    first, *causes = err.splitlines()
+    assert "experts.words is the first stage that differs from the bundle's; 2 of 6" in first
+    [cause] = causes
+    assert cause.startswith("  files of domains.words.prompts.path: ")
+
+
+def test_changed_and_missing_inputs_are_named_before_anything_runs(
+    braid: Braid, archive: Path, runs: Path, rows: Path
+) -> None:
+    assert braid("validate", archive)[0] == 0
+    shutil.rmtree(runs)
+    data = archive.parent / "small/data/words.prompts/rows.jsonl"
+    data.write_text(data.read_text().replace("7+1=", "9+9="))
+    code, _, err = braid("run", archive)
+    assert code == 1
+    assert "domains.words.prompts.path: " in err and "its content differs; restore it" in err
+    data.unlink()
+    assert "missing; restore it" in braid("run", archive)[2]
+    assert not runs.exists()
+    assert braid("validate", archive, f"domains.words.prompts.path={rows}")[0] == 0
+
+
+def test_a_run_that_is_not_deterministic_is_not_compared(
+    braid: Braid, config: Path, tmp_path: Path
+) -> None:
+    assert braid("run", config, *RIGHT)[0] == 0
+    out = braid("bundle", "small", "--to", tmp_path / "b")[1]
+    assert "not deterministic: true, so its digests cannot be compared" in out
+    code, out, _ = braid("bundle", "--check", "small", tmp_path / "b")
+    assert (code, "not compared" in out) == (0, True)
+
+
+def test_weights_are_named_or_copied(
+    braid: Braid, config: Path, runs: Path, tmp_path: Path
+) -> None:
+    assert braid("run", config, *RIGHT, "--name", "first")[0] == 0
+    outside = runs / "first/stages/cold_start"
+    given = f"stages.experts.from={outside}"
+    assert braid("run", config, *RIGHT, given)[0] == 0
+    by_reference, copy = tmp_path / "reference", tmp_path / "copy"
+    assert braid("bundle", "small", "--to", by_reference)[0] == 0
+    assert braid("bundle", "small", "--to", copy, "--weights", "copy")[0] == 0
+    inputs = json.loads((by_reference / "bundle.json").read_text())["inputs"]
+    [found] = [each for each in inputs if each["kind"] == "model"]
+    assert (found["path"], found["copied"], found["digest"]) == (str(outside), False, "cold_start")
+    assert (copy / "weights/0/step_2/checksums.json").exists()
+    assert braid("run", copy, "--name", "third")[0] == 0
+    shutil.rmtree(outside)
+    code, _, err = braid("plan", by_reference, "--name", "fourth")
+    assert code == 1
+    assert f"stages.experts.from: {outside}: missing; restore it, or name its copy" in err
+    assert braid("plan", copy, "--name", "third")[0] == 0
+
+
+def test_patterns_and_directories_of_data_are_copied(
+    braid: Braid, config: Path, rows: Path, tmp_path: Path
+) -> None:
+    below = rows.parent / "b"
+    below.mkdir()
+    shutil.copy(rows, below / "more.jsonl")
+    for number, path in enumerate((rows.parent, rows.parent / "*/*.jsonl")):
+        options = [f"domains.words.prompts.path='{path}'", "--name", f"n{number}"]
+        assert braid("run", config, *options, *RIGHT)[0] == 0
+        to = tmp_path / f"bundle{number}"
+        assert braid("bundle", f"n{number}", "--to", to)[0] == 0
+        assert braid("validate", to)[0] == 0
+        assert len(list((to / "data").rglob("*.jsonl"))) == 2 - number
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "message"),
+    [
+        ("/tmp/braid_attack", tarfile.REGTYPE, "a path outside the bundle"),
+        ("../attack", tarfile.REGTYPE, "a path outside the bundle"),
+        ("data/../../attack", tarfile.REGTYPE, "a path outside the bundle"),
+        ("link", tarfile.SYMTYPE, "links and devices are refused"),
+        ("link", tarfile.LNKTYPE, "links and devices are refused"),
+        ("pipe", tarfile.FIFOTYPE, "links and devices are refused"),
+        ("bundle.json", tarfile.REGTYPE, "cannot be unpacked"),
+    ],
+)
+def test_an_archive_that_would_write_elsewhere_is_refused(
+    name: str, kind: bytes, message: str, braid: Braid, tmp_path: Path
+) -> None:
+    path = tmp_path / "in/evil.tar.gz"
+    path.parent.mkdir()
+    with tarfile.open(path, "w:gz") as packed:
+        good = tarfile.TarInfo("bundle.json")
+        good.size = 2
+        packed.addfile(good, io.BytesIO(b"{}"))
+        bad = tarfile.TarInfo(name)
+        bad.type, bad.linkname, bad.size = kind, "/etc/passwd", 2 if kind == tarfile.REGTYPE else 0
+        packed.addfile(bad, io.BytesIO(b"{}"))
+    before = set(tmp_path.rglob("*"))
+    code, _, err = braid("validate", path)
+    assert code == 1
+    assert message in err
+    assert set(tmp_path.rglob("*")) == before
+    assert not Path("/tmp/braid_attack").exists()
+
+
+def test_what_is_no_bundle_is_said_to_be_none(
+    braid: Braid, archive: Path, config: Path, tmp_path: Path
+) -> None:
+    assert "neither a configuration nor a bundle" in braid("run", tmp_path / "moved")[2]
+    broken = tmp_path / "broken.tar.gz"
+    broken.write_bytes(archive.read_bytes()[:200])
+    assert "cannot be unpacked" in braid("run", broken)[2]
+    other = tmp_path / "moved/other.tar.gz"
+    shutil.copy(archive, other)
+    (tmp_path / "moved/other").mkdir()
+    assert "exists and is not unpacked from" in braid("run", other)[2]
+    assert braid("validate", archive)[0] == 0
+    inside = archive.parent / "small/bundle.json"
+    inside.write_text(inside.read_text().replace('"format": 1', '"format": 2'))
+    assert "format 2, and this version reads 1" in braid("run", archive.parent / "small")[2]
+    inside.write_text("{")
+    assert "damaged; bundle the run again" in braid("run", archive.parent / "small")[2]
+    assert "exists; choose another path" in braid("bundle", "small", "--to", archive)[2]
+    assert "no bundle there" in braid("bundle", "--check", "small", config)[2]
+    assert "compares" in braid("bundle", "small", archive)[2]
+
+
+def test_a_copied_input_that_links_outside_is_refused(braid: Braid, archive: Path) -> None:
+    assert braid("validate", archive)[0] == 0
+    data = archive.parent / "small/data/words.prompts/rows.jsonl"
+    data.unlink()
+    data.symlink_to("/etc/passwd")
+    assert "outside the bundle" in braid("run", archive.parent / "small")[2]
+
+
+def test_early_stops_and_overrides_are_in_the_bundle(
+    braid: Braid, config: Path, tmp_path: Path
+) -> None:
+    actions = {"experts.words": {"0": "end_early"}, "gates.experts.sums": {"0": "fall_short"}}
+    assert braid("run", config, *RIGHT, GATE, actions=actions)[0] == 1
+    reason = "noise of the problems"
+    assert braid("gate", "override", "small", "gates.experts.sums", "--reason", reason)[0] == 0
+    assert braid("resume", "small")[0] == 0
+    assert braid("bundle", "small", "--to", tmp_path / "b")[0] == 0
+    found = json.loads((tmp_path / "b/bundle.json").read_text())
+    causes = {each["line"]: each["cause"] for each in found["decisions"]}
+    assert "good enough at step 1" in causes.values()
+    assert any(cause.startswith(f"overridden: {reason}") for cause in causes.values())
+    lines = (tmp_path / "runs/small/ledger.jsonl").read_text().splitlines()
+    assert all(json.loads(lines[line - 1])["cause"] == cause for line, cause in causes.items())
+    assert "braid gate override small gates.experts.sums --reason ..." in found["commands"]

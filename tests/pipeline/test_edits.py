@@ -1,0 +1,136 @@
+"""`braid plan` of an edited configuration: what is reused, stale, new, deleted and renamed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Braid = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def small(braid: Braid, config: Path, runs: Path) -> Path:
+    assert braid("run", config)[0] == 0
+    return runs / "small"
+
+
+def edited(config: Path, *pairs: tuple[str, str]) -> Path:
+    text = config.read_text()
+    for old, new in pairs:
+        assert old in text
+        text = text.replace(old, new)
+    path = config.with_name("edited.yaml")
+    path.write_text(text)
+    return path
+
+
+def edit(braid: Braid, config: Path) -> dict:
+    code, out, err = braid("plan", config, "--json")
+    assert (code, err) == (0, "")
+    found: dict = json.loads(out)["edit"]
+    return found
+
+
+def test_an_unchanged_configuration_edits_nothing(braid: Braid, config: Path, small: Path) -> None:
+    assert edit(braid, config) is None
+    assert "edit:" not in braid("plan", config)[1]
+
+
+def test_an_unfinished_run_is_no_edit(braid: Braid, config: Path) -> None:
+    braid("run", config, actions={"experts.sums": {"0": "break_down"}})
+    assert edit(braid, config) is None
+
+
+def test_a_renamed_block_is_recognised(braid: Braid, config: Path, small: Path) -> None:
+    wanted = edited(config, ("experts: {kind", "rl: {kind"), ("teachers: experts", "teachers: rl"))
+    found = edit(braid, wanted)
+    assert found["renamed"] == [["experts", "rl"]]
+    assert found["new"] == ["rl.sums", "rl.words"]
+    assert found["deleted"].keys() == {"experts.sums", "experts.words"}
+    assert found["reused"] == ["cold_start"]
+    code, out, _ = braid("plan", wanted)
+    assert code == 0
+    hint = f"  renamed? reuse it with: braid mv {small} experts rl\n"
+    stays = f"  deleted: experts.sums: its output stays in {small}/stages/experts.sums\n"
+    assert hint in out and stays in out
+    code, _, err = braid("run", wanted)
+    assert code == 1
+    assert hint in err and stays in err
+    assert braid("mv", "small", "experts", "rl")[0] == 0
+    assert edit(braid, wanted) is None  # `seeded_as` makes nothing stale
+
+
+def test_two_renamed_blocks_are_recognised_through_each_other(
+    braid: Braid, config: Path, small: Path
+) -> None:
+    wanted = edited(
+        config,
+        ("cold_start", "warm"),
+        ("experts: {", "rl: {"),
+        ("teachers: experts", "teachers: rl"),
+    )
+    assert edit(braid, wanted)["renamed"] == [["cold_start", "warm"], ["experts", "rl"]]
+    assert braid("mv", "small", "cold_start", "warm")[0] == 0
+    assert braid("mv", "small", "experts", "rl")[0] == 0
+    assert edit(braid, wanted) is None
+
+
+def test_another_as_is_recognised(braid: Braid, config: Path, runs: Path) -> None:
+    first = edited(config, ("experts: {", "experts: {as: 'a.{domain}', "))
+    assert braid("run", first)[0] == 0
+    second = edited(config, ("experts: {", "experts: {as: 'b.{domain}', "))
+    assert edit(braid, second)["renamed"] == [["a.{domain}", "b.{domain}"]]
+    assert "small 'a.{domain}' 'b.{domain}'" in braid("plan", second)[1]
+
+
+def test_a_renamed_block_with_other_settings_is_new(
+    braid: Braid, config: Path, small: Path
+) -> None:
+    wanted = edited(
+        config,
+        ("experts: {kind: grpo,", "rl: {kind: grpo, updates_per_rollout: 2,"),
+        ("teachers: experts", "teachers: rl"),
+    )
+    assert edit(braid, wanted)["renamed"] == []
+
+
+def test_a_deleted_leaf_stays(braid: Braid, config: Path, small: Path) -> None:
+    wanted = edited(config, ("  export: {kind: export, from: merge}\n", ""))
+    found = edit(braid, wanted)
+    assert (found["stale"], found["new"], found["reruns"]) == ({}, [], [])
+    assert found["deleted"] == {"export": f"{small}/stages/export"}
+    code, out, _ = braid("run", wanted)
+    assert code == 0
+    assert "deleted: export: its output stays in" in out
+    assert (small / "stages/export").exists()
+
+
+def test_an_inserted_stage_says_what_reruns(braid: Braid, config: Path, small: Path) -> None:
+    inserted = "  second: {kind: sft, from: cold_start, optimizer: {learning_rate: 1e-3}, "
+    wanted = edited(
+        config,
+        ("  experts: {kind: grpo, from: cold_start", f"{inserted}loop: {{steps: 2}}}}\n"
+         "  experts: {kind: grpo, from: second"),
+    )  # fmt: skip
+    found = edit(braid, wanted)
+    assert found["new"] == ["second"]
+    assert found["reused"] == ["cold_start"]
+    assert "cold_start is no longer an input" in found["stale"]["experts.sums"]
+    _, out, _ = braid("plan", wanted)
+    assert "  runs, with --from experts.sums --from experts.words: second, experts.sums," in out
+    options = ("--from", "experts.sums", "--from", "experts.words")
+    assert braid("run", wanted, *options)[0] == 0
+    assert edit(braid, wanted) is None
+
+
+def test_an_old_run_yaml_that_is_invalid_by_now_has_no_hint(
+    braid: Braid, config: Path, small: Path
+) -> None:
+    (small / "run.yaml").write_text("name: [")
+    wanted = edited(config, ("experts: {kind", "rl: {kind"), ("teachers: experts", "teachers: rl"))
+    found = edit(braid, wanted)
+    assert (found["renamed"], found["new"]) == ([], [])
+    assert found["deleted"].keys() == {"experts.sums", "experts.words"}
