@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from parallel.files import read_text
 from pipeline.config.read import ConfigError
 from pipeline.config.validate import load
 from pipeline.run.graph import Stage
@@ -43,7 +45,9 @@ def edit_of(run: Run, states: Mapping[str, StageState]) -> Edit | None:
     }
     stale = {name: each.cause for name, each in states.items() if each.state == "stale"}
     absent = [stage for stage in run.stages if not run.stage(stage.name).path.exists()]
-    before = _recorded(run) if absent else None  # read only where it decides something
+    # Only an edit is worth the seconds that run.yaml of a thousand domains takes.
+    edited = stale or deleted or not _mentions(run, absent)
+    before = _recorded(run) if absent and edited else None
     known = {stage.name for stage in before.stages} if before else names
     new = [stage for stage in absent if stage.name not in known]
     if not (stale or new or deleted):
@@ -81,6 +85,23 @@ def hints(run: Run, edit: Edit) -> Iterator[str]:
 def edit_json(edit: Edit | None) -> dict[str, Any] | None:
     """Return an edit as `braid plan --json` prints it."""
     return None if edit is None else asdict(edit)
+
+
+def _mentions(run: Run, stages: Iterable[Stage]) -> bool:
+    """Return whether run.yaml, as the run writes it, has the blocks and domains of stages."""
+    text = read_text(run.settings_file)
+    names = {key: _names_below(text, key) for key in ("stages", "domains")}
+    return all(
+        stage.block in names["stages"] and names["domains"].issuperset(stage.domains)
+        for stage in stages
+    )
+
+
+def _names_below(text: str, key: str) -> set[str]:
+    """Return the names below a key of the document, by the indentation alone."""
+    _, _, rest = f"\n{text}".partition(f"\n{key}:\n")
+    own = re.split(r"^\S", rest, maxsplit=1, flags=re.MULTILINE)[0]
+    return {name.strip("'\"") for name in re.findall(r"^  ([^\s:]+):", own, re.MULTILINE)}
 
 
 def _recorded(run: Run) -> Run | None:

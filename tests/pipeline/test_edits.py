@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from pipeline.run import edits
 
 Braid = Callable[..., tuple[int, str, str]]
 
@@ -134,3 +137,16 @@ def test_an_old_run_yaml_that_is_invalid_by_now_has_no_hint(
     found = edit(braid, wanted)
     assert (found["renamed"], found["new"]) == ([], [])
     assert found["deleted"].keys() == {"experts.sums", "experts.words"}
+
+
+def test_a_new_leaf_is_new_and_an_unedited_run_is_not_read(
+    braid: Braid, config: Path, small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = edited(
+        config, ("  export: {", "  second: {kind: export, from: cold_start}\n  export: {")
+    )
+    found = edit(braid, wanted)
+    assert (found["new"], found["stale"], found["deleted"]) == (["second"], {}, {})
+    shutil.rmtree(small / "stages/export")
+    monkeypatch.setattr(edits, "load", None)  # it takes seconds for a thousand domains
+    assert "edit:" not in braid("plan", config)[1]
