@@ -85,8 +85,9 @@ class ReferenceLogprobs:
         found = {
             name: np.full((len(stream.rows), 2), np.nan) for name, stream in self._streams.items()
         }
+        at_once = PASSES * self._own.pairs_per_step
         drawn = chain.from_iterable(stream.all() for stream in self._streams.values())
-        while pairs := broadcast(list(islice(drawn, self._pairs)) if is_main() else None):
+        while pairs := broadcast(list(islice(drawn, at_once)) if is_main() else None):
             sums = self._evaluate(
                 policy, pairs_of([(each.chosen, each.rejected) for each in pairs])
             )
@@ -149,7 +150,7 @@ def _write(path: Path, key: str, found: Logprobs) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with naming(path), temporary.open("wb") as file:
-            np.savez(file, **{KEY: np.array(key)}, **arrays)
+            np.savez(file, allow_pickle=False, **{KEY: np.array(key)}, **arrays)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)

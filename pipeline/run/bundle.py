@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from parallel.errors import UserError
-from parallel.files import read_text, write_atomically
+from parallel.files import HUGGING_FACE, WEIGHTS, files_digest, read_text, write_atomically
 from parallel.settings import CHARACTERS
 from pipeline.config.unroll import is_path
 from pipeline.config.yaml_core import dump
 from pipeline.run.graph import Stage, digest
 from pipeline.run.ledger import Event
 from pipeline.run.lineage import TOKENIZER_FILES, read_manifest
-from pipeline.run.outside import HUGGING_FACE, WEIGHTS, files_digest, outside_model
+from pipeline.run.outside import outside_model
 from pipeline.run.run import Run, read_verdict
 from pipeline.text import shown
 from stages.data.settings import FileSettings

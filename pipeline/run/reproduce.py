@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from parallel.errors import UserError
-from parallel.files import read_text, sha256, write_atomically
+from parallel.files import files_digest, read_text, sha256, write_atomically
 from pipeline.config.unroll import is_path
 from pipeline.run.bundle import (
     ARCHIVES,
@@ -27,7 +27,7 @@ from pipeline.run.bundle import (
     tokenizer_files,
 )
 from pipeline.run.lineage import Manifest, read_manifest
-from pipeline.run.outside import files_digest, outside_model
+from pipeline.run.outside import outside_model
 from pipeline.run.run import Run
 from pipeline.text import shown
 from stages.data.settings import FileSettings
