@@ -88,9 +88,7 @@ class ReferenceLogprobs:
         at_once = PASSES * self._own.pairs_per_step
         drawn = chain.from_iterable(stream.all() for stream in self._streams.values())
         while pairs := broadcast(list(islice(drawn, at_once)) if is_main() else None):
-            sums = self._evaluate(
-                policy, pairs_of([(each.chosen, each.rejected) for each in pairs])
-            )
+            sums = self._evaluate(policy, pairs_of(pairs))
             for number, of_pair in sums.items() if is_main() else ():
                 found[pairs[number].name][pairs[number].row] = of_pair
         del policy
