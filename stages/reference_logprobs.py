@@ -86,10 +86,9 @@ class ReferenceLogprobs:
             name: np.full((len(stream.rows), 2), np.nan) for name, stream in self._streams.items()
         }
         drawn = chain.from_iterable(stream.all() for stream in self._streams.values())
-        while pairs := broadcast(list(islice(drawn, self._pairs)) if is_main() else None):
-            sums = self._evaluate(
-                policy, pairs_of([(each.chosen, each.rejected) for each in pairs])
-            )
+        count = PASSES * self._own.pairs_per_step
+        while pairs := broadcast(list(islice(drawn, count)) if is_main() else None):
+            sums = self._evaluate(policy, pairs_of(pairs))
             for number, of_pair in sums.items() if is_main() else ():
                 found[pairs[number].name][pairs[number].row] = of_pair
         del policy
