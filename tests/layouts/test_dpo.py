@@ -16,7 +16,7 @@ WORDS = ("one", "two", "three", "four", "five", "six", "seven")
 
 @pytest.fixture(scope="module")
 def data(on: On, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of two models and of pairs of many lengths, two of them too long."""
+    """The directory of two models and of pairs of many lengths, some of them too long."""
     directory = tmp_path_factory.mktemp("dpo")
     rows = [
         {
@@ -24,7 +24,7 @@ def data(on: On, tmp_path_factory: pytest.TempPathFactory) -> Path:
             "chosen": " ".join(WORDS[: number % 4 + 1]),
             "rejected": " ".join(WORDS[number % 5 :][:2])
             + " no"
-            + " please" * 9 * (number % 9 == 8),
+            + " please" * 9 * (number % 4 == 3),
         }
         for number in range(30)
     ]
