@@ -107,8 +107,8 @@ def mermaid(run: Run, states: Mapping[str, StageState]) -> Iterator[str]:
         yield f"  {numbers[stage.name]}{shape}:::{state}"
     for edge in edges(run.stages):
         yield f"  {numbers[edge.source]} {MERMAID[edge.role]} {numbers[edge.target]}"
-    for state, colour in COLOURS.items():
-        yield f"  classDef {state} fill:{colour},color:black,stroke:black"
+    for known, colour in COLOURS.items():
+        yield f"  classDef {known} fill:{colour},color:black,stroke:black"
 
 
 def _quoted(text: str) -> str:

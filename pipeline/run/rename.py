@@ -182,11 +182,11 @@ def renaming(run: Run, old: str, new: str) -> Renaming:
         if changed := _changed(stage.reads, now.reads):
             reads[stage.name] = changed
     stages = {name: now for name, now in names.items() if name != now}
-    for now in stages.values():
-        if (path := run.stage(now).path).exists():
+    for name in stages.values():
+        if (path := run.stage(name).path).exists():
             raise UserError(
-                f"{shown(path)} exists, though the run has no stage {now}; move it away, or choose "
-                "another name"
+                f"{shown(path)} exists, though the run has no stage {name}; move it away, or "
+                "choose another name"
             )
     return Renaming(old, new, stages, after, _edits(before, after, block, new), reads)
 
