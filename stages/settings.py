@@ -217,7 +217,7 @@ class StageJob(Settings):
 
     @property
     def policy(self) -> PolicySettings:
-        """How the stage trains on rewards."""
+        """The training of the stage on rewards."""
         found = self.own.policy(self.settings, self.domains)
         assert found is not None, f"stages of kind {self.kind} train on no rewards"
         return found

@@ -1,4 +1,4 @@
-"""What a changed configuration does to a run that exists, before it is run."""
+"""The effects of a changed configuration on a run that exists, before it is run."""
 
 from __future__ import annotations
 

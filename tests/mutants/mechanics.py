@@ -211,7 +211,7 @@ MUTANTS = [
     Mutant(
         "one domain alone is compared with the GPUs",
         "pipeline/report/capacity.py",
-        "alike = {(stage.kind, stage.domain): stage",
+        "alike = {(stage.kind, stage.block, stage.domain): stage",
         "alike = {stage.kind: stage",
         "tests/pipeline/test_capacity.py",
     ),

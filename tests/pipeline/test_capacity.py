@@ -107,10 +107,10 @@ def test_the_numerics_of_adam_are_the_last_setting_of_training_to_change() -> No
     stages = {stage.name: stage for stage in compile_graph(settings)}
     changes = [*training_changes([stages["merge"]], settings, [{"layout.tensor": 8}])]
     assert [key for change in changes for key in change] == [
-        "merge.optimizer.cpu_offload",
-        "merge.optimizer.cpu_offload",
+        "stages.merge.optimizer.cpu_offload",
+        "stages.merge.optimizer.cpu_offload",
         "layout.tensor",
-        "merge.optimizer.precision_aware",
+        "stages.merge.optimizer.precision_aware",
     ]
     large = "domains.math.loop.micro_batch_tokens=32768"
     lines = refused(qwen(*EXACT, large, "layout.recompute=none"))
@@ -122,7 +122,9 @@ def test_the_numerics_of_adam_are_the_last_setting_of_training_to_change() -> No
 
 
 def test_an_optimizer_state_on_the_host_is_not_advised_to_sgd() -> None:
-    plain = ("merge.optimizer.algorithm=sgd", "merge.optimizer.precision_aware=false")
+    plain = tuple(
+        f"stages.merge.optimizer.{each}" for each in ("algorithm=sgd", "precision_aware=false")
+    )
     settings = qwen(*plain)
     stages = {stage.name: stage for stage in compile_graph(settings)}
     assert not [*training_changes([stages["merge"]], settings, [])]

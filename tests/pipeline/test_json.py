@@ -24,7 +24,7 @@ WHY_KEYS = STATE_KEYS | {
 DOCUMENTS = [
     ("validate CONFIG", 0, {"valid", "stages", "domains", "warnings"}),
     ("validate CONFIG sed=1", 1, {"valid", "errors"}),
-    ("plan CONFIG", 0, RUN_KEYS),
+    ("plan CONFIG", 0, {*RUN_KEYS, "edit"}),
     ("plan CONFIG --memory", 0, {"stages"}),
     ("status", 0, {"runs"}),
     ("status small", 0, RUN_KEYS),
