@@ -88,7 +88,8 @@ def main() -> None:
     print(f"# trl {trl.__version__}, torch {torch.__version__}")
     for case in CASES:
         for pair in PAIRS:
-            print(json.dumps([*case, *pair, *loss_and_gradient(pair, *case)]))
+            row = [*case, *pair, *loss_and_gradient(pair, *case)]
+            print(f"[{', '.join(map(json.dumps, row))}]")
 
 
 if __name__ == "__main__":

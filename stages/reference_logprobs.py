@@ -143,7 +143,8 @@ def _read(path: Path, key: str) -> Logprobs | None:
 
 def _write(path: Path, key: str, found: Logprobs) -> None:
     """Write the file atomically: a killed process leaves none, or the whole."""
-    arrays: dict[str, Any] = {f"{OF}{name}": values for name, values in found.items()}
+    arrays: dict[str, Any] = {KEY: np.array(key)}
+    arrays |= {f"{OF}{name}": values for name, values in found.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:

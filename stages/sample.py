@@ -37,7 +37,7 @@ VERSION = 1  # of the weights: there is one checkpoint
 
 
 @dataclass(frozen=True)
-class Part:
+class DrawnPart:
     """The prompts `begin` to `end` of a domain, which are drawn and saved together."""
 
     number: int
@@ -68,7 +68,7 @@ class RejectionSampling:
         self.engines = StageEngines(job, self.policy, job.own_domains)
         self.problems: dict[str, list[Problem]] = {}  # of the main rank
         on_main(self._take_problems)
-        self.missing: list[Part] = on_main(self._missing)
+        self.missing: list[DrawnPart] = on_main(self._missing)
         if is_main():
             done = self.parts[: len(self.parts) - len(self.missing)]
             self.drawn = sum(part.end - part.begin for part in done)
@@ -109,7 +109,7 @@ class RejectionSampling:
         if is_main():
             self.log.close()
 
-    def file(self, part: Part) -> Path:
+    def file(self, part: DrawnPart) -> Path:
         """Return the file of a part."""
         return self.job.files.drawn / f"part_{part.number:06d}.parquet"
 
@@ -131,7 +131,7 @@ class RejectionSampling:
             except DomainError as error:
                 raise UserError(f"{error}, or lower {self._key}.prompts") from error
 
-    def _missing(self) -> list[Part]:
+    def _missing(self) -> list[DrawnPart]:
         """Return the parts after the last whole one; delete what is there of them."""
         whole = 0
         for part in self.parts:
@@ -146,7 +146,7 @@ class RejectionSampling:
                     file.unlink()
         return self.parts[whole:]
 
-    def _is_of(self, rows: list[Row], part: Part) -> bool:
+    def _is_of(self, rows: list[Row], part: DrawnPart) -> bool:
         """Return whether rows are the responses to the prompts of a part."""
         prompts = self.problems[part.domain][part.begin : part.end]
         return [row["problem"] for row in rows] == [
@@ -169,7 +169,7 @@ class RejectionSampling:
         if self.engines.version is None:
             self.engines.sync_weights(VERSION)
 
-    def _request(self, part: Part) -> list[Group]:
+    def _request(self, part: DrawnPart) -> list[Group]:
         problems = self.problems[part.domain][part.begin : part.end]
         seed = seed_of(self.job.settings.seed, self.job.seeded_as, part.domain)
         groups = groups_of(problems, part.size, seed + part.begin * part.size)
@@ -177,7 +177,7 @@ class RejectionSampling:
         self.engines.request(groups, self.sampled[part.domain])
         return groups
 
-    def _collect(self, part: Part, groups: list[Group]) -> None:
+    def _collect(self, part: DrawnPart, groups: list[Group]) -> None:
         """Wait for the grades of a part, filter and save it. Collective."""
 
         def graded() -> bool | None:
@@ -269,13 +269,13 @@ class RejectionSampling:
         return f"stages.{self.job.block}"
 
 
-def parts_of(prompts: int, sampled: dict[str, SamplingSettings]) -> list[Part]:
+def parts_of(prompts: int, sampled: dict[str, SamplingSettings]) -> list[DrawnPart]:
     """Return the parts of all domains: `prompts_per_step` prompts each, the last maybe fewer."""
-    found: list[Part] = []
+    found: list[DrawnPart] = []
     for name, sampling in sampled.items():
         for begin in range(0, prompts, sampling.prompts_per_step):
             end = min(begin + sampling.prompts_per_step, prompts)
-            found.append(Part(len(found), name, begin, end, sampling.group_size))
+            found.append(DrawnPart(len(found), name, begin, end, sampling.group_size))
     return found
 
 

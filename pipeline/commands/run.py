@@ -36,6 +36,7 @@ from pipeline.report.gpu_memory import gpus_here
 from pipeline.report.tables import Cell, table, terminal
 from pipeline.run import gates
 from pipeline.run.directory import TRUST_OPTION, check_owner, warn_of_readers
+from pipeline.run.edits import moved_lines
 from pipeline.run.graph import Stage
 from pipeline.run.reproduce import compare
 from pipeline.run.run import Run
@@ -100,7 +101,7 @@ def run(arguments: Namespace) -> None:
     warn_of_readers(run)
     with run.lock():
         check_not_queued(run)
-        check_settings(run, arguments.rerun)
+        check_settings(run, arguments.rerun, moved_lines(run))
         run.write_settings()
         if other is not None:
             common.reuse_from(run, other)
@@ -355,7 +356,7 @@ def _again(run: Run, arguments: Namespace) -> str:
 
 def _show_dry_run(run: Run, arguments: Namespace, reused: Mapping[str, str]) -> None:
     check_not_queued(run)
-    check_settings(run, arguments.rerun)
+    check_settings(run, arguments.rerun, moved_lines(run))
     only, parallel = arguments.only, arguments.parallel
     found = dry_run(run, common.PROGRAMS, reused, only, arguments.rerun, parallel)
     plan = run, found.states, found.actions, found.left

@@ -29,6 +29,7 @@ from pipeline.report.capacity import check_capacity
 from pipeline.report.gpu_memory import gpus_of, unchecked
 from pipeline.report.tables import terminal
 from pipeline.run.directory import RunDirectory, check_owner, warn_of_readers
+from pipeline.run.edits import moved_lines
 from pipeline.run.gates import check_stopped
 from pipeline.run.graph import Stage
 from pipeline.run.ledger import State, latest
@@ -239,7 +240,7 @@ def _preview(asked: _Submission, arguments: Namespace) -> None:
     """Show the submission, or raise the error that it would raise; write nothing."""
     run = asked.run
     _check_queued_settings(run)
-    check_settings(run, asked.rerun)
+    check_settings(run, asked.rerun, moved_lines(run))
     again = run.downstream(asked.rerun)
     check_stale(run, [each for each in asked.wanted if each not in again], record=False)
     queued, unasked = queue_of(run)
@@ -281,7 +282,7 @@ def _settled(asked: _Submission) -> dict[str, StageState]:
     _check_queued_profile(run, asked.cluster, with_jobs)
     # `check_stale` refuses stale stages.
     check_dependencies(asked.wanted, as_done(asked.planned(before), "stale", *IN_FLIGHT))
-    check_settings(run, asked.rerun)
+    check_settings(run, asked.rerun, moved_lines(run))
     run.write_settings()
     if asked.other is not None:
         common.reuse_from(run, asked.other)

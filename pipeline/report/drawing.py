@@ -77,7 +77,7 @@ def dot(run: Run, states: Mapping[str, StageState]) -> Iterator[str]:
     yield f"digraph {json.dumps(run.settings.name)} {{"
     yield "  rankdir=LR; node [shape=box, style=filled];"
     for path in outside(run.stages):
-        yield f"  {json.dumps(path)} [shape=folder, fillcolor=white];"
+        yield f"  {json.dumps(path)} [shape=cylinder, fillcolor=white];"
     for stage in run.stages:
         label = f"{stage.name}\n{stage.kind}, {states[stage.name].state}"
         look = f"fillcolor={COLOURS[states[stage.name].state]}"

@@ -73,6 +73,12 @@ def edit_lines(run: Run, edit: Edit, rerun: str) -> Iterator[str]:
     yield from hints(run, edit)
 
 
+def moved_lines(run: Run) -> list[str]:
+    """Return the deleted and renamed stages of a run that has started, with what to do."""
+    edit = edit_of(run, run.states) if run.settings_file.exists() else None
+    return [*hints(run, edit)] if edit else []
+
+
 def hints(run: Run, edit: Edit) -> Iterator[str]:
     """Yield the deleted stages, and the commands that reuse renamed ones."""
     for name, path in edit.deleted.items():

@@ -14,7 +14,6 @@ from parallel.errors import UserError
 from parallel.files import Checkpoint
 from pipeline.config.validate import differing_keys, load
 from pipeline.run.directory import RunDirectory, exposure
-from pipeline.run.edits import edit_of, hints
 from pipeline.run.graph import Stage
 from pipeline.run.ledger import PUT_ASIDE, latest
 from pipeline.run.lineage import changes, lineage_from, read_manifest
@@ -93,16 +92,15 @@ def check_stale(run: Run, wanted: Sequence[Stage], *, record: bool = True) -> No
         raise StaleStages(run, stale)
 
 
-def check_settings(run: Run, rerun: Sequence[str] = ()) -> None:
+def check_settings(run: Run, rerun: Sequence[str], moved: Sequence[str]) -> None:
     """Raise UserError where stages have output of other settings and are not in `rerun`.
 
-    `run` has the requested settings; its run.yaml has the settings of the output.
+    `run` has the requested settings; its run.yaml has the settings of the output. The message has
+    the lines `moved`, of deleted and renamed stages.
     """
     if not run.settings_file.exists():
         return
     differing = differing_keys(load(run.settings_file, to_start=False), run.settings)
-    edit = edit_of(run, run.states)
-    moved = [*hints(run, edit)] if edit else []
     if not differing:
         say(f"{shown(run.path)} was started with the same config: resuming it")
         return

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     Kind = str
     AnyStageSettings = StageSettings
 else:
-    Kind = Literal[*KINDS]
+    Kind = Literal[*sorted(KINDS)]
     AnyStageSettings = Annotated[
         reduce(or_, (each.settings for each in KINDS.values() if each.settings)),
         Field(discriminator="kind"),

@@ -53,8 +53,8 @@ DEEPSEEK_REFUSED = [
     "merge: update needs 1,442.66 GiB of each GPU, 1,363.46 GiB more than its 79.20 "
     "(optimizer state 941.73, gradients 323.32, trainer weights 161.66, activations 5.52, "
     "trainer process 5.00, engine process 3.00, dispatch and fragments 2.00, frozen model "
-    "0.43); set domains.math.optimizer.cpu_offload=1.0 merge.optimizer.cpu_offload=1.0 "
-    "layout.ranks=128 layout.expert=128",
+    "0.43); set domains.math.optimizer.cpu_offload=1.0 "
+    "stages.merge.optimizer.cpu_offload=1.0 layout.ranks=128 layout.expert=128",
 ]
 
 

@@ -174,7 +174,7 @@ def test_a_profile_s_nodes_are_checked_before_the_submission(
         ),
         (
             "kinds: {zzz: {}}",
-            "kinds.zzz: unknown kind; known: distill, evaluate, gate, export, grpo, ",
+            "kinds.zzz: unknown kind; known: distill, dpo, evaluate, export, gate, ",
         ),
         (
             "warning_seconds: 65536",

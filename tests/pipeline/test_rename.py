@@ -177,7 +177,7 @@ def test_a_stopped_gate_stays_stopped_and_an_overridden_one_overridden(
     assert braid("resume", "small")[0] == 0
 
 
-class Killed(BaseException):
+class KilledRename(BaseException):
     """The end of the process, which nothing may catch."""
 
 
@@ -205,12 +205,12 @@ def test_the_same_command_finishes_what_a_kill_cut_short(
                 if count == last:
                     if torn:  # the step happened, and what follows did not
                         step()
-                    raise Killed
+                    raise KilledRename
                 yield step
-            raise Killed
+            raise KilledRename
 
         monkeypatch.setattr(Renaming, "_steps", killed)
-        with pytest.raises(Killed):
+        with pytest.raises(KilledRename):
             braid("mv", "small", "experts", "teachers")
         monkeypatch.setattr(Renaming, "_steps", whole)
         code, _, err = braid("run", small / "run.yaml")

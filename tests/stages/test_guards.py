@@ -16,6 +16,7 @@ from stages.guards.measures import SKETCH, group_metrics, jaccard, repeats, sket
 from stages.guards.registry import GUARDS
 from stages.guards.settings import GuardsSettings
 from stages.guards.watch import GuardMonitor, StepVerdict
+from stages.kinds.rules import under
 from stages.metric_definitions import METRICS
 from stages.objectives.groups import Group
 from stages.rewards.kinds import RewardSettings
@@ -109,7 +110,7 @@ def trends(
     """Return a function that takes a step's metrics and returns those of the full windows."""
     given = {name: {"window": window} for name, window in windows.items()}
     settings = domain_settings(guards=given)
-    monitor = GuardMonitor("experts.sums", settings, rewards)
+    monitor = GuardMonitor("experts.sums", under("domains.sums"), settings, rewards)
     return lambda metrics: monitor.observe(1, metrics).metrics
 
 
@@ -157,7 +158,7 @@ def domain_settings(steps: int = 9, **given: Any) -> DomainSettings:
 
 def watch(**given: Any) -> GuardMonitor:
     settings = domain_settings(**given)
-    return GuardMonitor("experts.sums", settings, settings.rewards)
+    return GuardMonitor("experts.sums", under("domains.sums"), settings, settings.rewards)
 
 
 @pytest.fixture

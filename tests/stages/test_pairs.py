@@ -30,7 +30,8 @@ Row = dict[str, Any]
 def files(path: Path, rows: list[Row], fraction: float = 1e-9, **settings: Any) -> FilePairs:
     path.write_text("\n".join(map(json.dumps, rows)))
     given = {"source": "jsonl", "path": str(path), **settings}
-    return FilePairs(TypeAdapter(PairSource).validate_python(given), COLUMNS, KEY, fraction)
+    source: Any = TypeAdapter(PairSource).validate_python(given)
+    return FilePairs(source, COLUMNS, KEY, fraction)
 
 
 def stream(rows: Any, limit: int = 99, seed: int = 0) -> PairStream:
@@ -101,7 +102,7 @@ def test_an_unusable_row_is_an_error_or_counted(tmp_path: Path, row: Row, messag
 def test_held_out_prompts_never_come(tmp_path: Path) -> None:
     prompts = [f"say {number}" for number in range(200)]
     held = {each for each in prompts if int(content_key(each)[:16], 16) < 2**62}
-    rows = [{"prompt": each, "chosen": "a", "rejected": "b"} for each in prompts]
+    rows: list[Row] = [{"prompt": each, "chosen": "a", "rejected": "b"} for each in prompts]
     for each in prompts:  # also where a held-out prompt is only the first turn
         turns = [{"role": "user", "content": each}, {"role": "assistant", "content": "a"}]
         asked = [*turns, {"role": "user", "content": "more"}]

@@ -105,7 +105,7 @@ graded = Graded(rewards, torch.ones(1, 3, dtype=torch.bool), torch.ones(1, 3, dt
 zeros, mask = torch.zeros(1, 3), torch.ones(1, 3, dtype=torch.bool)
 tokens = Tokens(zeros, zeros, zeros, rewards, mask)
 loss = policy_loss(tokens, Totals(1, 3), domain.objective, 0.0).loss
-monitor = GuardMonitor("domain", domain, domain.rewards)
+monitor = GuardMonitor("domain", str, domain, domain.rewards)
 try:
     load(Path(config), [wrong])
 except ConfigError as error:
