@@ -89,7 +89,7 @@ def main() -> None:
     for case in CASES:
         for pair in PAIRS:
             row = [*case, *pair, *loss_and_gradient(pair, *case)]
-            print(f"[{', '.join(map(json.dumps, row))}]")
+            print(json.JSONEncoder().encode(row))
 
 
 if __name__ == "__main__":

@@ -151,7 +151,7 @@ def _above(stage: Stage) -> str | None:
 
 
 def origin(stage: Stage) -> str:
-    """Return in words what a stage starts from, is taught by, reads and waits for."""
+    """Return in words what a stage starts from, is taught by and reads."""
     if stage.gated:
         return f"{stage.gated} against {_named(stage.against.values())}"
     parts = []
@@ -169,8 +169,6 @@ def origin(stage: Stage) -> str:
         parts.append(f"on {_named(stage.data.values())}")
     if stage.parent and stage.models:
         parts.append(f"compared with {_named(stage.models.values())}")
-    if stage.after:
-        parts.append(f"after {_named(stage.after)}")
     return ", ".join(parts)
 
 

@@ -52,7 +52,6 @@ def test_other_blocks_of_stages_give_another_step(odd: Path) -> None:
         "number_sorting": "experts",
     }
     for block, key, value in (
-        ("stages.merge", "from", "experts.chain_sum"),
         ("stages.merge", "teachers", swapped),
         ("stages.merge", "domains", ["chain_sum", "spell_backward"]),
         ("stages.merge", "as", "other"),

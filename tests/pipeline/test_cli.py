@@ -17,6 +17,7 @@ import pytest
 from pipeline import cli
 from pipeline.commands.run import _audit_tables
 from stages.keys import NON_INVALIDATING_KEYS
+from tests.pipeline.violations import cells
 
 Braid = Callable[..., tuple[int, str, str]]
 
@@ -108,7 +109,7 @@ def test_a_run_without_a_cold_start(braid: Braid, config: Path, runs: Path, star
     imported.write_text(text.replace("from: cold_start", "from: initial"))
     without = [imported, f"model.initial_weights={start}"]
     code, out, _ = braid("plan", *without)
-    first, expert = (line.split() for line in out.splitlines()[2:4])
+    first, expert = map(cells, out.splitlines()[2:4])
     assert (code, first[:4]) == (0, ["initial", "import", "model.initial_weights", "pending"])
     assert expert[:6] == ["experts.sums", "grpo", "initial", "2", "yes", "pending"]
     _, out, _ = braid("plan", "--memory", *without)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from parallel.files import CHECKSUMS
 from pipeline.config.read import ConfigError
 from pipeline.config.validate import load
 from pipeline.run.graph import Stage, compile_graph
@@ -45,8 +46,11 @@ def test_the_reference_is_the_parent_or_another_model(config: Path) -> None:
     other = tuned(config, "stages.tuned.reference=experts.sums")
     assert other.models == {"reference": "experts.sums"}
     assert other.inputs == ("cold_start", "experts.sums")
-    beside = tuned(config, "stages.tuned.reference=./models/base")
-    assert beside.models == {"reference": str(Path("models/base").absolute())}
+    path = config.parent / "step_4"
+    path.mkdir()
+    (path / CHECKSUMS).write_text('{"digest": "a", "files": {}}')
+    beside = tuned(config, f"stages.tuned.reference={path}")
+    assert beside.models == {"reference": str(path)}
 
 
 def test_data_loss_and_reference_make_it_stale(config: Path) -> None:

@@ -28,7 +28,7 @@ def test_every_edge_is_in_all_three(braid: Braid, config: Path, teacher: Path) -
         f"teachers: {{sums: experts.sums, words: {teacher}}}"))  # fmt: skip
     dot = braid("plan", config, GATE, "--dot")[1]
     assert f'"{teacher}" -> "merge" [style=dashed, label=teaches];' in dot
-    assert f'"{teacher}" [shape=folder' in dot
+    assert f'"{teacher}" [shape=cylinder' in dot
     assert '"gates.experts.sums" -> "merge" [style=bold, label=gate];' in dot
     code, drawn, _ = braid("plan", config, GATE, "--mermaid")
     assert code == 0
@@ -40,7 +40,8 @@ def test_every_edge_is_in_all_three(braid: Braid, config: Path, teacher: Path) -
     assert ("cold_start", "-->", "experts.sums") in found
     assert len(found) == dot.count("->") == len(set(edges(compile_graph(load(config, [GATE])))))
     plan = braid("plan", config, GATE)[1]
-    assert f"cold_start, taught by experts.sums, {teacher}, after gates.experts.sums" in plan
+    assert f"cold_start, taught by experts.sums, {teacher}" in plan
+    assert "starts, after gates.experts.sums" in plan
 
 
 def test_data_edges_are_drawn() -> None:

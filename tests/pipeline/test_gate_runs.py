@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.pipeline.violations import cells
+
 Braid = Callable[..., tuple[int, str, str]]
 GATES = (
     "stages.experts.gate={domains: [sums], problems: 20, max_mismatch: 1e-4}",
@@ -152,7 +154,7 @@ def table(out: str, width: int = 130) -> tuple[dict[str, list[str]], str]:
     """Return the rows of a table by their stages, and the text below them."""
     rows, _, below = out.partition("\n\n")
     assert max(map(len, rows.splitlines()[1:])) < width
-    return {line.split()[0]: line.split() for line in rows.splitlines()[1:]}, below
+    return {cells(line)[0]: cells(line) for line in rows.splitlines()[1:]}, below
 
 
 def test_a_status_has_room_for_a_verdict_in_a_word(braid: Braid, stopped: Path) -> None:
@@ -181,7 +183,7 @@ def test_a_long_cause_stands_below_the_table(braid: Braid, config: Path) -> None
         "stages.cold_start.loop.steps=3",
         "seed=7",
     )
-    rows, below = table(braid("plan", config, *edits)[1], width=160)
+    rows, below = table(braid("plan", config, *edits)[1], width=180)
     assert "…" in rows["cold_start"]
     assert below.startswith("cold_start: is refused: loop.steps was 2 and is now 3; ")
     assert "seed was 0 and is now 7\n" in below
@@ -337,7 +339,7 @@ def test_a_fork_takes_no_gate_whose_verdict_is_damaged(
 
 
 def test_a_plan_shows_gates(braid: Braid, config: Path) -> None:
-    lines = [" ".join(line.split()) for line in braid("plan", config, *GATES)[1].splitlines()]
+    lines = [" ".join(cells(each)) for each in braid("plan", config, *GATES)[1].splitlines()]
     assert "gates.experts.sums gate experts.sums against cold_start yes pending starts ?" in lines
     assert (
         "gates.merge gate merge against experts.sums, experts.words yes pending starts ?" in lines
@@ -444,7 +446,7 @@ def test_a_plan_starts_nothing_that_a_stopped_gate_holds(
     braid: Braid, config: Path, stopped: Path
 ) -> None:
     _, out, _ = braid("plan", config, *GATES)
-    rows = {line.split()[0]: line for line in out.splitlines()}
+    rows = {cells(line)[0]: line for line in out.splitlines() if cells(line)}
     for name in ("merge", "gates.merge", "evaluate", "export"):
         assert rows[name].endswith(" pending  waits for gates.experts.sums")
     assert "nothing more can start: stopped by gates.experts.sums; " in out

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.pipeline.violations import cells
+
 REPOSITORY = Path(__file__).parents[2]
 MODULE = """\
 from typing import Literal
@@ -56,9 +58,11 @@ def test_a_package_brings_a_kind(package: Path, config: Path, runs: Path) -> Non
     config.write_text(f"{config.read_text()}  pruned: {{kind: prune, from: merge, share: 0.25}}\n")
     code, said = braid(package, "plan", str(config), pruned, "--runs-dir", str(runs))
     assert code == 0, said
-    assert next(
-        line.split()[:3] for line in said.splitlines() if line.split()[:1] == ["pruned"]
-    ) == ["pruned", "prune", "merge"]
+    assert next(cells(line)[:3] for line in said.splitlines() if cells(line)[:1] == ["pruned"]) == [
+        "pruned",
+        "prune",
+        "merge",
+    ]
     code, said = braid(package, "validate", str(config), "stages.pruned.share=2")
     assert code == 1
     assert "stages.pruned.share: should be less than 1, not 2" in said

@@ -25,7 +25,7 @@ NAMED = [
     (registry.key.removeprefix("objective."), each.settings)
     for registry in REGISTRIES
     for each in registry.values()
-    if each.settings is not None
+    if each.settings is not None and registry.key.startswith("objective.")
 ]
 
 RATIO = f"{EXPERT}.ratio.name=token"

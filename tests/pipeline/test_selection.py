@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.pipeline.test_gate_runs import attempts
-from tests.pipeline.violations import extending
+from tests.pipeline.violations import cells, extending
 
 Braid = Callable[..., tuple[int, str, str]]
 
@@ -194,7 +194,7 @@ def test_a_dry_run_shows_what_the_options_do(braid: Braid, config: Path, runs: P
         code, out, err = braid("run", config, "--dry-run", *options)
         assert (code, err) == (0, "")
         plan, _, commands = out.partition("\n\nengine ")
-        rows = {line.split()[0]: line for line in plan.splitlines() if line.split()}
+        rows = {cells(line)[0]: line for line in plan.splitlines() if cells(line)}
         started = [line.split("/stages/")[1].split()[0] for line in commands.splitlines()[2:]]
         return rows, started
 

@@ -28,6 +28,11 @@ def violation(path: Path, *overrides: str) -> str:
     return found
 
 
+def cells(line: str) -> list[str]:
+    """Return the words of a row of a plan, without the branches of its tree."""
+    return line.lstrip("│├└─ ").split()
+
+
 def edited(config: Path, old: str, new: str) -> Path:
     text = config.read_text()
     assert old in text
