@@ -149,7 +149,7 @@ def _write(path: Path, key: str, found: Logprobs) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with naming(path), temporary.open("wb") as file:
-            np.savez(file, allow_pickle=False, **{KEY: np.array(key)}, **arrays)
+            np.savez(file, allow_pickle=False, **arrays)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
