@@ -123,7 +123,7 @@ def randomize(trained: Any, seed: int) -> None:
 
 
 def exported(trained: Any) -> Weights:
-    return {name: tensor.detach().numpy().copy() for name, tensor in trained.weights()}
+    return {name: tensor.detach().float().numpy().copy() for name, tensor in trained.weights()}
 
 
 def _trainer(address: Path, model: str, engine: str) -> tuple[Any, Any]:
