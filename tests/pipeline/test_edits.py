@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.run import edits
+from tests.pipeline.violations import edited_copy
 
 Braid = Callable[..., tuple[int, str, str]]
 
@@ -18,16 +19,6 @@ Braid = Callable[..., tuple[int, str, str]]
 def small(braid: Braid, config: Path, runs: Path) -> Path:
     assert braid("run", config)[0] == 0
     return runs / "small"
-
-
-def edited(config: Path, *pairs: tuple[str, str]) -> Path:
-    text = config.read_text()
-    for old, new in pairs:
-        assert old in text
-        text = text.replace(old, new)
-    path = config.with_name("edited.yaml")
-    path.write_text(text)
-    return path
 
 
 def edit(braid: Braid, config: Path) -> dict:
@@ -48,7 +39,9 @@ def test_an_unfinished_run_is_no_edit(braid: Braid, config: Path) -> None:
 
 
 def test_a_renamed_block_is_recognised(braid: Braid, config: Path, small: Path) -> None:
-    wanted = edited(config, ("experts: {kind", "rl: {kind"), ("teachers: experts", "teachers: rl"))
+    wanted = edited_copy(
+        config, ("experts: {kind", "rl: {kind"), ("teachers: experts", "teachers: rl")
+    )
     found = edit(braid, wanted)
     assert found["renamed"] == [["experts", "rl"]]
     assert found["new"] == ["rl.sums", "rl.words"]
@@ -69,7 +62,7 @@ def test_a_renamed_block_is_recognised(braid: Braid, config: Path, small: Path) 
 def test_two_renamed_blocks_are_recognised_through_each_other(
     braid: Braid, config: Path, small: Path
 ) -> None:
-    wanted = edited(
+    wanted = edited_copy(
         config,
         ("cold_start", "warm"),
         ("experts: {", "rl: {"),
@@ -82,9 +75,9 @@ def test_two_renamed_blocks_are_recognised_through_each_other(
 
 
 def test_another_as_is_recognised(braid: Braid, config: Path, runs: Path) -> None:
-    first = edited(config, ("experts: {", "experts: {as: 'a.{domain}', "))
+    first = edited_copy(config, ("experts: {", "experts: {as: 'a.{domain}', "))
     assert braid("run", first)[0] == 0
-    second = edited(config, ("experts: {", "experts: {as: 'b.{domain}', "))
+    second = edited_copy(config, ("experts: {", "experts: {as: 'b.{domain}', "))
     assert edit(braid, second)["renamed"] == [["a.{domain}", "b.{domain}"]]
     assert "small 'a.{domain}' 'b.{domain}'" in braid("plan", second)[1]
 
@@ -92,7 +85,7 @@ def test_another_as_is_recognised(braid: Braid, config: Path, runs: Path) -> Non
 def test_a_renamed_block_with_other_settings_is_new(
     braid: Braid, config: Path, small: Path
 ) -> None:
-    wanted = edited(
+    wanted = edited_copy(
         config,
         ("experts: {kind: grpo,", "rl: {kind: grpo, updates_per_rollout: 2,"),
         ("teachers: experts", "teachers: rl"),
@@ -101,7 +94,7 @@ def test_a_renamed_block_with_other_settings_is_new(
 
 
 def test_a_deleted_leaf_stays(braid: Braid, config: Path, small: Path) -> None:
-    wanted = edited(config, ("  export: {kind: export, from: merge}\n", ""))
+    wanted = edited_copy(config, ("  export: {kind: export, from: merge}\n", ""))
     found = edit(braid, wanted)
     assert (found["stale"], found["new"], found["reruns"]) == ({}, [], [])
     assert found["deleted"] == {"export": f"{small}/stages/export"}
@@ -113,7 +106,7 @@ def test_a_deleted_leaf_stays(braid: Braid, config: Path, small: Path) -> None:
 
 def test_an_inserted_stage_says_what_reruns(braid: Braid, config: Path, small: Path) -> None:
     inserted = "  second: {kind: sft, from: cold_start, optimizer: {learning_rate: 1e-3}, "
-    wanted = edited(
+    wanted = edited_copy(
         config,
         ("  experts: {kind: grpo, from: cold_start", f"{inserted}loop: {{steps: 2}}}}\n"
          "  experts: {kind: grpo, from: second"),
@@ -133,7 +126,9 @@ def test_an_old_run_yaml_that_is_invalid_by_now_has_no_hint(
     braid: Braid, config: Path, small: Path
 ) -> None:
     (small / "run.yaml").write_text("name: [")
-    wanted = edited(config, ("experts: {kind", "rl: {kind"), ("teachers: experts", "teachers: rl"))
+    wanted = edited_copy(
+        config, ("experts: {kind", "rl: {kind"), ("teachers: experts", "teachers: rl")
+    )
     found = edit(braid, wanted)
     assert (found["renamed"], found["new"]) == ([], [])
     assert found["deleted"].keys() == {"experts.sums", "experts.words"}
@@ -142,7 +137,7 @@ def test_an_old_run_yaml_that_is_invalid_by_now_has_no_hint(
 def test_a_new_leaf_is_new_and_an_unedited_run_is_not_read(
     braid: Braid, config: Path, small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted = edited(
+    wanted = edited_copy(
         config, ("  export: {", "  second: {kind: export, from: cold_start}\n  export: {")
     )
     found = edit(braid, wanted)

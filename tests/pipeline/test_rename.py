@@ -15,6 +15,7 @@ from pipeline.run.directory import RunDirectory
 from pipeline.run.ledger import latest
 from pipeline.run.rename import Renaming, renaming
 from pipeline.run.run import Run
+from tests.pipeline.violations import edited_copy
 
 Braid = Callable[..., tuple[int, str, str]]
 GATED = (
@@ -28,16 +29,6 @@ def small(braid: Braid, config: Path, runs: Path) -> Path:
     """A finished run with a gate, and a reference of a KL penalty."""
     assert braid("run", config, *GATED)[0] == 0
     return runs / "small"
-
-
-def edited(config: Path, *pairs: tuple[str, str]) -> Path:
-    text = config.read_text()
-    for old, new in pairs:
-        assert old in text
-        text = text.replace(old, new)
-    path = config.with_name("edited.yaml")
-    path.write_text(text)
-    return path
 
 
 def attempts(run: Path) -> dict[str, int]:
@@ -69,7 +60,7 @@ def test_a_renamed_block_keeps_its_work(
     assert merge["parents"].keys() == {"cold_start", "teachers.sums", "teachers.words"}
 
     before = attempts(small)
-    wanted = edited(
+    wanted = edited_copy(
         config,
         (
             "experts: {kind: grpo,",
@@ -104,7 +95,7 @@ def test_a_parent_and_its_reference_in_a_penalty_are_renamed(braid: Braid, small
 
 def test_an_own_reference_is_not_a_block(braid: Braid, config: Path, runs: Path) -> None:
     kl = "domains.sums.objective.kl={reference: parent, coefficient: 0.1}"
-    wanted = edited(config, ("cold_start", "parent"))
+    wanted = edited_copy(config, ("cold_start", "parent"))
     assert braid("run", wanted, kl)[0] == 0
     assert braid("mv", "small", "parent", "warm")[0] == 0
     assert braid("status")[1] == "small: 6 done\n"
@@ -133,7 +124,9 @@ def test_back_again_states_no_seed(braid: Braid, small: Path) -> None:
 def test_the_name_of_a_block_s_stages_is_renamed_alone(
     braid: Braid, config: Path, runs: Path
 ) -> None:
-    named = edited(config, ("experts: {kind: grpo,", "experts: {as: 'rl.{domain}', kind: grpo,"))
+    named = edited_copy(
+        config, ("experts: {kind: grpo,", "experts: {as: 'rl.{domain}', kind: grpo,")
+    )
     assert braid("run", named)[0] == 0
     assert braid("mv", "small", "experts", "teachers")[0] == 0  # no directory moves
     assert braid("status")[1] == "small: 6 done\n"

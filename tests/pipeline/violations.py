@@ -33,6 +33,17 @@ def cells(line: str) -> list[str]:
     return line.lstrip("│├└─ ").split()
 
 
+def edited_copy(config: Path, *pairs: tuple[str, str]) -> Path:
+    """Return a copy of a configuration with texts replaced; the original stays."""
+    text = config.read_text()
+    for old, new in pairs:
+        assert old in text
+        text = text.replace(old, new)
+    path = config.with_name("edited.yaml")
+    path.write_text(text)
+    return path
+
+
 def edited(config: Path, old: str, new: str) -> Path:
     text = config.read_text()
     assert old in text
