@@ -1,17 +1,20 @@
 """The kill matrix: processes killed by kill -9 at random moments, and the same bits in the end.
 
-    python benchmarks/chaos.py [--cases 50] [--kills 5] [--seed 0] [--minutes 30]
+    python benchmarks/chaos.py [CONFIG] [--cases 50] [--kills 5] [--seed 0] [--minutes 30]
 
-One short deterministic run (tests/end_to_end/chaos.yaml) is watched and left undisturbed: the
-reference. Then further runs of the same configuration are killed `--kills` times each, at moments
-drawn from its timeline: in turn the launcher, each rank, the engine, a reward worker and the
-process that starts the workers. A run that a kill ended is resumed, and killed again. The final
-checkpoint of every stage of every run is compared with the reference's, bit for bit.
+One deterministic run of a configuration (tests/end_to_end/chaos.yaml, which is short, or for
+example configs/recipes/r1-small.yaml) is watched and left undisturbed: the reference. Then further
+runs of the same configuration are killed `--kills` times each, at moments drawn from its timeline:
+in turn the launcher, each rank, the engine, a reward worker and the process that starts the
+workers. A run that a kill ended is resumed, and killed again. What every stage of every run left
+is compared with the reference's, bit for bit: the tensors of the final checkpoint, collected
+samples, results, the export.
 
 Several kills a run, since one that is killed while it recovers from the last kill has to be right
-as well, and since a wrong bit never gets right again; `--kills 1` is a run for every kill. Run R of
-seed S is the first run of seed S + R, as far as the references' timelines agree. Exits 1 unless all
-`--cases` cases gave the same bits. Writes benchmarks/chaos.json.
+as well, and since a wrong bit never gets right again; `--kills 1` is a run for every kill. Run R
+of seed S is the first run of seed S + R, as far as the references' timelines agree. Exits 1 unless
+all `--cases` cases gave the same bits. Writes benchmarks/kills/NAME.json, NAME being the
+configuration's.
 """
 
 from __future__ import annotations
@@ -34,13 +37,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.end_to_end.killed_run import Kill, KilledRun, Unclean
 from tests.end_to_end.moments import Timeline, draw, watch
 from tests.end_to_end.process_tree import KILLED
-from tests.end_to_end.same_bits import digests
+from tests.end_to_end.same_bits import digests, outputs
 from tests.runs import REPOSITORY, braid
 
 CONFIG = REPOSITORY / "tests" / "end_to_end" / "chaos.yaml"
-STAGES = ["cold_start", "experts.chain_sum", "merge"]  # those that train
-ONLY = [word for stage in STAGES for word in ("--only", stage)]
-RESULTS = Path(__file__).parent / "chaos.json"
+RESULTS = Path(__file__).parent / "kills"
 NAME = "chaos"
 
 
@@ -50,7 +51,8 @@ class BaselineRun:
 
     timeline: Timeline
     seconds: float
-    bits: dict[str, str]
+    stages: list[str]  # in the order in which they started
+    bits: dict[str, str | None]
 
     @property
     def processes(self) -> list[str]:
@@ -69,7 +71,17 @@ class Case:
     fault: str | None = None
 
 
-def reference_run(directory: Path) -> BaselineRun:
+def words(config: Path) -> list[str]:
+    """Return the arguments of `braid run` and `braid submit`."""
+    return [str(config.absolute()), "deterministic=true", "--name", NAME]
+
+
+def left_by(run: Path) -> dict[str, str | None]:
+    """Return the digest of what each stage left."""
+    return {**outputs(run), **digests(run)}
+
+
+def reference_run(directory: Path, config: Path) -> BaselineRun:
     """Run the reference and return it.
 
     Raises:
@@ -77,26 +89,29 @@ def reference_run(directory: Path) -> BaselineRun:
     """
     directory.mkdir()
     started, log = time.monotonic(), directory / "braid.log"
-    launched = braid(directory, "run", str(CONFIG), *ONLY, log=log)
+    launched = braid(directory, "run", *words(config), log=log)
     try:
         timeline = watch(directory / NAME, launched)
     finally:
         launched.terminate()
     if launched.wait() != 0:
         sys.exit(log.read_text())
-    return BaselineRun(timeline, time.monotonic() - started, digests(directory / NAME))
+    seconds = time.monotonic() - started
+    ledger = (directory / NAME / "ledger.jsonl").read_text().splitlines()
+    begun = [event["stage"] for event in map(json.loads, ledger) if event["state"] == "running"]
+    return BaselineRun(timeline, seconds, list(dict.fromkeys(begun)), left_by(directory / NAME))
 
 
-def killed(directory: Path, reference: BaselineRun, seed: int, kills: int) -> Case:
+def killed(directory: Path, config: Path, reference: BaselineRun, seed: int, kills: int) -> Case:
     """Kill a run `kills` times, resume it, and compare it with the reference."""
     names = reference.processes
     turns = [names[(seed * kills + turn) % len(names)] for turn in range(kills)]
     moments = draw(reference.timeline, turns, random.Random(seed))
     case, started = Case(seed), time.monotonic()
-    run = KilledRun(directory, NAME, ["run", str(CONFIG), *ONLY], ["resume", NAME, *ONLY])
+    run = KilledRun(directory, NAME, ["run", *words(config)], ["resume", NAME])
     try:
         for moment in moments:
-            run.kill(moment, STAGES)
+            run.kill(moment, reference.stages)
         run.finish()
         case.fault = difference(reference, run.path)
     except Unclean as error:
@@ -108,20 +123,23 @@ def killed(directory: Path, reference: BaselineRun, seed: int, kills: int) -> Ca
 
 
 def difference(reference: BaselineRun, run: Path) -> str | None:
-    """Which checkpoints are other than the reference's."""
-    found = digests(run)
+    """Return which outputs differ from the reference's; None where none does."""
+    found = left_by(run)
     names = sorted(reference.bits.keys() | found.keys())
-    other = [name for name in names if reference.bits.get(name) != found.get(name)]
+    other = [
+        name for name in names if found.get(name) is None or reference.bits.get(name) != found[name]
+    ]
     return f"other bits in {', '.join(other)}" if other else None
 
 
 def cases(arguments: argparse.Namespace, reference: BaselineRun, directory: Path) -> Iterator[Case]:
-    """Runs until enough was killed, or until there is no time for another one."""
+    """Yield runs until enough was killed, or until there is no time for another one."""
     ends = time.monotonic() + 60 * arguments.minutes
     done, longest, number = 0, reference.seconds, 0
     while done < arguments.cases and time.monotonic() + longest < ends:
         kills = min(arguments.kills, arguments.cases - done)
-        case = killed(directory / str(number), reference, arguments.seed + number, kills)
+        seed = arguments.seed + number
+        case = killed(directory / str(number), arguments.config, reference, seed, kills)
         done, longest, number = done + len(case.kills), max(longest, case.seconds), number + 1
         yield case
 
@@ -172,7 +190,7 @@ def document(reference: BaselineRun, done: list[Case]) -> dict[str, Any]:
     ]
     return {
         **measured(),
-        "seconds_in_peace": round(reference.seconds, 1),
+        "seconds_undisturbed": round(reference.seconds, 1),
         "seconds_of_each_run": [round(case.seconds, 1) for case in done],
         "by_process": summary(reference, done),
         "faults": [f"seed {case.seed}: {case.fault}" for case in done if case.fault],
@@ -183,6 +201,7 @@ def document(reference: BaselineRun, done: list[Case]) -> dict[str, Any]:
 def main() -> None:
     """Kill, print, write, judge."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("config", type=Path, nargs="?", default=CONFIG)
     parser.add_argument("--cases", type=int, default=50, help="kills in all")
     parser.add_argument("--kills", type=int, default=5, help="of one run")
     parser.add_argument("--seed", type=int, default=0)
@@ -191,14 +210,16 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and leave nothing running
     with tempfile.TemporaryDirectory() as folder:
         print("the reference run", flush=True)
-        reference = reference_run(Path(folder) / "reference")
+        reference = reference_run(Path(folder) / "reference", arguments.config)
         print(f"{reference.seconds:.0f} s; processes: {', '.join(reference.processes)}", flush=True)
         done = []
         for case in cases(arguments, reference, Path(folder)):
             tell(case)
             done.append(case)
             found = document(reference, done)
-            RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+            RESULTS.mkdir(exist_ok=True)
+            results = RESULTS / f"{arguments.config.stem}.json"
+            results.write_text(json.dumps(found, indent=1) + "\n")
     if not done:
         sys.exit("there was no time for a run")
     print(json.dumps(found["by_process"], indent=1))

@@ -1,14 +1,15 @@
 """The kill matrix on a real Slurm: daemons, nodes and processes are killed, and the bits the same.
 
-    python benchmarks/chaos_slurm.py [--cases 10] [--seed 0] [--minutes 30]
+    python benchmarks/chaos_slurm.py [CONFIG] [--target node] [--cases 10] [--seed 0] [--minutes 30]
 
 The run of `chaos.py` runs undisturbed on this machine. Then it is submitted to a Slurm of three
 virtual nodes on this host (tests/slurm/cluster.sh, which needs root), each of the two ranks on a
 node of its own, again and again. Every time something is killed by kill -9 at a random moment: the
 controller or a node's daemon, which come back after some seconds, a whole node, a step's daemon,
-an srun, a stage's launcher, a rank, an engine. Where jobs are lost by that, the run is submitted
-again, as a person would. The final checkpoint of every stage is compared with the local run's, bit
-for bit. Exits 1 unless all are the same. Writes benchmarks/chaos_slurm.json.
+an srun, a stage's launcher, a rank, an engine; with `--target` always that one. Where jobs are
+lost by that, the run is submitted again, as a person would. What every stage left is compared with
+the local run's, bit for bit. Exits 1 unless all are the same. Writes
+benchmarks/kills/NAME_slurm.json.
 """
 
 from __future__ import annotations
@@ -26,18 +27,17 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from chaos import CONFIG, NAME, ONLY, STAGES, BaselineRun, difference, reference_run
+from chaos import CONFIG, NAME, RESULTS, BaselineRun, difference, reference_run, words
 from machine import measured
 
 from tests.end_to_end.moments import position
 from tests.end_to_end.process_tree import TreeProcess, everything
 from tests.virtual_cluster import Cluster
 
-RESULTS = Path(__file__).parent / "chaos_slurm.json"
 AWAY_SECONDS = 5.0  # that a daemon stays away which comes back
 NODE_AWAY_SECONDS = 20.0  # longer than Slurm takes to notice
 SUBMISSIONS = 6
-PATIENCE_SECONDS = 600.0
+PATIENCE_SECONDS = 1800.0  # from the kill to the end
 PROFILE = "ranks_per_node: 1\nnetwork_interface: lo\nwarning_seconds: 60\n"
 # What tells the processes of a kind by their arguments.
 PROCESSES: dict[str, Callable[[tuple[str, ...]], bool]] = {
@@ -70,18 +70,18 @@ class SlurmCase:
 class Submitted:
     """One run on the cluster, in `directory`."""
 
-    def __init__(self, cluster: Cluster, directory: Path) -> None:
+    def __init__(self, cluster: Cluster, directory: Path, config: Path, stages: list[str]) -> None:
         self.cluster = cluster
         self.path = directory / NAME
         self.submissions = 0
-        self._directory = directory
+        self._directory, self._config, self._stages = directory, config, stages
         directory.mkdir()
         (directory / "cluster.yaml").write_text(PROFILE)
 
     def submit(self) -> None:
         """Hand what is not done to Slurm."""
         where = ["--cluster", str(self._directory / "cluster.yaml")]
-        self.cluster.braid(self._directory, "submit", str(CONFIG), *ONLY, *where)
+        self.cluster.braid(self._directory, "submit", *words(self._config), *where)
         self.submissions += 1
 
     def done(self) -> bool:
@@ -89,7 +89,7 @@ class Submitted:
         ledger = self.path / "ledger.jsonl"
         lines = ledger.read_text().splitlines() if ledger.exists() else []
         ended = {each["stage"] for each in map(json.loads, lines) if each["state"] == "done"}
-        return ended >= set(STAGES)
+        return ended >= set(self._stages)
 
     def finish(self) -> None:
         """Wait for the end, and submit again what was lost on the way."""
@@ -160,12 +160,13 @@ def _kill(number: int) -> None:
         os.kill(number, signal.SIGKILL)
 
 
-def killed(cluster: Cluster, directory: Path, seed: int, reference: BaselineRun) -> SlurmCase:
-    """One run, and whether it is the local one's equal."""
-    generator = random.Random(seed)
-    case = SlurmCase(seed, TARGETS[seed % len(TARGETS)])
+def killed(
+    cluster: Cluster, directory: Path, config: Path, case: SlurmCase, reference: BaselineRun
+) -> SlurmCase:
+    """Submit a run, kill the target of `case`, and compare the run with the local one."""
+    generator = random.Random(case.seed)
     started = time.monotonic()
-    run = Submitted(cluster, directory)
+    run = Submitted(cluster, directory, config, reference.stages)
     try:
         run.submit()
         moment = generator.uniform(0, reference.seconds)
@@ -195,13 +196,15 @@ def tell(case: SlurmCase) -> None:
 def main() -> None:
     """Kill, print, write, judge."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("config", type=Path, nargs="?", default=CONFIG)
+    parser.add_argument("--target", choices=TARGETS, help="what is killed; default: each in turn")
     parser.add_argument("--cases", type=int, default=10, help="runs, each with one kill")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=30, help="after which no run is begun")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="slurm-", dir="/tmp") as folder:
         print("the reference run, on this machine", flush=True)
-        reference = reference_run(Path(folder) / "reference")
+        reference = reference_run(Path(folder) / "reference", arguments.config)
         print(f"{reference.seconds:.0f} s", flush=True)
         (Path(folder) / "slurm").mkdir()
         cluster = Cluster(Path(folder) / "slurm")
@@ -212,11 +215,15 @@ def main() -> None:
             for seed in range(arguments.seed, arguments.seed + arguments.cases):
                 if time.monotonic() > ends:
                     break
-                case = killed(cluster, Path(folder) / str(seed), seed, reference)
-                done.append(case)
+                case = SlurmCase(seed, arguments.target or TARGETS[seed % len(TARGETS)])
+                directory = Path(folder) / str(seed)
+                done.append(killed(cluster, directory, arguments.config, case, reference))
                 tell(case)
                 cases = [asdict(each) for each in done]
-                RESULTS.write_text(json.dumps({**measured(), "cases": cases}, indent=1) + "\n")
+                found = {**measured(), "seconds_undisturbed": reference.seconds, "cases": cases}
+                RESULTS.mkdir(exist_ok=True)
+                results = RESULTS / f"{arguments.config.stem}_slurm.json"
+                results.write_text(json.dumps(found, indent=1) + "\n")
         finally:
             cluster.control("down")
     same = sum(case.fault is None for case in done)

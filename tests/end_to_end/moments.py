@@ -92,13 +92,14 @@ def watch(run: Path, launched: subprocess.Popen[str]) -> Timeline:
 def draw(timeline: Timeline, processes: Sequence[str], generator: random.Random) -> list[Moment]:
     """Draw a moment for each of the `processes`, and return them in the run's order.
 
-    Every stretch that has such a process is equally likely; weighted by time, most moments would
-    fall into imports.
+    Every stage that has such a process is equally likely, and in it every such stretch: weighted by
+    steps, most moments would fall into the longest training, and by time into imports.
     """
     drawn = []
     for process in processes:
         places = [place for place, each in enumerate(timeline) if process in each.processes]
-        place = generator.choice(places)
+        stage = generator.choice(list(dict.fromkeys(timeline[place].stage for place in places)))
+        place = generator.choice([place for place in places if timeline[place].stage == stage])
         stretch = timeline[place]
         seconds = generator.uniform(0, stretch.seconds)
         moment = Moment(process, stretch.stage, stretch.step, seconds, generator.random())

@@ -1,4 +1,4 @@
-"""Digests of a run's trained tensors. The files that hold them may differ."""
+"""Digests of a run's trained tensors, whose files may differ, and of what its other stages left."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from parallel.files import whole_checkpoints
+from pipeline.config.validate import load
+from pipeline.run.bundle import output_digest
+from pipeline.run.directory import RunDirectory
+from pipeline.run.run import Run
 
 
 def digests(run: Path) -> dict[str, str]:
@@ -23,6 +27,20 @@ def digests(run: Path) -> dict[str, str]:
         if whole := whole_checkpoints(stage / "checkpoints"):
             found[f"{stage.name}/step_{whole[-1].step}"] = _digest(whole[-1].path)
     return found
+
+
+def outputs(run: Path) -> dict[str, str | None]:
+    """Return the digest of the output of every stage that leaves no checkpoints, by stage.
+
+    It covers collected samples, the results of evaluations and gates, and the exported files.
+    """
+    stages = Run(run, load(RunDirectory(run).settings_file, to_start=False)).stages
+    directory = RunDirectory(run)
+    return {
+        stage.name: output_digest(stage, directory.stage(stage.name))
+        for stage in stages
+        if not stage.trains
+    }
 
 
 def _digest(checkpoint: Path) -> str:
