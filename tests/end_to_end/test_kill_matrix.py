@@ -68,6 +68,14 @@ def test_moments_are_those_of_the_seed_in_the_order_of_the_run() -> None:
     assert (where["engine"], where["rank 0"]) == (("merge", 0), ("cold_start", 1))
 
 
+def test_a_long_stage_does_not_draw_all_kills() -> None:
+    timeline = [Stretch("cold_start", step, 1.0, {"launcher"}) for step in range(300)]
+    timeline += [Stretch("collect", 0, 1.0, {"launcher"})]
+    drawn = draw(timeline, ["launcher"] * 200, random.Random(0))
+    in_the_short_stage = sum(moment.stage == "collect" for moment in drawn)
+    assert 70 < in_the_short_stage < 130
+
+
 def test_where_a_run_stands(tmp_path: Path) -> None:
     assert position(tmp_path) is None
     begun = {"stage": "merge", "state": "running", "cause": "from the start", "attempt": 2}
