@@ -2,9 +2,11 @@
 
     python benchmarks/thousand_stages.py --runs 5
 
-The quickstart with 993 experts more, which makes 1,000 stages; all of its run is done but the
-evaluation and the export. A command is timed from the start of its process to its end; seconds are
-medians, and those of the CPU count user and system.
+The quickstart with 993 domains more, whose experts make 1,000 stages: as one block with
+`for_each: domain`, and as a block for each, written out by hand. All of the run is done but the
+evaluation and the export; the edit makes every second expert, and so the merge, stale. A command
+is timed from the start of its process to its end; seconds are medians, and those of the CPU count
+user and system.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from pipeline.run.run import Run
 CONFIGS = Path(__file__).parents[1] / "configs"
 MORE_EXPERTS = 993
 METRIC_LINES = 1_000_000
+OWN = ["chain_sum", "spell_backward", "number_sorting"]  # domains of the quickstart
 METRICS = 20  # of a line, beside its step and its time
 
 
@@ -41,27 +44,39 @@ def main() -> None:
 
 
 def measure(runs: int) -> dict[str, Any]:
-    """Of both commands the seconds; of the plan also where nothing has run yet."""
-    with tempfile.TemporaryDirectory(prefix="braid-benchmark-") as folder:
-        config, runs_dir = Path(folder) / "big.yaml", Path(folder) / "runs"
-        stages = make(config, runs_dir)
-        plan, status = ["plan", str(config)], ["status", "big"]
-        return {
-            **measured(),
-            "stages": stages,
-            "metric_lines": METRIC_LINES,
-            "plan_before_the_run": timed([*plan, "--runs-dir", f"{folder}/none"], runs),
-            "plan": timed([*plan, "--runs-dir", str(runs_dir)], runs),
-            "status": timed([*status, "--runs-dir", str(runs_dir)], runs),
-        }
+    """Return the seconds of the commands, for both ways to write the stages."""
+    found: dict[str, Any] = {**measured(), "metric_lines": METRIC_LINES}
+    for name, by_hand in (("for_each", False), ("by_hand", True)):
+        with tempfile.TemporaryDirectory(prefix="braid-benchmark-") as folder:
+            config, edited, runs_dir = (Path(folder) / each for each in ("big", "edited", "runs"))
+            stages = make(config, runs_dir, by_hand)
+            edited.write_text(edit(config))
+            options = ["--runs-dir", str(runs_dir)]
+            commands = {
+                "plan_before_the_run": ["plan", str(config), "--runs-dir", f"{folder}/none"],
+                "plan": ["plan", str(config), *options],
+                "plan_dot": ["plan", str(config), "--dot", *options],
+                "plan_of_an_edit": ["plan", str(edited), *options],
+                "status": ["status", "big", *options],
+            }
+            times = {each: timed(command, runs) for each, command in commands.items()}
+            found[name] = {"stages": stages, **times}
+    return found
 
 
-def make(config: Path, runs_dir: Path) -> int:
+def make(config: Path, runs_dir: Path, by_hand: bool) -> int:
     """Write the configuration and its run; returns how many stages it has."""
     domain = CONFIGS / "domains" / "chain_sum.yaml"
-    experts = [f"  d{number}: {{extends: {domain}}}" for number in range(MORE_EXPERTS)]
-    head = [f"extends: {CONFIGS}/quickstart.yaml", "name: big", "domains:"]
-    config.write_text("\n".join([*head, *experts]) + "\n")
+    names = [f"d{number}" for number in range(MORE_EXPERTS)]
+    lines = [f"extends: {CONFIGS}/quickstart.yaml", "name: big", "domains:"]
+    lines += [f"  {name}: {{extends: {domain}}}" for name in names]
+    if by_hand:
+        teachers = {name: f"experts.{name}" for name in OWN} | {name: name for name in names}
+        lines += ["stages:", f"  experts: {{domains: {json.dumps(OWN)}}}"]
+        block = "kind: grpo, from: cold_start, domains"
+        lines += [f"  {name}: {{{block}: [{name}]}}" for name in names]
+        lines += [f"  merge: {{teachers: {json.dumps(teachers)}}}"]
+    config.write_text("\n".join(lines) + "\n")
     run = Run(runs_dir / "big", load(config))
     run.create()
     run.write_settings()
@@ -81,6 +96,12 @@ def make(config: Path, runs_dir: Path) -> int:
         write_manifest(directory, run.lineage(stage))
         run.ledger.append(stage.name, "done", "finished", 1, seconds=60.0)
     return len(stages)
+
+
+def edit(config: Path) -> str:
+    """Return a configuration in which every second domain trains a step more."""
+    changed = [f"  d{number}: {{loop: {{steps: 51}}}}" for number in range(0, MORE_EXPERTS, 2)]
+    return "\n".join([f"extends: {config}", "domains:", *changed]) + "\n"
 
 
 def timed(command: list[str], runs: int) -> dict[str, float]:

@@ -48,7 +48,8 @@ class RankMemory:
     @property
     def total(self) -> int:
         """All of them together, without the state in host memory."""
-        return sum(astuple(self)) - self.host_optimizer
+        models = self.parameters + self.gradients + self.optimizer + self.frozen
+        return models + self.activations
 
     def beside(self, other: RankMemory) -> RankMemory:
         """Add a model that trains in turn with this one: only one at a time has activations."""

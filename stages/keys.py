@@ -48,7 +48,11 @@ def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield prefix, value
         return
     for name, child in value.items():
-        yield from flatten(child, f"{prefix}.{name}" if prefix else name)
+        key = f"{prefix}.{name}" if prefix else name
+        if isinstance(child, dict):
+            yield from flatten(child, key)
+        else:  # most: a generator for each leaf took half of the time
+            yield key, child
 
 
 def leaves(tree: dict[str, Any], pattern: str) -> Iterator[tuple[str, Any]]:

@@ -102,8 +102,12 @@ class RunSettings(Settings):
 
     def domains_of(self, block: StageSettings) -> tuple[str, ...]:
         """Return the domains that a block is about, in the order of the run's."""
-        named = block.domains
-        return tuple(name for name in self.domains if named is None or name in named)
+        if block.domains is None:
+            return tuple(self.domains)
+        named = self.domains.keys() & block.domains
+        if len(named) < 2:  # of a thousand blocks, each about a domain, none walks all domains
+            return tuple(named)
+        return tuple(name for name in self.domains if name in named)
 
     def gate_problems(self, domain: str) -> int:
         """Return the largest number of a domain's problems that any gate needs."""

@@ -18,10 +18,14 @@ import yaml
 
 from parallel.errors import UserError, hint
 from parallel.files import open_file
+from pipeline.config import yaml_core
 from pipeline.config.yaml_core import (
     MOST_DEPTH,
     MOST_NODES,
     BadScalar,
+    ListNode,
+    MappingNode,
+    ScalarNode,
     TooDeep,
     TooMany,
     compose,
@@ -207,39 +211,39 @@ class Reader:
         self._count(nodes, place)
         if composed is None:
             return Mapping({}, SourceLocation(path, 1))
-        node = self._node(composed, SourceLocation(path, composed.start_mark.line + 1), key)
+        node = self._node(composed, SourceLocation(path, composed.line), key)
         if isinstance(node, Mapping):
             return node
         return self._unreadable(node.place, key, "the file must be a mapping of keys to values")
 
-    def _node(self, node: yaml.Node, place: SourceLocation, key: Key) -> Node:
-        if not isinstance(node, yaml.MappingNode):
+    def _node(self, node: yaml_core.Node, place: SourceLocation, key: Key) -> Node:
+        if not isinstance(node, MappingNode):
             return Leaf(self._item(node, place, key), place)
         if len(key) > MOST_DEPTH:
             self._note(place, key, str(TooDeep(0, key)))
             return Leaf(None, place)
         return self._mapping(node, place, key)
 
-    def _item(self, node: yaml.Node, place: SourceLocation, key: Key) -> Any:
+    def _item(self, node: yaml_core.Node, place: SourceLocation, key: Key) -> Any:
         """Return the plain value of a scalar, or of a list with everything in it."""
         if len(key) > MOST_DEPTH:
             self._note(place, key, str(TooDeep(0, key)))
-        elif isinstance(node, yaml.ScalarNode):
+        elif isinstance(node, ScalarNode):
             try:
                 return scalar(node)
             except BadScalar as error:
                 self._note(place, key, str(error))
-        elif isinstance(node, yaml.SequenceNode):
+        elif isinstance(node, ListNode):
             return [
-                self._item(child, place.at(child.start_mark.line + 1), (*key, str(number)))
-                for number, child in enumerate(node.value)
+                self._item(child, place.at(child.line), (*key, str(number)))
+                for number, child in enumerate(node.items)
             ]
         else:
             entries = self._entries(node, place, key)
             return {name: self._item(child, where, (*key, name)) for name, child, where in entries}
         return None
 
-    def _mapping(self, node: yaml.Node, place: SourceLocation, key: Key) -> Mapping:
+    def _mapping(self, node: MappingNode, place: SourceLocation, key: Key) -> Mapping:
         entries: dict[str, Node] = {}
         base: Mapping | None = None
         for name, child, where in self._entries(node, place, key):
@@ -251,12 +255,12 @@ class Reader:
         return own if base is None else merge(base, own)
 
     def _entries(
-        self, node: yaml.Node, place: SourceLocation, key: Key
-    ) -> Iterator[tuple[str, yaml.Node, SourceLocation]]:
+        self, node: MappingNode, place: SourceLocation, key: Key
+    ) -> Iterator[tuple[str, yaml_core.Node, SourceLocation]]:
         """Yield the name, value and location of a mapping's valid entries; note the others."""
         taken: set[str] = set()
-        for key_node, value_node in node.value:
-            where, name = place.at(key_node.start_mark.line + 1), str(key_node.value)
+        for key_node, value_node in node.entries:
+            where, name = place.at(key_node.line), key_node.text
             if has_surrogate(name):
                 surrogate = "the key contains a lone surrogate, which UTF-8 cannot encode"
                 self._note(where, (*key, name), surrogate)
@@ -266,26 +270,26 @@ class Reader:
                 taken.add(name)
                 yield name, value_node, where
 
-    def _bases(self, node: yaml.Node, place: SourceLocation, key: Key) -> Mapping:
+    def _bases(self, node: yaml_core.Node, place: SourceLocation, key: Key) -> Mapping:
         """Return the mapping in a file, or in a list of files, each merged into those before it."""
-        if not isinstance(node, yaml.SequenceNode):
+        if not isinstance(node, ListNode):
             return self._extended(node, place, key)
-        files = [(each, place.at(each.start_mark.line + 1)) for each in node.value]
+        files = [(each, place.at(each.line)) for each in node.items]
         if not files:
             return self._unreadable(place, (*key, "extends"), "must name at least one file")
         bases = (self._extended(each, where, key) for each, where in files)
         return reduce(merge, bases)
 
-    def _extended(self, node: yaml.Node, place: SourceLocation, key: Key) -> Mapping:
+    def _extended(self, node: yaml_core.Node, place: SourceLocation, key: Key) -> Mapping:
         key_here = (*key, "extends")
-        if not isinstance(node, yaml.ScalarNode) or not node.value:
+        if not isinstance(node, ScalarNode) or not node.text:
             return self._unreadable(
                 place, key_here, "must be the path of a file, or a list of paths"
             )
         if len(self.violations) >= MOST_ERRORS:  # a file with errors is parsed every time
             self.broken = True
             return Mapping({}, place)
-        path = place.beside(node.value)
+        path = place.beside(node.text)
         try:
             resolved, is_file = path.resolve(), path.is_file()
             missing = "not a file" if path.exists() else "no such file"
@@ -407,6 +411,13 @@ def _text(path: Path) -> str:
         return data.decode()
     except UnicodeDecodeError:
         raise ValueError("not a UTF-8 text file") from None
+
+
+def check_readable(path: Path, text: str) -> None:
+    """Raise ConfigError where a file with this text would be too large to read again."""
+    if len(text.encode()) > MOST_BYTES:
+        why = f"would be larger than {MOST_BYTES >> 20} MiB, with all defaults; use fewer domains"
+        raise ConfigError([Violation(SourceLocation(path), "", f"{why} or stages")])
 
 
 def _problem(error: Exception) -> str:

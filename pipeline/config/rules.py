@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from pydantic import ValidationError
 
@@ -54,8 +55,9 @@ def violations(run: RunSettings, *, graph: bool = True) -> Found:
     yield from _model_rules(run.model, run.layout)
     yield from _engine_rules(run.model, run.engine)
     yield from quantized_rollout_rules(run)
+    uses = _uses(run)
     for name, domain in run.domains.items():
-        yield from _domain_rules(name, domain, run.rewards, run)
+        yield from _domain_rules(name, domain, run.rewards, run, uses[name])
     yield from _split_rules(run.domains)
     broken = [*graph_rules(run)] if graph else []
     yield from broken
@@ -66,7 +68,7 @@ def violations(run: RunSettings, *, graph: bool = True) -> Found:
 
 def domain_violations(name: str, domain: DomainSettings, pool: RewardPoolSettings) -> Found:
     """Yield the broken rules of a domain outside a run."""
-    yield from _domain_rules(name, domain, pool, None)
+    yield from _domain_rules(name, domain, pool, None, _Use())
     yield from policy_rules(under(f"domains.{name}"), domain, domain.rewards, None)
 
 
@@ -145,8 +147,8 @@ def _stage_rules(run: RunSettings) -> Found:
         if policy and isinstance(advantage := policy.objective.advantage, GaeSettings):
             optimizers["objective.advantage.critic.optimizer"] = advantage.critic.optimizer
         for name, optimizer in optimizers.items():
-            for field, message in optimizer_violations(optimizer, run.model, run.layout):
-                found[at(f"{name}.{field}"), message] = None
+            for setting, message in optimizer_violations(optimizer, run.model, run.layout):
+                found[at(f"{name}.{setting}"), message] = None
         if stage.gate is not None and (gate := block.gated):
             if gate.problems < run.layout.data:
                 few = f"{gate.problems} is {too_few(run.layout)}"
@@ -205,8 +207,42 @@ def _bound_rules(
 # Domains.
 
 
+@dataclass
+class _Use:
+    """The use that the stages of a run make of a domain.
+
+    `objectives` are those that blocks state for it, by block; `shown_in` is the first block that
+    trains on its demonstrations, and `longest` the most response tokens that a stage samples.
+    """
+
+    objectives: dict[str, ObjectiveSettings] = field(default_factory=dict)
+    shown_in: str | None = None
+    longest: int = 0
+
+
+def _uses(run: RunSettings) -> dict[str, _Use]:
+    """Return the use of every domain, in one walk of the stages."""
+    found = {name: _Use() for name in run.domains}
+    for name, block in run.stages.items():
+        key, own = f"stages.{name}", run.domains_of(block)
+        if isinstance(block, GrpoSettings) and block.objective:
+            for each in own:
+                found[each].objectives[key] = block.objective
+        if isinstance(block, SftSettings):
+            for each in block.demonstrated(own):
+                found[each].shown_in = found[each].shown_in or key
+    for _, domains, sampling, _ in run.rollouts():
+        for each in domains:
+            found[each].longest = max(found[each].longest, sampling.max_response_tokens)
+    return found
+
+
 def _domain_rules(
-    name: str, domain: DomainSettings, pool: RewardPoolSettings, run: RunSettings | None
+    name: str,
+    domain: DomainSettings,
+    pool: RewardPoolSettings,
+    run: RunSettings | None,
+    use: _Use,
 ) -> Found:
     key = f"domains.{name}"
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,100}", name):
@@ -215,29 +251,18 @@ def _domain_rules(
             "a domain's name must be 1 to 100 letters, digits, _ or -, since it names a directory",
         )
     yield from _reward_rules(f"{key}.rewards", domain, pool)
-    objectives = {key: domain.objective}
-    for block, stage in run.stages.items() if run else ():
-        of_it = run is not None and name in run.domains_of(stage)
-        if isinstance(stage, GrpoSettings) and stage.objective and of_it:
-            objectives[f"stages.{block}"] = stage.objective
-    for where, objective in objectives.items():
+    for where, objective in {key: domain.objective, **use.objectives}.items():
         if objective.advantage.needs_step_rewards:
             yield from _step_rules(f"{key}.rewards", domain, f"{where}.objective")
             break  # the same rewards: once is enough
-    yield from _prompt_rules(name, domain, run)
-    if run and (at := _shown_in(name, run)):
-        yield from _demonstration_rules(f"{key}.demonstrations", domain, run.model, at)
+    yield from _prompt_rules(name, domain, run, use.longest)
+    if run and use.shown_in:
+        yield from _demonstration_rules(f"{key}.demonstrations", domain, run.model, use.shown_in)
 
 
-def _shown_in(domain: str, run: RunSettings) -> str | None:
-    """Return the block of a stage that trains on a domain's demonstrations, or None."""
-    for name, block in run.stages.items():
-        if isinstance(block, SftSettings) and domain in block.demonstrated(run.domains_of(block)):
-            return f"stages.{name}"
-    return None
-
-
-def _prompt_rules(name: str, domain: DomainSettings, run: RunSettings | None) -> Found:
+def _prompt_rules(
+    name: str, domain: DomainSettings, run: RunSettings | None, longest: int
+) -> Found:
     """Check a domain's prompts against all that sample them."""
     key, prompts = f"domains.{name}", domain.prompts
     if isinstance(prompts, ReasoningGymPromptSettings) and prompts.dataset not in FORMATS:
@@ -246,8 +271,7 @@ def _prompt_rules(name: str, domain: DomainSettings, run: RunSettings | None) ->
             f"no such dataset: {prompts.dataset}; {hint(prompts.dataset, FORMATS)}",
         )
     if run and isinstance(prompts, FilePromptSettings) and prompts.max_prompt_tokens:
-        sampled = [each.sampling for each in run.rollouts() if name in each.domains]
-        response = max(each.max_response_tokens for each in (domain.sampling, *sampled))
+        response = max(domain.sampling.max_response_tokens, longest)
         if prompts.max_prompt_tokens + response > run.engine.max_model_tokens:
             yield (
                 f"{key}.prompts.max_prompt_tokens",

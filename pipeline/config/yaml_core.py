@@ -1,4 +1,4 @@
-"""YAML documents as PyYAML nodes with the scalars of YAML 1.2's core schema, and their writer.
+"""YAML documents as nodes with the scalars of YAML 1.2's core schema, and their writer.
 
 PyYAML reads YAML 1.1, in which 010 is 8, 1:30 is 90 and `no` is false. Aliases and tags are errors:
 an alias would give one value two source locations, and a tag could only repeat the scalar's form.
@@ -8,18 +8,28 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import yaml
-from yaml.composer import Composer
+from yaml.events import (
+    AliasEvent,
+    DocumentStartEvent,
+    MappingEndEvent,
+    ScalarEvent,
+    SequenceEndEvent,
+    SequenceStartEvent,
+    StreamEndEvent,
+)
 from yaml.parser import Parser
 from yaml.reader import Reader
-from yaml.resolver import BaseResolver
 from yaml.scanner import Scanner
 
-# In one document, and in all files of a configuration: some seconds of reading. A domain with every
-# key written out has about 280.
-MOST_NODES = 150_000
+# In one document, and in all files of a configuration, where those of an extended file count each
+# time: some seconds of reading. A domain with every key written out has about 280, so that the
+# run.yaml of 1,000 domains has 280,000; MOST_BYTES of read.py end before this limit there.
+MOST_NODES = 1_000_000
 MOST_DEPTH = 64  # pydantic reads JSON of at most twice this depth
 # Beyond this size the C parser's message stands: PyYAML's own parser has better messages, and reads
 # some 100 KiB/s.
@@ -35,6 +45,9 @@ CORE: dict[str, tuple[str, str]] = {  # by tag: the form, and its first characte
         "-+.0123456789",
     ),
 }
+
+
+FORMS = {tag: re.compile(form) for tag, (form, _) in CORE.items()}
 
 
 class TooDeep(Exception):
@@ -58,78 +71,136 @@ class BadScalar(ValueError):
     """A scalar that no setting can have; the message says why."""
 
 
-class _Composer(Composer):
-    """A composer that refuses aliases, tags, and more than MOST_NODES or MOST_DEPTH."""
+@dataclass(slots=True)
+class ScalarNode:
+    """A scalar: its text, its tag in the core schema, and its line, from 1."""
 
-    def compose_node(self: Any, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        event: Any = self.peek_event()
-        if self.check_event(yaml.AliasEvent):
-            problem = "aliases are not supported; share values with extends"
-            raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
-        if (tag := event.tag) is not None:
-            shown = tag.replace("tag:yaml.org,2002:", "!!")
-            problem = f"the tag {shown} is not supported; write the plain value, and quote text"
-            raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
-        line = event.start_mark.line + 1
+    text: str
+    tag: str
+    line: int
+
+
+@dataclass(slots=True)
+class ListNode:
+    """A list; `line` is its first."""
+
+    items: list[Node]
+    line: int
+
+
+@dataclass(slots=True)
+class MappingNode:
+    """A mapping, with the keys as they are in the file; `line` is its first."""
+
+    entries: list[tuple[ScalarNode, Node]]
+    line: int
+
+
+Node = ScalarNode | ListNode | MappingNode
+
+
+class _Composer:
+    """A composer of a parser's events into nodes, in half the time of PyYAML's.
+
+    It refuses aliases, tags, and more than MOST_NODES or MOST_DEPTH.
+    """
+
+    def __init__(self, parser: Any) -> None:
+        self.nodes = 0
+        self._next = parser.get_event
+        self._path: list[str | None] = []  # keys of the containers above; None for a list's items
+
+    def document(self) -> Node | None:
+        """Return the root of the only document, or None where there is none."""
+        self._next()  # of the stream's start
+        if isinstance(self._next(), StreamEndEvent):
+            return None
+        root = self._node(self._next())
+        self._next()  # of the document's end
+        event = self._next()
+        if isinstance(event, DocumentStartEvent):
+            problem = "but found another document"
+            context = "expected a single document in the stream"
+            mark: Any = event.start_mark
+            raise yaml.MarkedYAMLError(context, None, problem, mark)
+        return root
+
+    def _node(self, event: Any) -> Node:
+        kind, line = type(event), event.start_mark.line + 1
+        if kind is AliasEvent:
+            raise _refused(event, "aliases are not supported; share values with extends")
+        if event.tag is not None:
+            shown = event.tag.replace("tag:yaml.org,2002:", "!!")
+            advice = "is not supported; write the plain value, and quote text"
+            raise _refused(event, f"the tag {shown} {advice}")
         self.nodes += 1
         if self.nodes > MOST_NODES:
             raise TooMany(line)
-        if len(self.path) > MOST_DEPTH:
-            raise TooDeep(line, _keys(self.path))
-        self.path.append(index)
-        node = Composer.compose_node(self, parent, index)
-        self.path.pop()
-        is_key = isinstance(parent, yaml.MappingNode) and index is None
-        if is_key and not isinstance(node, yaml.ScalarNode):
-            problem = "keys must be text"
-            raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
-        return node
+        if len(self._path) > MOST_DEPTH:
+            raise TooDeep(line, _keys(self._path))
+        if kind is ScalarEvent:
+            return ScalarNode(event.value, _tag(event.value) if event.implicit[0] else "str", line)
+        if kind is SequenceStartEvent:
+            return ListNode(self._items(), line)
+        return MappingNode(self._entries(), line)
+
+    def _items(self) -> list[Node]:
+        found = []
+        self._path.append(None)
+        while type(event := self._next()) is not SequenceEndEvent:
+            found.append(self._node(event))
+        self._path.pop()
+        return found
+
+    def _entries(self) -> list[tuple[ScalarNode, Node]]:
+        found = []
+        self._path.append("")
+        while type(event := self._next()) is not MappingEndEvent:
+            key = self._node(event)
+            if not isinstance(key, ScalarNode):
+                raise _refused(event, "keys must be text")
+            self._path[-1] = key.text
+            found.append((key, self._node(self._next())))
+        self._path.pop()
+        return found
 
 
-def _keys(path: list[Any]) -> tuple[str, ...]:
+def _refused(event: Any, problem: str) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
+
+
+def _keys(path: list[str | None]) -> tuple[str, ...]:
     """Return the mapping keys at the start of the composer's path, up to the first list."""
     keys = []
-    for index in path[1:]:  # the first is the document
-        if not isinstance(index, yaml.ScalarNode):
+    for key in path:
+        if key is None:
             break
-        keys.append(str(index.value))
+        keys.append(key)
     return tuple(keys)
 
 
-class _Core(BaseResolver):
-    """A resolver of plain scalars by YAML 1.2's core schema."""
+@lru_cache(maxsize=4096)  # most values of a large file are those of a few settings
+def _tag(text: str) -> str:
+    """Return a plain scalar's tag in the core schema."""
+    return next((tag for tag, form in FORMS.items() if form.fullmatch(text)), "str")
 
 
-class _Loader(Reader, Scanner, Parser, _Composer, _Core):
-    """A loader on PyYAML's own parser."""
+class _Parser(Reader, Scanner, Parser):
+    """PyYAML's own parser."""
 
     def __init__(self, text: str) -> None:
         Reader.__init__(self, text)
         Scanner.__init__(self)
         Parser.__init__(self)
-        Composer.__init__(self)
-        BaseResolver.__init__(self)
-        self.nodes = 0
-        self.path: list[Any] = []
 
 
 # The fastest comes first. The last one reports the error, so that the message does not depend on
 # how PyYAML was built.
-LOADERS: list[Any] = [_Loader]
+PARSERS: list[Any] = [_Parser]
 if yaml.__with_libyaml__:
     from yaml._yaml import CParser
 
-    class _FastLoader(_Composer, CParser, _Core):
-        """A loader on libyaml's parser."""
-
-        def __init__(self, text: str) -> None:
-            CParser.__init__(self, text)
-            Composer.__init__(self)
-            BaseResolver.__init__(self)
-            self.nodes = 0
-            self.path: list[Any] = []
-
-    LOADERS.insert(0, _FastLoader)
+    PARSERS.insert(0, CParser)
 
 
 class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
@@ -139,35 +210,35 @@ class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[mi
     """
 
 
-for _tag, (_form, _first) in CORE.items():
-    for _each in (_Core, _Dumper):
-        _each.add_implicit_resolver(
-            f"tag:yaml.org,2002:{_tag}",
-            re.compile(f"^(?:{_form})$"),
-            [*_first, *([""] if _tag == "null" else [])],
-        )
+for _name, (_form, _first) in CORE.items():
+    _Dumper.add_implicit_resolver(
+        f"tag:yaml.org,2002:{_name}",
+        re.compile(f"^(?:{_form})$"),
+        [*_first, *([""] if _name == "null" else [])],
+    )
 
 
-def compose(text: str) -> tuple[yaml.Node | None, int]:
+def compose(text: str) -> tuple[Node | None, int]:
     """Return the document's root, or None where it is empty, and the number of nodes.
 
     Raises YAMLError, TooDeep or TooMany.
     """
-    *faster, last = LOADERS
-    for loader in faster:
+    *faster, last = PARSERS
+    for parser in faster:
         try:
-            return _composed_by(loader(text))
+            return _composed_by(parser(text))
         except yaml.YAMLError:
             if len(text) > SLOWLY_READ:
                 raise
     return _composed_by(last(text))
 
 
-def _composed_by(loader: Any) -> tuple[yaml.Node | None, int]:
+def _composed_by(parser: Any) -> tuple[Node | None, int]:
     try:
-        return loader.get_single_node(), loader.nodes
+        composer = _Composer(parser)
+        return composer.document(), composer.nodes
     finally:
-        loader.dispose()
+        parser.dispose()
 
 
 def dump(values: Any) -> str:
@@ -175,9 +246,13 @@ def dump(values: Any) -> str:
     return str(yaml.dump(values, Dumper=_Dumper, sort_keys=False, width=100))
 
 
-def scalar(node: yaml.ScalarNode) -> Any:
+def scalar(node: ScalarNode) -> Any:
     """Return a scalar's value. Raises BadScalar where no setting can have it."""
-    text, tag = str(node.value), node.tag.rpartition(":")[2]
+    return _value(node.text, node.tag)
+
+
+@lru_cache(maxsize=4096)
+def _value(text: str, tag: str) -> Any:
     if tag == "null":
         return None
     if tag == "bool":
@@ -193,7 +268,7 @@ def scalar(node: yaml.ScalarNode) -> Any:
 
 def has_surrogate(text: str) -> bool:
     """Return whether a text has a lone surrogate, which UTF-8 cannot encode."""
-    return SURROGATE.search(text) is not None
+    return not text.isascii() and SURROGATE.search(text) is not None
 
 
 def _integer(text: str) -> int:

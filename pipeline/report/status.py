@@ -95,25 +95,34 @@ def estimate(
             if whole and stage.name in took and state.step is not None:
                 starts[stage.name] = max(0.0, took[stage.name] - pace * state.step)
 
-    def known(found: Mapping[str, float], stage: Stage) -> float | None:
-        others = [found[s.name] for s in stages if s.kind == stage.kind and s.name in found]
-        return found.get(stage.name, median(others) if others else None)
-
+    known_took, known_starts, known_paces = (
+        _known(found, stages) for found in (took, starts, paces)
+    )
     seconds: dict[str, float | None] = dict.fromkeys((stage.name for stage in stages), 0.0)
     for stage in to_run:
         state = states[stage.name]
         if not stage.steps:
-            seconds[stage.name] = known(took, stage)
+            seconds[stage.name] = known_took[stage.name]
             continue
         saved = 0 if state.state == "stale" else state.step or 0
-        start = 0.0 if state.state == "running" else known(starts, stage) or 0.0
-        ahead = known(paces, stage)
+        start = 0.0 if state.state == "running" else known_starts[stage.name] or 0.0
+        ahead = known_paces[stage.name]
         seconds[stage.name] = None if ahead is None else start + ahead * (stage.steps - saved)
     own = engine.count * engine.ranks if engine.placement == "own" else 0
     stopped = [name for name, gates in idle.items() if name in gates]
     unknown = [stage.kind for stage in stages if seconds[stage.name] is None]
     devices = run.settings.layout.ranks + own
     return Estimate(seconds, devices, stopped, list(dict.fromkeys(unknown)))
+
+
+def _known(found: Mapping[str, float], stages: Sequence[Stage]) -> dict[str, float | None]:
+    """Return every stage's own value, or else the median of its kind's; None without any."""
+    of_kind: dict[str, list[float]] = {}
+    for stage in stages:
+        if stage.name in found:
+            of_kind.setdefault(stage.kind, []).append(found[stage.name])
+    usual = {kind: median(values) for kind, values in of_kind.items()}
+    return {stage.name: found.get(stage.name, usual.get(stage.kind)) for stage in stages}
 
 
 def _pace(run: RunDirectory, stage: Stage) -> float | None:

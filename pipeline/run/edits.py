@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from parallel.files import read_text
-from pipeline.config.read import ConfigError
-from pipeline.config.validate import load
+from pipeline.config.read import Mapping as TreeMapping
+from pipeline.config.read import Reader, plain
+from pipeline.config.unroll import Blocks, Unrolled
 from pipeline.run.graph import Stage
 from pipeline.run.lineage import Lineage, lineage_from, read_manifest
 from pipeline.run.run import Run, StageState
 from pipeline.text import shown
+from stages.settings import AnyStageSettings, RunSettings
 
 
 @dataclass(frozen=True)
@@ -45,10 +50,8 @@ def edit_of(run: Run, states: Mapping[str, StageState]) -> Edit | None:
     }
     stale = {name: each.cause for name, each in states.items() if each.state == "stale"}
     absent = [stage for stage in run.stages if not run.stage(stage.name).path.exists()]
-    # Only an edit is worth the seconds that run.yaml of a thousand domains takes.
-    edited = stale or deleted or not _mentions(run, absent)
-    before = _recorded(run) if absent and edited else None
-    known = {stage.name for stage in before.stages} if before else names
+    before = _recorded(run) if absent else None
+    known = _names_in(before) if before else names
     new = [stage for stage in absent if stage.name not in known]
     if not (stale or new or deleted):
         return None
@@ -93,36 +96,44 @@ def edit_json(edit: Edit | None) -> dict[str, Any] | None:
     return None if edit is None else asdict(edit)
 
 
-def _mentions(run: Run, stages: Iterable[Stage]) -> bool:
-    """Return whether run.yaml, as the run writes it, has the blocks and domains of stages."""
+def _recorded(run: Run) -> Blocks | None:
+    """Return the blocks of run.yaml, as the run writes it; None where they are invalid by now.
+
+    Only these and the names of the domains are read: the rest takes a second at 1,000 domains.
+    """
     text = read_text(run.settings_file)
-    names = {key: _names_below(text, key) for key in ("stages", "domains")}
-    return all(
-        stage.block in names["stages"] and names["domains"].issuperset(stage.domains)
-        for stage in stages
-    )
-
-
-def _names_below(text: str, key: str) -> set[str]:
-    """Return the names below a key of the document, by the indentation alone."""
-    _, _, rest = f"\n{text}".partition(f"\n{key}:\n")
-    own = re.split(r"^\S", rest, maxsplit=1, flags=re.MULTILINE)[0]
-    return {name.strip("'\"") for name in re.findall(r"^  ([^\s:]+):", own, re.MULTILINE)}
-
-
-def _recorded(run: Run) -> Run | None:
-    """Return the run with the settings of its run.yaml; None where that is invalid by now."""
-    try:
-        return Run(run.path, load(run.settings_file, to_start=False))
-    except ConfigError:
+    found = Reader().value(_below(text, "stages"), ("stages",))
+    if not isinstance(found, TreeMapping):
         return None
+    try:
+        # As `validate` reads settings: only strict JSON takes a list for a tuple, and no more.
+        stages = TypeAdapter(dict[str, AnyStageSettings]).validate_json(
+            json.dumps(plain(found)), strict=True
+        )
+    except ValidationError:
+        return None
+    names = re.findall(r"^  ([^\s:]+):", _below(text, "domains"), re.MULTILINE)
+    domains = dict.fromkeys(name.strip("'\"") for name in names)
+    fields: dict[str, Any] = {"stages": stages, "domains": domains}
+    return Blocks(RunSettings.model_construct(**fields))
+
+
+def _below(text: str, key: str) -> str:
+    """Return the lines below a key of the document, by the indentation alone."""
+    _, _, rest = f"\n{text}".partition(f"\n{key}:\n")
+    return re.split(r"^\S", rest, maxsplit=1, flags=re.MULTILINE)[0]
+
+
+def _names_in(blocks: Blocks) -> set[str]:
+    """Return the names of the stages and gates of blocks."""
+    return {name for each in blocks.stages for name in (each.name, each.gate) if name}
 
 
 def _renamed(
-    run: Run, before: Run, new: list[Stage], deleted: Mapping[str, str]
+    run: Run, before: Blocks, new: list[Stage], deleted: Mapping[str, str]
 ) -> Iterator[tuple[str, str]]:
     """Yield each pair of names under which a new stage would repeat a deleted one."""
-    left = [stage for stage in before.stages if stage.name in deleted and stage.kind != "gate"]
+    left = [stage for stage in before.stages if stage.name in deleted]
     former: dict[str, str] = {}  # names of stages of before, by new names
     found: dict[tuple[str, str], None] = {}
     for stage in new:  # inputs come first
@@ -130,7 +141,7 @@ def _renamed(
         now = lineage_from(stage, outputs, run.settings.layout.model_dump())
         for other in left:
             manifest = read_manifest(run.stage(other.name))
-            alike = (other.kind, other.domains) == (stage.kind, stage.domains)
+            alike = (other.settings.kind, other.domains) == (stage.kind, stage.domains)
             if alike and manifest is not None and _same(manifest, now, former):
                 former[stage.name] = other.name
                 left.remove(other)
@@ -154,11 +165,11 @@ def _same(recorded: Lineage, now: Lineage, former: Mapping[str, str]) -> bool:
     return alike and files and now.routing == recorded.routing
 
 
-def _names(run: Run, before: Run, old: Stage, new: Stage) -> tuple[str, str] | None:
+def _names(run: Run, before: Blocks, old: Unrolled, new: Stage) -> tuple[str, str] | None:
     """Return what `braid mv` takes to rename one stage's block to the other's."""
-    if old.block is None or new.block is None:
+    if new.block is None:
         return None
-    here, there = run.settings.stages, before.settings.stages
+    here, there = run.settings.stages, before.run.stages
     if old.block not in here and new.block not in there:
         return old.block, new.block
     was, now = there[old.block].as_, here[new.block].as_

@@ -18,7 +18,7 @@ import heapq
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from itertools import chain
 from typing import Any
 
@@ -69,14 +69,14 @@ class Stage:
         }
         return {role: name for role, name in by_role.items() if name}
 
-    @property
+    @cached_property
     def sources(self) -> tuple[str, ...]:
         """The stages and paths that this one loads."""
         parents = [self.parent] if self.parent else []
         others = (*self.teachers.values(), *self.models.values(), *self.data.values())
         return tuple(dict.fromkeys([*parents, *others]))
 
-    @property
+    @cached_property
     def inputs(self) -> tuple[str, ...]:
         """The stages whose output this one loads."""
         return tuple(each for each in self.sources if not is_path(each))

@@ -83,6 +83,9 @@ class Manifest(Lineage):
     versions: dict[str, str]
 
 
+MANIFEST = TypeAdapter(Manifest)  # once: building it takes as long as reading 20 manifests
+
+
 def lineage_from(
     stage: Stage, checkpoints: Mapping[str, Checkpoint | None], layout: dict[str, Any]
 ) -> Lineage:
@@ -121,7 +124,7 @@ def write_manifest(directory: StageDirectory, lineage: Lineage) -> None:
 def read_manifest(directory: StageDirectory) -> Manifest | None:
     """Return the recorded lineage; None if the stage never started or the file is damaged."""
     try:
-        found = TypeAdapter(Manifest).validate_python(json.loads(read_text(directory.manifest)))
+        found = MANIFEST.validate_python(json.loads(read_text(directory.manifest)))
     except (FileNotFoundError, ValueError, RecursionError):
         return None
     return replace(found, settings=_completed(found.settings))
@@ -130,9 +133,11 @@ def read_manifest(directory: StageDirectory) -> Manifest | None:
 def _completed(recorded: dict[str, Any]) -> dict[str, Any]:
     """Return a manifest's settings with the keys that its version did not have yet."""
     added = {
-        f"{block}.{key}": value
-        for block, _, known in (each.rpartition(".") for each in recorded)
-        for key, value in ADDED.get(known, {}).items()
+        f"{each.removesuffix(known)}{key}": value
+        for known, others in ADDED.items()
+        for each in recorded
+        if each.endswith(f".{known}")
+        for key, value in others.items()
     }
     return {**added, **recorded}
 
@@ -194,10 +199,15 @@ def fingerprints(reads: dict[str, Any]) -> dict[str, str | None]:
         found[TOKENIZER] = files_digest(files, whole=True)
         found[TEMPLATE] = template_digest(directory)
     for key, path in reads.items():
-        if any(matches(key, pattern) for pattern in FILES):
+        if _names_files(key):
             source = reads[f"{key.removesuffix('path')}source"]
             found[key] = files_digest(FileSettings(source=source, path=path).files())
     return found
+
+
+def _names_files(key: str) -> bool:
+    """Return whether a key's value is the path of data."""
+    return key.endswith(".path") and any(matches(key, pattern) for pattern in FILES)
 
 
 def template_digest(directory: Path) -> str | None:

@@ -22,7 +22,7 @@ from pipeline.config.yaml_core import dump
 from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import Stage, compile_graph, digest
 from pipeline.run.ledger import RENAMED, latest, minutes
-from pipeline.run.lineage import Manifest
+from pipeline.run.lineage import MANIFEST
 from pipeline.run.run import Run
 from pipeline.text import reason, shown
 from stages.directory import StageDirectory
@@ -80,7 +80,7 @@ class Renaming:
         """Rename the stage and its inputs in its manifest; leave a damaged one as it is."""
         try:
             found = json.loads(read_text(directory.manifest))
-            TypeAdapter(Manifest).validate_python(found)
+            MANIFEST.validate_python(found)
         except (FileNotFoundError, ValidationError, ValueError, RecursionError):
             return
         found["stage"] = self.stages.get(found["stage"], found["stage"])

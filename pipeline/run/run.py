@@ -17,6 +17,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from parallel.errors import UserError, hint
 from parallel.files import Checkpoint, read_text, write_atomically
+from pipeline.config.read import check_readable
 from pipeline.config.unroll import is_path
 from pipeline.config.yaml_core import dump
 from pipeline.run.directory import RunDirectory
@@ -74,6 +75,9 @@ class GateVerdict:
         """The verdict as the ledger has it."""
         mark = STOPPED_MARK if self.outcome == "stopped" else f"{self.outcome}: "
         return f"{mark}{'; '.join(self.reasons)}"
+
+
+VERDICT = TypeAdapter(GateVerdict)
 
 
 class DamagedVerdict(UserError):
@@ -172,13 +176,18 @@ class Run(RunDirectory):
         """Return the named stages and all that depend on them, in the order of the graph."""
         found = set(names)
         for stage in self.stages:  # inputs come first
-            if found & set(stage.inputs):
+            if not found.isdisjoint(stage.inputs):
                 found.add(stage.name)
         return [stage for stage in self.stages if stage.name in found]
 
     def write_settings(self) -> None:
-        """Write run.yaml, with every default written out."""
-        write_atomically(self.settings_file, dump(self.settings.model_dump(mode="json")))
+        """Write run.yaml, with every default written out.
+
+        Raises ConfigError where it would be too large to be read again.
+        """
+        text = dump(self.settings.model_dump(mode="json"))
+        check_readable(self.settings_file, text)
+        write_atomically(self.settings_file, text)
 
     def write_results(self) -> Models:
         """Write results.json from the evaluations and the ledger.
@@ -262,7 +271,7 @@ def read_verdict(directory: StageDirectory) -> GateVerdict | None:
     """
     path = directory.verdict
     try:
-        return TypeAdapter(GateVerdict).validate_python(json.loads(read_text(path)))
+        return VERDICT.validate_python(json.loads(read_text(path)))
     except FileNotFoundError:
         return None
     except ValidationError as error:

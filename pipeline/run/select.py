@@ -174,11 +174,14 @@ def stale_among(states: Mapping[str, StageState], wanted: Sequence[Stage]) -> di
 
 def rerun_options(run: Run, names: Iterable[str]) -> str:
     """Return the shortest list of `--from` options that rerun the named stages."""
-    left, options = set(names), []
-    for stage in run.stages:
-        if stage.name in left:
+    wanted, options = set(names), []
+    rerun: set[str] = set()
+    for stage in run.stages:  # inputs come first
+        follows = not rerun.isdisjoint(stage.inputs)
+        if stage.name in wanted and not follows:
             options.append(f"--from {stage.name}")
-            left -= {each.name for each in run.downstream([stage.name])}
+        if stage.name in wanted or follows:
+            rerun.add(stage.name)
     return " ".join(options)
 
 
