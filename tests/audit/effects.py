@@ -23,15 +23,14 @@ CHECKED_BY = {
     "ClusterSettings.restarts": "slurm/test_slurm.py",
     "ClusterSettings.setup": "pipeline/test_slurm_jobs.py",
     "CodeReward": "stages/test_code_reward.py",
-    "CollectedPairSettings": "pipeline/test_dpo_settings.py",
-    "CollectedPairSettings.max_tokens": "stages/test_pairs.py",
-    "CollectedSourceSettings": "stages/test_sft_mixture.py",
+    "BestWorstPairSettings": "pipeline/test_dpo_settings.py",
+    "BestWorstPairSettings.max_tokens": "stages/test_pairs.py",
     "ContainerSettings": "pipeline/test_slurm_jobs.py",
     "ConversationFileSettings": "stages/test_conversations.py",
     "CriticSettings": "stages/test_critic.py",
     "DeepseekV3Architecture": "layouts/hugging_face_cases.py",
     "DomainSettings": "pipeline/test_graph.py",
-    "DomainSourceSettings": "stages/test_sft_mixture.py",
+    "DomainDemonstrationsSettings": "stages/test_sft_mixture.py",
     "DpoSettings": "layouts/dpo_cases.py",
     "DrawSettings": "layouts/sft_cases.py",
     "EngineSettings": "engine/test_client.py",
@@ -140,10 +139,13 @@ STEPS = {
     "experts.spell_backward": 3,
     "experts.number_sorting": 3,
     "merge": 4,
+    "mixed": 3,
+    "tuned": 3,
 }
-# The blocks of settings, each with the stage whose audit depends on it.
+# The blocks of settings, each with the stage whose audit depends on it. The objectives of `mixed`
+# are those of the domains.
 BLOCKS = {
-    **{block_key(stage): stage for stage in STEPS},
+    **{block_key(stage): stage for stage in STEPS if stage != "mixed"},
     "model": "cold_start",
     "evaluation": "evaluate",
 }
@@ -153,13 +155,17 @@ OTHER: dict[str, dict[Any, Any]] = {  # numbers are increased instead
     "replay": {"r3": "none", "none": "r3"},
     "aggregation": {"token_mean": "sequence_mean", "constant": "token_mean", "lambda": "constant"},
     "estimator": {"k3": "k2", "unbiased_k3": "k3", "full": "k3"},
-    "reference": {"cold_start": "ema", "parent": "ema", "ema": "parent"},
+    "reference": {
+        **{"cold_start": "ema", "parent": "ema", "ema": "parent"},
+        "experts.chain_sum": "parent",
+    },
     "std": {"population": "sample"},
     "by": {"reward_per_token": "length"},
     "scaling": {"none": "edge", "edge": "none"},
     "averaged_over": {"domains": "tokens"},
     "level": {"token": "sequence", "sequence": "token"},
     "samples": {"stale": "all"},
+    "logprobs": {"mean": "sum"},
     "family": {"qwen3_moe": "mixtral"},
     "precision": {"fp32": "bf16"},
     "norm_epsilon": {1e-6: 1e-3},
@@ -200,6 +206,8 @@ WITHOUT_EFFECT = {
     "rewards.exact": "nothing is solved after three steps: all its parts are 0",
     "rewards": "the recorded rewards; their weights are changed",
     "method": "there is only one",
+    "data": "which pairs are used: the audit reads the recorded ones",
+    "loss.name": "each loss has its own keys; the formulas are compared in test_formulas",
     "from": "tried separately, since it needs another stage",
     "teachers": "tried separately, since it needs other stages",
     "kind": "tried separately, since a kind has its own keys",
@@ -246,6 +254,7 @@ EFFECTIVE = {  # leaves with an effect only here
     ("domains.number_sorting", "objective.kl.ema_decay"),
     ("stages.cold_start", "optimizer.betas"),
     ("stages.merge", "optimizer.betas"),
+    ("stages.tuned", "optimizer.betas"),
 }
 
 
