@@ -20,7 +20,7 @@ from stages.settings import StageJob
 Drawn = TypeVar("Drawn", covariant=True)  # what a source gives: a sample, or a pair of them
 
 
-class Source(Protocol[Drawn]):
+class SourceStream(Protocol[Drawn]):
     """An endless stream; `cursor` is its whole state, `too_long` counts what it skipped."""
 
     cursor: int
@@ -41,7 +41,7 @@ class MixtureStage(ABC, Generic[Drawn]):
     def __init__(self, job: StageJob, own: MixtureStageSettings) -> None:
         self.job, self.settings = job, job.settings
         self.tokenizer = load_tokenizer(job.settings.model)
-        self.sources: dict[str, Source[Drawn]] = {}
+        self.sources: dict[str, SourceStream[Drawn]] = {}
         self.mixture: Mixture | None = None
         if own.data:
             self.mixture = Mixture({name: each.weight for name, each in own.data.items()})

@@ -120,7 +120,8 @@ CHECKED_BY = {
     "StageSettings": "pipeline/test_stage_blocks.py",
     "StageSettings.for_each": "pipeline/conftest.py",
     "SigmoidSettings": "stages/objectives/test_preference.py",
-    "WeightSettings": "layouts/dpo_cases.py",
+    "SourceSettings": "layouts/dpo_cases.py",
+    "StageSourceSettings": "stages/test_sft_mixture.py",
     "Standardised": "stages/objectives/test_advantages.py",
     "StopSettings": "stages/test_guards.py",
     "WindowGuardSettings": "stages/test_guards.py",
@@ -188,6 +189,8 @@ WITHOUT_EFFECT = {
     "sampling.max_response_tokens": "ends responses; only the aggregation `constant` reads it",
     "optimizer.momentum": "of SGD alone",
     "optimizer.betas": "of Adam alone",
+    "optimizer.precision_aware": "in which precision its state is kept",
+    "optimizer.cpu_offload": "where its state is kept",
     "objective.lambda_learning_rate": "of the aggregation `lambda` alone",
     "objective.kl.coefficient": "the initial value; kl.target changes it",
     "objective.kl.ema_decay": "of the reference `ema` alone",
@@ -233,6 +236,7 @@ BY_CHANCE = {
     ("domains.number_sorting", "objective.ratio.clip_low"): "no ratio is so near to it",
     ("domains.number_sorting", "objective.correction"): "no ratio is near its cap",
     ("domains.number_sorting", "objective.mask_truncated"): "no response is truncated",
+    ("stages.tuned", "optimizer.decay"): "linear and cosine meet at the middle of the decay",
 }
 EFFECTIVE = {  # leaves with an effect only here
     ("domains.spell_backward", "optimizer.momentum"),
