@@ -61,11 +61,6 @@ class Dpo(MixtureStage[DrawnPair]):
         rows = [pair.row for pair in pairs for _ in range(2)]
         return {**sums, "too_long": too_long, **self.finish_step(step, batches, samples, rows)}
 
-    def counts(self) -> dict[str, int]:
-        """Return the number of pairs of each source in the next step."""
-        assert self.mixture is not None
-        return self.mixture.deal(self.own.pairs_per_step)
-
     def _draw(self, step: int) -> tuple[list[DrawnPair], list[Both], float]:
         """Return a step's pairs, their reference, and the number skipped as too long."""
         pairs, too_long = self.draw(step)

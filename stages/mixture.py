@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -30,7 +29,7 @@ class SourceStream(Protocol[Drawn]):
         """Return the next `count` of its sequences or pairs, for a step."""
 
 
-class MixtureStage(ABC, Generic[Drawn]):
+class MixtureStage(Generic[Drawn]):
     """A stage whose main rank draws every step from `sources`, dealt by the weights in `data`.
 
     A subclass opens the sources on the main rank and builds the policy.
@@ -42,13 +41,12 @@ class MixtureStage(ABC, Generic[Drawn]):
         self.job, self.settings = job, job.settings
         self.tokenizer = load_tokenizer(job.settings.model)
         self.sources: dict[str, SourceStream[Drawn]] = {}
-        self.mixture: Mixture | None = None
-        if own.data:
-            self.mixture = Mixture({name: each.weight for name, each in own.data.items()})
+        self.mixture = Mixture({name: each.weight for name, each in own.data.items()})
+        self.per_step: int = getattr(own, own.counted)
 
-    @abstractmethod
     def counts(self) -> dict[str, int]:
         """Return how much of each source is in the next step."""
+        return self.mixture.deal(self.per_step)
 
     def draw(self, step: int) -> tuple[list[Drawn], float]:
         """Return what a step trains on, and the number skipped as too long. Main rank only."""
@@ -91,11 +89,12 @@ class MixtureStage(ABC, Generic[Drawn]):
     def state(self) -> dict[str, Any]:
         """Return every source's cursor, and what was dealt; the main rank's state is saved."""
         cursors = {name: source.cursor for name, source in self.sources.items()}
-        return {"cursors": cursors, **({"dealt": self.mixture.dealt} if self.mixture else {})}
+        dealt = {"dealt": self.mixture.dealt} if self.mixture.dealt else {}
+        return {"cursors": cursors, **dealt}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a saved state."""
         for name, source in self.sources.items():
             source.cursor = state["cursors"][name]
-        if self.mixture is not None:
+        if self.mixture.dealt:
             self.mixture.dealt = dict(state["dealt"])

@@ -76,11 +76,10 @@ class Sft(MixtureStage[Sample]):
 
     def counts(self) -> dict[str, int]:
         """Return the number of sequences of each source in the next step."""
-        if self.mixture is None:
-            domains = self.job.own_domains.items()
-            return {name: each.demonstrations.sequences_per_step for name, each in domains}
-        assert self.own.sequences_per_step is not None
-        return self.mixture.deal(self.own.sequences_per_step)
+        if self.own.data:
+            return super().counts()
+        domains = self.job.own_domains.items()
+        return {name: each.demonstrations.sequences_per_step for name, each in domains}
 
 
 class GeneratedPool:

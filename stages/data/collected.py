@@ -79,7 +79,9 @@ def messages_type(chats: Sequence[tuple[str, Sequence[Message]]]) -> pyarrow.Dat
     if all(each.keys() == {"role", "content"} for _, chat in chats for each in chat):
         return MESSAGES
     try:
-        return pyarrow.infer_type([list(chat) for _, chat in chats])
+        values = [list(chat) for _, chat in chats]
+        # Converted too: what is inferred of a text and a number holds numbers alone.
+        return pyarrow.array(values, pyarrow.infer_type(values)).type
     except pyarrow.ArrowException as error:
         raise UserError(
             f"domains.{chats[-1][0]}.prompts.path: its chat messages do not fit into Parquet:"

@@ -15,7 +15,6 @@ from stages.kinds.mixture import (
     MixtureStageSettings,
     SourceSettings,
     StageSourceSettings,
-    dealt_rules,
     source_of,
 )
 from stages.objectives.preference import PreferenceSettings, SigmoidSettings
@@ -80,6 +79,7 @@ class DpoSettings(MixtureStageSettings):
     Both are compared with a reference, whose log-probabilities are computed once.
     """
 
+    counted = "pairs_per_step"
     kind: Literal["dpo"] = "dpo"
     data: Annotated[dict[str, PairSource], Field(min_length=1)] = Field(
         description="sources of preference pairs, by free names: {stage: NAME} or files, each with"
@@ -121,7 +121,6 @@ class DpoSettings(MixtureStageSettings):
             if isinstance(source, FilePairSettings) and source.chosen == source.rejected:
                 why = f"{source.rejected} is the column of `chosen` too; name another one"
                 yield f"{key}.data.{name}.rejected", why
-        yield from dealt_rules(f"{key}.pairs_per_step", self.pairs_per_step, run)
         yield from super().violations(key, run, domains)
 
 

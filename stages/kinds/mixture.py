@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from parallel.settings import MOST, Settings
+from parallel.settings import MOST, RoutingLossSettings, Settings
 from stages.data.settings import FileSettings
 from stages.guards.settings import GainGateSettings
 from stages.kinds.kind import Found, Inputs, RunBlocks, TrainedStageSettings
@@ -46,7 +46,9 @@ class MixtureStageSettings(TrainedStageSettings):
 
     if TYPE_CHECKING:
         data: Mapping[str, SourceSettings]
+        routing: RoutingLossSettings
 
+    counted: ClassVar[str]  # the field of the number that a step deals to `data`
     gate: GainGateSettings | None = Field(
         default=None, description="gate that it must pass before dependent stages start"
     )
@@ -67,6 +69,11 @@ class MixtureStageSettings(TrainedStageSettings):
 
     def violations(self, key: str, run: RunBlocks, domains: Sequence[str]) -> Found:
         yield from warmup_rules(under(key), self.optimizer, self.loop)
+        count = getattr(self, self.counted) if self.data else run.layout.data
+        if count is None:
+            yield f"{key}.{self.counted}", "required with data: the sequences of a step"
+        elif count < run.layout.data:
+            yield f"{key}.{self.counted}", f"{count} is {too_few(run.layout)}"
         most = run.model.max_positions
         for name, each in self.data.items():
             own = f"{key}.data.{name}"
@@ -76,11 +83,3 @@ class MixtureStageSettings(TrainedStageSettings):
             if (longest := getattr(each, "max_tokens", None)) and longest > most:
                 why = f"{longest} is more than model.max_positions = {most}"
                 yield f"{own}.max_tokens", why
-
-
-def dealt_rules(key: str, count: int | None, run: RunBlocks) -> Found:
-    """Check the `count` at a key that a step deals to the sources of `data`."""
-    if count is None:
-        yield key, "required with data: the sequences of a step"
-    elif count < run.layout.data:
-        yield key, f"{count} is {too_few(run.layout)}"

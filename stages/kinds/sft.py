@@ -15,7 +15,6 @@ from stages.kinds.mixture import (
     MixtureStageSettings,
     SourceSettings,
     StageSourceSettings,
-    dealt_rules,
     source_of,
 )
 from stages.kinds.rules import too_few
@@ -63,6 +62,7 @@ class SftSettings(MixtureStageSettings):
     Without `from` it starts from the model settings: model.initial_weights, or random weights.
     """
 
+    counted = "sequences_per_step"
     kind: Literal["sft"] = "sft"
     data: dict[str, SftSource] = Field(
         default={},
@@ -95,17 +95,15 @@ class SftSettings(MixtureStageSettings):
 
     def violations(self, key: str, run: RunBlocks, domains: Sequence[str]) -> Found:
         yield from super().violations(key, run, domains)
-        counted = f"{key}.sequences_per_step"
+        for name, each in self.data.items():
+            if isinstance(each, DomainDemonstrationsSettings) and each.domain not in domains:
+                where, near = f"{key}.data.{name}.domain", hint(each.domain, domains)
+                yield where, f"no such domain of the stage: {each.domain}; {near}"
         if self.data:
-            yield from dealt_rules(counted, self.sequences_per_step, run)
-            for name, each in self.data.items():
-                if isinstance(each, DomainDemonstrationsSettings) and each.domain not in domains:
-                    where, near = f"{key}.data.{name}.domain", hint(each.domain, domains)
-                    yield where, f"no such domain of the stage: {each.domain}; {near}"
             return
         if self.sequences_per_step is not None:
             why = "only read with data; without it each domain's demonstrations.sequences_per_step"
-            yield counted, f"{why} counts: use null, or add data"
+            yield f"{key}.{self.counted}", f"{why} counts: use null, or add data"
         sources = [run.domains[name].demonstrations for name in domains]
         if (total := sum(each.sequences_per_step for each in sources)) < run.layout.data:
             few = f"the sum of demonstrations.sequences_per_step is {total}, {too_few(run.layout)}"
