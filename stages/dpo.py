@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -13,15 +12,14 @@ from parallel.batch import MicroBatch, RankPlace, Responses
 from parallel.distributed import broadcast, is_main, sum_over_data
 from parallel.model.policy import TrainedPolicy
 from parallel.sample import Sample
-from stages.data.mixture import Mixture
-from stages.data.pairs import CollectedPairs, FilePairs, PairRows, PairStream
+from stages.data.pairs import CollectedPairs, DrawnPair, FilePairs, PairRows, PairStream
 from stages.data.problem import seed_of
-from stages.data.tokenizer import Tokenizer, load_tokenizer
-from stages.kinds.dpo import REFERENCE, CollectedPairSettings, DpoSettings
+from stages.data.tokenizer import Tokenizer
+from stages.kinds.dpo import REFERENCE, BestWorstPairSettings, DpoSettings
 from stages.loop import train
-from stages.metrics import token_efficiency
+from stages.mixture import MixtureStage
 from stages.objectives.preference import PairLogprobs, PreferenceBase, preference_loss
-from stages.reference_logprobs import ReferenceLogprobs, pairs_of, sequence_logprobs
+from stages.reference_logprobs import ReferenceLogprobs, samples_of, sequence_logprobs
 from stages.settings import StageJob
 
 Both = tuple[float, float]  # log-probabilities of a pair's two responses under the reference
@@ -33,7 +31,7 @@ def run(job: StageJob) -> None:
     train(stage, job, stage.own.loop)
 
 
-class Dpo:
+class Dpo(MixtureStage[DrawnPair]):
     """The stage that minimises a loss of pairs, averaged over the pairs of each step.
 
     A pair is in one micro-batch, since its loss needs both responses; its gradient is divided by
@@ -41,61 +39,32 @@ class Dpo:
     """
 
     def __init__(self, job: StageJob) -> None:
-        self.job = job
-        self.settings = settings = job.settings
         assert isinstance(job.own, DpoSettings)
+        super().__init__(job, job.own)
         self.own = own = job.own
-        self.mixture = Mixture({name: each.weight for name, each in own.data.items()})
-        self.streams: dict[str, PairStream] = {}
+        streams: dict[str, PairStream] = {}
         if is_main():
-            tokenizer = load_tokenizer(settings.model)
-            self.streams = {name: _stream(job, own, name, tokenizer) for name in own.data}
+            streams = {name: _stream(job, own, name, self.tokenizer) for name in own.data}
+            self.sources = {**streams}
         origin = job.models.get(REFERENCE, job.parent)
         assert origin is not None
-        self.reference = ReferenceLogprobs(job, own, self.streams, origin)
+        self.reference = ReferenceLogprobs(job, own, streams, origin)
         self.policy = TrainedPolicy(
-            settings.model, settings.layout, own.optimizer, own.loop.steps, own.routing
+            job.settings.model, job.settings.layout, own.optimizer, own.loop.steps, own.routing
         )
 
     def step(self, step: int) -> dict[str, float]:
-        samples, reference, too_long = broadcast(self._draw() if is_main() else None)
-        budget = self.own.loop.micro_batch_tokens
+        pairs, reference, too_long = broadcast(self._draw(step) if is_main() else None)
+        samples, budget = samples_of(pairs), self.own.loop.micro_batch_tokens
         batches = batch.split(samples, RankPlace.here(), budget, replay=False, together=2)
-        rate = self.policy.learning_rate
         sums = accumulate(self.policy, batches, samples, reference, self.own.loss)
-        norm = self.policy.step()
-        return {
-            **sums,
-            **self.policy.routing_metrics(),
-            **token_efficiency(batches),
-            "too_long": too_long,
-            "gradient_norm": norm,
-            "learning_rate": rate,
-        }
+        rows = [pair.row for pair in pairs for _ in range(2)]
+        return {**sums, "too_long": too_long, **self.finish_step(step, batches, samples, rows)}
 
-    def score(self, metrics: dict[str, float]) -> float:
-        """Return minus the loss."""
-        return -metrics["loss"]
-
-    def state(self) -> dict[str, Any]:
-        """Return every source's cursor, and what was dealt; the main rank's state is saved."""
-        cursors = {name: stream.cursor for name, stream in self.streams.items()}
-        return {"cursors": cursors, "dealt": self.mixture.dealt}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a saved state."""
-        for name, stream in self.streams.items():
-            stream.cursor = state["cursors"][name]
-        self.mixture.dealt = dict(state["dealt"])
-
-    def _draw(self) -> tuple[list[Sample], list[Both], float]:
-        """Return a step's samples, their pairs' reference, and the number skipped as too long."""
-        before = sum(stream.too_long for stream in self.streams.values())
-        counts = self.mixture.deal(self.own.pairs_per_step)
-        drawn = [self.streams[name].next() for name in counts for _ in range(counts[name])]
-        reference = [self.reference.of(each) for each in drawn]
-        too_long = sum(stream.too_long for stream in self.streams.values()) - before
-        return pairs_of(drawn), reference, float(too_long)
+    def _draw(self, step: int) -> tuple[list[DrawnPair], list[Both], float]:
+        """Return a step's pairs, their reference, and the number skipped as too long."""
+        pairs, too_long = self.draw(step)
+        return pairs, [self.reference.of(each) for each in pairs], too_long
 
 
 def accumulate(
@@ -138,7 +107,7 @@ def _stream(job: StageJob, own: DpoSettings, name: str, tokenizer: Tokenizer) ->
     # The same in every domain, since the split is by text.
     fraction = next(iter(job.settings.domains.values())).prompts.held_out_fraction
     rows: PairRows
-    if isinstance(source, CollectedPairSettings):
+    if isinstance(source, BestWorstPairSettings):
         rows = CollectedPairs(job.data[name], key, fraction)
     else:
         columns = (source.prompt, source.chosen, source.rejected)

@@ -24,7 +24,7 @@ from parallel.errors import report_notice
 from parallel.files import HUGGING_FACE, CheckpointError, naming, read_checkpoint, weights_digest
 from parallel.model.policy import Policy
 from parallel.sample import Sample
-from stages.data.pairs import Drawn, PairStream
+from stages.data.pairs import DrawnPair, PairStream
 from stages.kinds.dpo import DpoSettings
 from stages.settings import StageJob
 
@@ -60,7 +60,7 @@ class ReferenceLogprobs:
                 _write(path, key, found)
                 self._found = found
 
-    def of(self, drawn: Drawn) -> tuple[float, float]:
+    def of(self, drawn: DrawnPair) -> tuple[float, float]:
         """Return the log-probabilities of a pair's responses, on the main rank."""
         assert self._found is not None
         chosen, rejected = self._found[drawn.name][drawn.row].tolist()
@@ -88,7 +88,7 @@ class ReferenceLogprobs:
         at_once = PASSES * self._own.pairs_per_step
         drawn = chain.from_iterable(stream.all() for stream in self._streams.values())
         while pairs := broadcast(list(islice(drawn, at_once)) if is_main() else None):
-            sums = self._evaluate(policy, pairs_of(pairs))
+            sums = self._evaluate(policy, samples_of(pairs))
             for number, of_pair in sums.items() if is_main() else ():
                 found[pairs[number].name][pairs[number].row] = of_pair
         del policy
@@ -110,7 +110,7 @@ class ReferenceLogprobs:
         return {number: both for each in gather(own) for number, both in each.items()}
 
 
-def pairs_of(drawn: Sequence[Drawn]) -> list[Sample]:
+def samples_of(drawn: Sequence[DrawnPair]) -> list[Sample]:
     """Return the samples of pairs in turn, chosen and rejected, with their pair's number."""
     for number, pair in enumerate(drawn):
         pair.chosen.group = pair.rejected.group = number

@@ -7,7 +7,7 @@ continues after the last whole part. A part has the prompts of one step of one d
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,14 @@ from parallel.files import keep_steps, read_checkpoint, sha256, weights_digest, 
 from parallel.mismatch import bounds_of
 from parallel.model.policy import Policy
 from parallel.sample import Sample
-from stages.data.collected import Row, prompt_columns, read_part, write_joined, write_part
+from stages.data.collected import (
+    Row,
+    messages_type,
+    prompt_columns,
+    read_part,
+    write_joined,
+    write_part,
+)
 from stages.data.problem import DomainError, Problem, seed_of
 from stages.data.prompts import PromptStream
 from stages.data.tokenizer import Tokenizer
@@ -91,12 +98,12 @@ class RejectionSampling:
         # One part ahead, so that engines have work while the longest responses of a part end; not
         # where the bits of a response may depend on the requests beside it.
         ahead = 0 if self.job.settings.deterministic else 1
-        requested: list[list[Group]] = []
+        requested: deque[list[Group]] = deque()  # of the main rank, until their part is saved
         for place, part in enumerate(self.missing):
             if is_main():
-                for following in self.missing[len(requested) : place + ahead + 1]:
+                for following in self.missing[place + len(requested) : place + ahead + 1]:
                     requested.append(self._request(following))
-            self._collect(part, requested[place] if is_main() else [])
+            self._collect(part, requested.popleft() if is_main() else [])
         self.engines.rest()
 
     def finish(self) -> None:
@@ -130,12 +137,20 @@ class RejectionSampling:
                 self.problems[name] = stream.take_distinct(self.own.prompts)
             except DomainError as error:
                 raise UserError(f"{error}, or lower {self._key}.prompts") from error
+        # All go into one file at the end, which must not fail after everything was drawn.
+        chats = [
+            (name, problem.messages)
+            for name, problems in self.problems.items()
+            for problem in problems
+            if problem.messages is not None
+        ]
+        messages_type(chats)
 
     def _missing(self) -> list[DrawnPart]:
         """Return the parts after the last whole one; delete what is there of them."""
         whole = 0
         for part in self.parts:
-            rows = read_part(self.file(part)) if self.file(part).exists() else None
+            rows = read_part(self.file(part))
             if rows is None or not self._is_of(rows, part):
                 break
             whole += 1
@@ -189,7 +204,6 @@ class RejectionSampling:
         failures = [failure for group in groups for failure in group.failures]
         self.engines.rewards.check_failures(failures, sum(len(group.drawn) for group in groups))
         rows = [row for group in groups for row in self._rows(group)]
-        write_part(self.file(part), rows)
         self.drawn += len(groups)
         samples = [sample for group in groups for sample in group.samples]
         dropped = Counter(row["dropped"] for row in rows)
@@ -203,7 +217,9 @@ class RejectionSampling:
             "reward_failures": float(len(failures)),
             "watch_failures": float(sum(len(group.watch_failures) for group in groups)),
         }
+        # The line first: killed in between, the part is drawn again, and the line written again.
         self.log.write(self.drawn, found, domain=part.domain)
+        write_part(self.file(part), rows)
 
     def _rows(self, group: Group) -> list[Row]:
         """Return the responses of a group as rows, with the filter's verdict on each."""

@@ -43,8 +43,8 @@ class LoggingSettings(Settings):
     auditable: bool = Field(
         default=False,
         description="write what `braid audit` needs beside the samples of every step: each token's"
-        " experts, the tokens that top-k and top-p kept, and the samples of cold starts and"
-        " evaluations",
+        " experts, the tokens that top-k and top-p kept, and the samples of stages of kind sft and"
+        " dpo and of evaluations",
     )
 
 

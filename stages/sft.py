@@ -6,7 +6,6 @@ A mixture has sources with weights: what other stages collected, files, and demo
 from __future__ import annotations
 
 from random import Random
-from typing import Any
 
 import torch
 
@@ -16,21 +15,20 @@ from parallel.distributed import broadcast, is_main, sum_over_data
 from parallel.model.policy import TrainedPolicy
 from parallel.sample import Sample
 from stages.data.demonstrations import ConversationStream, demonstrations, response_sample
-from stages.data.mixture import Mixture
 from stages.data.problem import seed_of
 from stages.data.prompts import PromptStream
 from stages.data.settings import (
-    CollectedSettings,
+    CollectedFileSettings,
     ConversationFileSettings,
     GeneratedDemonstrationSettings,
 )
-from stages.data.tokenizer import Tokenizer, load_tokenizer
+from stages.data.tokenizer import Tokenizer
 from stages.import_weights import look_for_held_out
-from stages.kinds.sft import CollectedSourceSettings, DomainSourceSettings, SftSettings
+from stages.kinds.mixture import StageSourceSettings
+from stages.kinds.sft import DomainDemonstrationsSettings, SftSettings
 from stages.loop import train
-from stages.metrics import token_efficiency
+from stages.mixture import MixtureStage
 from stages.objectives.loss import Totals, token_mean
-from stages.sampling.recording import record, samples_file
 from stages.settings import StageJob
 
 
@@ -40,35 +38,29 @@ def run(job: StageJob) -> None:
     train(stage, job, stage.own.loop)
 
 
-class Sft:
+class Sft(MixtureStage[Sample]):
     """The stage that minimises cross-entropy, averaged over the learned tokens of each step."""
 
     def __init__(self, job: StageJob) -> None:
-        self.job = job
-        self.settings = settings = job.settings
         assert isinstance(job.own, SftSettings)
+        super().__init__(job, job.own)
         self.own = own = job.own
         self.policy = TrainedPolicy(
-            settings.model,
-            settings.layout,
+            job.settings.model,
+            job.settings.layout,
             own.optimizer,
             own.loop.steps,
             own.routing,
         )
-        self.tokenizer = load_tokenizer(settings.model)
-        self.sources: dict[str, SequenceSource] = {}
-        self.mixture: Mixture | None = None
-        if own.data:
-            self.mixture = Mixture({name: each.weight for name, each in own.data.items()})
         if is_main():
-            look_for_held_out(settings, self.tokenizer)
+            look_for_held_out(job.settings, self.tokenizer)
             of = _mixed if own.data else _demonstrated
             self.sources = {
                 name: of(job, name, self.tokenizer) for name in (own.data or job.domains)
             }
 
     def step(self, step: int) -> dict[str, float]:
-        samples, too_long = broadcast(self._draw(step) if is_main() else None)
+        samples, too_long = broadcast(self.draw(step) if is_main() else None)
         totals = Totals(len(samples), sum(len(sample.learned) for sample in samples))
         budget = self.own.loop.micro_batch_tokens
         batches = batch.split(samples, RankPlace.here(), budget, replay=False)
@@ -77,56 +69,17 @@ class Sft:
             loss = token_mean(-responses.logprobs(), responses.batch.mask, totals)
             return loss, loss.item()
 
-        rate = self.policy.learning_rate
         read = sum(sample.length for sample in samples)
         losses = self.policy.accumulate(batches, cross_entropy, read)
-        norm = self.policy.step()
-        if is_main() and self.settings.logging.auditable:
-            path = samples_file(self.job.files.samples, step)
-            record(path, [samples], self.tokenizer, auditable=True)
-        return {
-            **sum_over_data({"loss": sum(losses)}),
-            **self.policy.routing_metrics(),
-            **token_efficiency(batches),
-            "too_long": too_long,
-            "gradient_norm": norm,
-            "learning_rate": rate,
-        }
+        found = sum_over_data({"loss": sum(losses)})
+        return {**found, "too_long": too_long, **self.finish_step(step, batches, samples)}
 
-    def score(self, metrics: dict[str, float]) -> float:
-        """Return minus the loss."""
-        return -metrics["loss"]
-
-    def state(self) -> dict[str, Any]:
-        """Return every source's cursor, and what was dealt; the main rank's state is saved."""
-        cursors = {name: source.cursor for name, source in self.sources.items()}
-        if self.mixture is None:
-            return {"cursors": cursors}
-        return {"cursors": cursors, "dealt": self.mixture.dealt}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a saved state."""
-        for name, source in self.sources.items():
-            source.cursor = state["cursors"][name]
-        if self.mixture is not None:
-            self.mixture.dealt = dict(state["dealt"])
-
-    def _draw(self, step: int) -> tuple[list[Sample], float]:
-        """Return the samples of a step, and the number of conversations skipped as too long."""
-        before = sum(source.too_long for source in self.sources.values())
-        samples: list[Sample] = []
-        counts = self._counts()
-        for name, source in self.sources.items():
-            samples += source.draw(step, counts[name])
-        return samples, float(sum(source.too_long for source in self.sources.values()) - before)
-
-    def _counts(self) -> dict[str, int]:
+    def counts(self) -> dict[str, int]:
         """Return the number of sequences of each source in the next step."""
-        if self.mixture is None:
-            domains = self.job.own_domains.items()
-            return {name: each.demonstrations.sequences_per_step for name, each in domains}
-        assert self.own.sequences_per_step is not None
-        return self.mixture.deal(self.own.sequences_per_step)
+        if self.own.data:
+            return super().counts()
+        domains = self.job.own_domains.items()
+        return {name: each.demonstrations.sequences_per_step for name, each in domains}
 
 
 class GeneratedPool:
@@ -169,10 +122,10 @@ def _mixed(job: StageJob, name: str, tokenizer: Tokenizer) -> SequenceSource:
     """
     assert isinstance(job.own, SftSettings)
     source = job.own.data[name]
-    if isinstance(source, DomainSourceSettings):
+    if isinstance(source, DomainDemonstrationsSettings):
         return _demonstrated(job, source.domain, tokenizer)
-    if isinstance(source, CollectedSourceSettings):
-        wanted: ConversationFileSettings = CollectedSettings(path=job.data[name])
+    if isinstance(source, StageSourceSettings):
+        wanted: ConversationFileSettings = CollectedFileSettings(path=job.data[name])
     else:
         wanted = source
     first = job.settings.domains[job.domains[0]]

@@ -50,7 +50,7 @@ from pipeline.run.select import (
 from pipeline.slurm.queue import check_not_queued
 from pipeline.text import say, shown, visible
 
-AUDITED = ("sft", "grpo", "distill", "gate", "evaluate")
+AUDITED = ("sft", "grpo", "distill", "dpo", "sample", "gate", "evaluate")
 GATE_HELP = """\
   braid gate override quickstart gates.experts.spell_backward --reason "noise: 3 of 500 problems"
 
@@ -221,6 +221,7 @@ def export(arguments: Namespace) -> None:
     "advantages, KL, corrections, routing losses, gradients, the optimizer and the weights.\n"
     "It needs a run with logging.auditable=true and the checkpoint that the step started from\n"
     "(loop.checkpoint_every=1); with the step's own checkpoint, weights are compared too.\n"
+    "Of a stage of kind sample, all that it drew, kept and counted is compared instead.\n"
     "The exit code is 1 where something differs.\n\n"
     'JSON: [{"stage", "step", "rows", "notes", "refused": why it cannot be audited, or null}].',
     RUN,

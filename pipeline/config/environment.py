@@ -26,8 +26,8 @@ from stages.data.settings import (
 )
 from stages.directory import COLLECTION, StageDirectory
 from stages.domains import DomainSettings
-from stages.kinds.dpo import DpoSettings
-from stages.kinds.sft import CollectedSourceSettings, SftSettings
+from stages.kinds.mixture import MixtureStageSettings, StageSourceSettings
+from stages.kinds.sft import SftSettings
 from stages.rewards.kinds.judge import JudgeReward
 from stages.rewards.kinds.python import PythonReward
 from stages.settings import RunSettings
@@ -67,16 +67,16 @@ def violations(run: RunSettings) -> Found:
     for name, domain in run.domains.items():
         yield from domain_violations(name, domain, demonstrated=name in shown_in)
     for key, block in run.stages.items():
-        if isinstance(block, SftSettings | DpoSettings):
+        if isinstance(block, MixtureStageSettings):
             yield from _data_violations(f"stages.{key}.data", block)
 
 
-def _data_violations(key: str, block: SftSettings | DpoSettings) -> Found:
+def _data_violations(key: str, block: MixtureStageSettings) -> Found:
     """Yield the sources of a mixture that are missing here."""
     for name, files in block.files():
         yield from _missing_files(f"{key}.{name}", files)
     for name, source in block.data.items():
-        if not isinstance(source, CollectedSourceSettings) or not is_path(source.stage):
+        if not isinstance(source, StageSourceSettings) or not is_path(source.stage):
             continue
         path = Path(source.stage)
         if why := unreachable(path):

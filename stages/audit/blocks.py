@@ -12,6 +12,7 @@ from typing import Any
 from stages.audit.recorded import NotAuditable, RecordedRun, document, naming
 
 GATE = "gates."
+SHARED = ""
 # Of a policy; a stage that does not state one takes it from its only domain.
 OF_DOMAIN = (
     *("sampling", "rollout", "objective", "routing", "optimizer", "updates_per_rollout", "loop"),
@@ -20,11 +21,25 @@ OF_DOMAIN = (
 
 
 @dataclass(frozen=True)
+class RecordedObjective:
+    """An objective of rewards, the domains that it is of, and the reference of its KL penalty.
+
+    `name` is the domain's, or `SHARED` where all domains of the stage have the same objective.
+    """
+
+    name: str
+    domains: tuple[str, ...]
+    settings: dict[str, Any]
+    reference: str | None
+
+
+@dataclass(frozen=True)
 class RecordedStage:
     """A stage as run.yaml describes it.
 
-    `settings` are those it trains with. `parent`, `teachers` (by domain) and `reference` name
-    stages, or are paths of models outside the run.
+    `settings` are those it trains with, but for the `objectives` of a policy. `parent`, `teachers`
+    (by domain) and `reference`, that of preference pairs, name stages, or are paths of models
+    outside the run. Its random numbers derive from `seeded_as`.
     """
 
     name: str
@@ -34,6 +49,8 @@ class RecordedStage:
     parent: str | None = None
     teachers: dict[str, str] | None = None
     reference: str | None = None
+    objectives: tuple[RecordedObjective, ...] = ()
+    seeded_as: str = ""
 
 
 def recorded_stage(run: RecordedRun, name: str) -> RecordedStage:
@@ -55,8 +72,11 @@ def recorded_stage(run: RecordedRun, name: str) -> RecordedStage:
         teachers = own.get("teachers") or {}
         if isinstance(teachers, str):
             teachers = dict.fromkeys(domains, teachers)
-        kl = (settings.get("objective") or {}).get("kl", {}).get("reference", "parent")
         parent = own["from"] and _resolved(run, own["from"], only)
+
+        def model(named: str) -> str | None:
+            return parent if named in ("parent", "ema") else _resolved(run, named, only)
+
         return RecordedStage(
             name,
             own["kind"],
@@ -64,7 +84,12 @@ def recorded_stage(run: RecordedRun, name: str) -> RecordedStage:
             settings,
             parent,
             {each: _resolved(run, teachers[each], each) for each in domains if each in teachers},
-            parent if kl in ("parent", "ema") else _resolved(run, kl, only),
+            model(own["reference"]) if own["kind"] == "dpo" else None,
+            tuple(
+                RecordedObjective(of, among, found, model(found["kl"]["reference"]))
+                for of, among, found in _objectives(run, own, domains)
+            ),
+            _placed(own["seeded_as"] or name, only),
         )
 
 
@@ -83,7 +108,7 @@ def _unrolled(run: RecordedRun) -> Iterator[tuple[str, str, tuple[str, ...]]]:
 
 def _resolved(run: RecordedRun, reference: str, domain: str | None) -> str:
     """Return the stage or path that a reference means in a stage of `domain`."""
-    reference = reference.replace("{domain}", domain) if domain else reference
+    reference = _placed(reference, domain)
     stages = list(_unrolled(run))
     if "/" in reference or any(name == reference for name, _, _ in stages):
         return reference
@@ -92,6 +117,24 @@ def _resolved(run: RecordedRun, reference: str, domain: str | None) -> str:
     if len(found) != 1:
         raise NotAuditable(f"{run.path}/run.yaml: {reference} names no stage")
     return found[0]
+
+
+def _placed(template: str, domain: str | None) -> str:
+    """Return a name with the domain in it."""
+    return template.replace("{domain}", domain) if domain else template
+
+
+def _objectives(
+    run: RecordedRun, own: dict[str, Any], domains: tuple[str, ...]
+) -> Iterator[tuple[str, tuple[str, ...], dict[str, Any]]]:
+    """Yield name, domains and settings of each objective of a policy; none of other kinds."""
+    if own["kind"] != "grpo":
+        return
+    each = [own["objective"] or run.settings["domains"][name]["objective"] for name in domains]
+    if all(other == each[0] for other in each):
+        yield SHARED, domains, each[0]
+    else:
+        yield from ((name, (name,), of) for name, of in zip(domains, each, strict=True))
 
 
 def _policy(
@@ -104,12 +147,7 @@ def _policy(
     stated = {key: own[key] for key in OF_DOMAIN if own[key] is not None}
     if len(domains) == 1:
         return {**{key: run.settings["domains"][domains[0]][key] for key in OF_DOMAIN}, **stated}
-    objectives = [run.settings["domains"][each]["objective"] for each in domains]
-    if "objective" not in stated and any(each != objectives[0] for each in objectives):
-        raise NotAuditable(
-            f"the domains of {stage} have different objectives, which are not audited together"
-        )
-    return {**_recorded(run, stage), "objective": objectives[0], **stated}
+    return {**_recorded(run, stage), **stated}
 
 
 def _recorded(run: RecordedRun, stage: str) -> dict[str, Any]:

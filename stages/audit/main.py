@@ -17,11 +17,13 @@ import torch
 from parallel.errors import report_error, report_notice
 from parallel.files import CheckpointRefused, write_atomically
 from stages.audit.blocks import recorded_stage
+from stages.audit.collection import collection_rows
 from stages.audit.evaluation import evaluation_rows
 from stages.audit.recorded import LONGEST, NotAuditable, RecordedRun, read_run
 from stages.audit.stage_audit import Audited, audit_step, newest_step
 
-MEASURING = ("evaluate", "gate")
+# Of a stage that has no steps.
+WHOLE = {"evaluate": evaluation_rows, "gate": evaluation_rows, "sample": collection_rows}
 WIDE = 512
 
 
@@ -53,8 +55,8 @@ def main() -> None:
 
 
 def _audited(run: RecordedRun, stage: str, step: int | None) -> Audited:
-    if recorded_stage(run, stage).kind in MEASURING:
-        return Audited(stage, None, evaluation_rows(run, stage), [])
+    if (rows := WHOLE.get(recorded_stage(run, stage).kind)) is not None:
+        return Audited(stage, None, rows(run, stage), [])
     return audit_step(run, stage, newest_step(run, stage) if step is None else step)
 
 

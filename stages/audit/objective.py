@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from stages.audit.blocks import SHARED, RecordedObjective
+from stages.audit.model import Model
 
 LIMIT = 20.0  # of a log-ratio, in nats
 
@@ -41,6 +45,52 @@ class Terms:
     clipped: torch.Tensor
     correction: torch.Tensor | None
     masked: torch.Tensor | None
+
+
+class Objective:
+    """An objective in a step: its settings, its reference, and what it learns.
+
+    `state`, of the checkpoint before the step, has the KL coefficient and the exponent of lambda;
+    an `ema` reference moves, and objectives of one decay have one.
+    """
+
+    def __init__(
+        self, of: RecordedObjective, state: Mapping[str, Any], reference: Model | None
+    ) -> None:
+        self.name, self.domains, self.settings = of.name, of.domains, of.settings
+        self.reference = reference
+        known = state.get("objectives", {}).get(of.name, {}) if of.name != SHARED else state
+        kl = of.settings["kl"]
+        learned = known if kl["target"] is not None else {}
+        self.coefficient: float = learned.get("kl_coefficient", kl["coefficient"])
+        self.exponent: float = known.get("length_exponent", 0.0)
+
+    def corrects_all(self, replay: bool) -> bool:
+        """Return whether samples of the present weights are corrected too."""
+        whose = self.settings["correction"].get("samples", "auto")
+        return bool(whose == "all" or (whose == "auto" and not replay))
+
+    def learn(self, logged: Mapping[str, float], slope: float) -> dict[str, float]:
+        """Update the coefficients by the metrics of an update; return those before it.
+
+        `slope` is the loss's derivative by the exponent.
+        """
+        kl, found = self.settings["kl"], dict[str, float]()
+        if kl["target"] is not None:
+            found |= self._named("kl_coefficient", self.coefficient)
+            measured = logged.get("kl" if self.name == SHARED else f"kl/{self.name}")
+            if measured is not None:
+                error = max(-0.2, min((measured - kl["target"]) / kl["target"], 0.2))
+                self.coefficient *= 1 + 0.1 * error
+        if self.settings["aggregation"] == "lambda":
+            found |= self._named("length_exponent", self.exponent)
+            self.exponent -= self.settings["lambda_learning_rate"] * slope
+        return found
+
+    def _named(self, name: str, value: float) -> dict[str, float]:
+        shared = {name: value} if self.name == SHARED else {}
+        several = {f"{name}/{domain}": value for domain in self.domains}
+        return shared | (several if self.name != SHARED or len(self.domains) > 1 else {})
 
 
 def terms(facts: Facts, objective: dict[str, Any], correct_all: bool) -> Terms:

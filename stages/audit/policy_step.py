@@ -1,9 +1,9 @@
-"""A recomputed step of a domain expert, or of the mixed policy."""
+"""A recomputed step of a policy that learns from rewards, of one domain or several."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 
 from stages.audit.advantages import advantages
 from stages.audit.model import Model, Read
-from stages.audit.objective import Facts, terms
+from stages.audit.objective import Facts, Objective, terms
 from stages.audit.recorded import NotAuditable, RecordedSample
 from stages.audit.rows import Comparison, kept_sets, mismatch, number, numbers
 from stages.audit.update import Optimizer, take_update
@@ -20,6 +20,8 @@ from stages.audit.update import Optimizer, take_update
 LEAST_RELATIVE_ENTROPY = 0.1  # of EDGE: no response counts more than ten times
 LENGTH_SPREAD = 9.0  # of lambda-GRPO
 BY_TOKEN = ("entropy", "kl", "full_entropy")  # metrics that are means over tokens
+
+Domains = Sequence[str]
 
 
 @dataclass
@@ -42,28 +44,18 @@ class PolicyStep:
     def __init__(
         self,
         settings: dict[str, Any],
+        objectives: Sequence[Objective],
         weights: dict[str, dict[str, float]],
         step: int,
-        state: dict[str, Any],
         policy: Model,
-        reference: Model | None,
         optimizer: Optimizer,
     ) -> None:
-        """Take the stage's resolved settings, the rewards' weights by domain, and a saved state.
-
-        `state`, of the checkpoint before the step, has the objective's learned coefficients.
-        """
-        self.settings, self.objective, self.weights = settings, settings["objective"], weights
-        self.step = step
-        self.policy, self.reference, self.optimizer = policy, reference, optimizer
+        """Take the stage's resolved settings, and the rewards' weights by domain."""
+        self.settings, self.objectives, self.weights = settings, objectives, weights
+        self.step, self.policy, self.optimizer = step, policy, optimizer
         self.temperature = settings["sampling"]["temperature"]
         self.replay = settings["routing"]["replay"] == "r3"
-        kl = self.objective["kl"]
-        learned_before = state if kl["target"] is not None else {}
-        self.coefficient = learned_before.get("kl_coefficient", kl["coefficient"])
-        self.exponent = state.get("length_exponent", 0.0)
-        whose = self.objective["correction"].get("samples", "auto")
-        self.correct_all = whose == "all" or (whose == "auto" and not self.replay)
+        self.of = {domain: each for each in objectives for domain in each.domains}
 
     def run(self, recorded: Sequence[RecordedSample], logged: dict[str, float]) -> list[Comparison]:
         """Recompute the step and compare it with the recorded samples and the logged metrics."""
@@ -75,7 +67,7 @@ class PolicyStep:
         expected = self.settings["updates_per_rollout"]
         if (there := 1 + max(sample.update for sample in samples)) != expected:
             raise NotAuditable(f"samples of {there} updates; updates_per_rollout is {expected}")
-        unscaled = advantages(samples, self.objective["advantage"], self.weights)
+        unscaled = self._advantages(samples)
         known = self._before(samples, unscaled)
         rewards = [sample.fields["reward"] for sample in samples]
         weighted = [
@@ -117,9 +109,19 @@ class PolicyStep:
             rows.append(number(name, logged[name], found))
         return rows
 
+    def _advantages(self, samples: Sequence[RecordedSample]) -> list[list[float]]:
+        """Return the advantage of every response token, by the objective of its domain."""
+        found: dict[RecordedSample, list[float]] = {}
+        for objective in self.objectives:
+            own = [sample for sample in samples if sample.domain in objective.domains]
+            values = advantages(own, objective.settings["advantage"], self.weights)
+            found |= zip(own, values, strict=True)
+        return [found[sample] for sample in samples]
+
     def _masked(self, sample: RecordedSample) -> RecordedSample:
         """Return a sample with the learned tokens that it should have."""
-        dropped = self.objective["mask_truncated"] and not sample.fields["finished"]
+        masks = self.of[sample.domain].settings["mask_truncated"]
+        dropped = masks and not sample.fields["finished"]
         return replace(sample, learned=torch.arange(0 if dropped else len(sample.response)))
 
     def _before(
@@ -139,85 +141,108 @@ class PolicyStep:
                 )
                 if len(sample.learned):
                     entropies[sample.group].append(entropy)
-        if self.objective["scaling"] == "edge":
-            for sample, facts in known.items():
-                if len(sample.learned):
-                    relative = facts.entropy / fmean(entropies[sample.group])
-                    facts.advantages /= max(relative, LEAST_RELATIVE_ENTROPY)
+        for sample, facts in known.items():
+            if self.of[sample.domain].settings["scaling"] == "edge" and len(sample.learned):
+                relative = facts.entropy / fmean(entropies[sample.group])
+                facts.advantages /= max(relative, LEAST_RELATIVE_ENTROPY)
         return known
 
     def _update(self, known: dict[RecordedSample, Known]) -> dict[str, float]:
-        tokens = sum(len(sample.learned) for sample in known)
-        exponent = torch.tensor(self.exponent, dtype=torch.float64, requires_grad=True)
-        sums: dict[str, float] = defaultdict(float, loss=0.0)
+        exponents = {
+            each.name: torch.tensor(each.exponent, dtype=torch.float64, requires_grad=True)
+            for each in self.objectives
+        }
+        # By metric, the domains that have it, and its sum over their samples.
+        sums: dict[str, tuple[Domains, float]] = {"loss": (list(self.of), 0.0)}
 
         def loss(read: Read) -> torch.Tensor:
             if not len(read.sample.learned):
                 return read.logits.sum() * 0
-            weight = self._length_weight(read.sample, list(known), exponent)
-
-            def mean(values: torch.Tensor) -> torch.Tensor:
-                return weight * self._mean(values, len(known), tokens)
-
-            facts = self._facts(read, known[read.sample])
-            found = terms(facts, self.objective, self.correct_all)
-            value = mean(found.surrogate)
-            shares = {
-                "ratio": found.ratio,
-                "clip_fraction": found.clipped,
-                "correction": found.correction,
-                "masked_sequences": found.masked,
-            }
-            logged = {n: each.double().mean() for n, each in shares.items() if each is not None}
-            logged["entropy"] = -facts.logprobs.sum()
-            if found.kl is not None and self.coefficient > 0:
-                value = value + self.coefficient * mean(found.kl)
-                logged["kl"] = found.kl.sum()
-            if self.objective["entropy_bonus"] > 0:
-                entropy = _entropy(read.distribution(self.temperature))
-                value = value - self.objective["entropy_bonus"] * mean(entropy)
-                logged["full_entropy"] = entropy.sum()
-            for name, each in [("loss", value), *logged.items()]:
-                sums[name] += float(each.detach())
+            own = self.of[read.sample.domain]
+            weight = self._length_weight(read.sample, list(known), own, exponents[own.name])
+            value, logged = self._loss(read, known, own, weight)
+            _add(sums, "loss", self.of, value)
+            for name, each in logged.items():
+                _add(sums, name, own.domains, each)
+            if "kl" in logged and len(self.of) > 1:
+                _add(sums, f"kl/{read.sample.domain}", [read.sample.domain], logged["kl"])
             return value
 
         routing = self.settings["routing"]
         shared = take_update(self.policy, self.optimizer, list(known), routing, self.replay, loss)
-        learned = sum(bool(len(sample.learned)) for sample in known)
-        counts = {"loss": 1, **dict.fromkeys(BY_TOKEN, tokens)}
-        logged = {name: value / counts.get(name, learned) for name, value in sums.items()}
-        return {**logged, **shared, **self._learn(logged, exponent)}
+        logged = {}
+        for name, (domains, total) in sums.items():
+            learned = [len(each.learned) for each in known if each.domain in domains]
+            by_token = name.partition("/")[0] in BY_TOKEN
+            count = sum(learned) if by_token else sum(map(bool, learned))
+            logged[name] = total if name == "loss" else total / count
+        return {**logged, **shared, **self._learn(logged, exponents)}
 
-    def _learn(self, logged: dict[str, float], exponent: torch.Tensor) -> dict[str, float]:
-        """Update the `ema` reference and the coefficients; return the coefficients before."""
-        kl, found = self.objective["kl"], {}
-        if self.reference is not None and kl["reference"] == "ema":
+    def _loss(
+        self,
+        read: Read,
+        known: Mapping[RecordedSample, Known],
+        own: Objective,
+        weight: torch.Tensor | float,
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return a sample's part of the loss by its objective, and of the metrics."""
+        tokens = sum(len(sample.learned) for sample in known)
+
+        def mean(values: torch.Tensor) -> torch.Tensor:
+            how = own.settings["aggregation"]
+            return weight * self._mean(values, how, len(known), tokens)
+
+        facts = self._facts(read, known[read.sample], own)
+        found = terms(facts, own.settings, own.corrects_all(self.replay))
+        value = mean(found.surrogate)
+        shares = {
+            "ratio": found.ratio,
+            "clip_fraction": found.clipped,
+            "correction": found.correction,
+            "masked_sequences": found.masked,
+        }
+        logged = {n: each.double().mean() for n, each in shares.items() if each is not None}
+        logged["entropy"] = -facts.logprobs.sum()
+        if found.kl is not None and own.coefficient > 0:
+            value = value + own.coefficient * mean(found.kl)
+            logged["kl"] = found.kl.sum()
+        if own.settings["entropy_bonus"] > 0:
+            entropy = _entropy(read.distribution(self.temperature))
+            value = value - own.settings["entropy_bonus"] * mean(entropy)
+            logged["full_entropy"] = entropy.sum()
+        return value, logged
+
+    def _learn(
+        self, logged: Mapping[str, float], exponents: Mapping[str, torch.Tensor]
+    ) -> dict[str, float]:
+        """Update the `ema` references and the coefficients; return the coefficients before."""
+        moving = {
+            id(each.reference): (each.reference, each.settings["kl"]["ema_decay"])
+            for each in self.objectives
+            if each.reference is not None and each.settings["kl"]["reference"] == "ema"
+        }
+        for reference, decay in moving.values():  # once each, however many domains share it
             with torch.no_grad():
-                for name, average in self.reference.parameters.items():
-                    average.lerp_(self.policy.parameters[name], 1 - kl["ema_decay"])
-        if kl["target"] is not None:
-            found["kl_coefficient"] = self.coefficient
-            if "kl" in logged:
-                error = max(-0.2, min((logged["kl"] - kl["target"]) / kl["target"], 0.2))
-                self.coefficient *= 1 + 0.1 * error
-        if self.objective["aggregation"] == "lambda":
-            found["length_exponent"] = self.exponent
-            slope = 0.0 if exponent.grad is None else float(exponent.grad)
-            self.exponent -= self.objective["lambda_learning_rate"] * slope
+                for name, average in reference.parameters.items():
+                    average.lerp_(self.policy.parameters[name], 1 - decay)
+        found: dict[str, float] = {}
+        for each in self.objectives:
+            gradient = exponents[each.name].grad
+            found |= each.learn(logged, 0.0 if gradient is None else float(gradient))
         return found
 
-    def _facts(self, read: Read, known: Known) -> Facts:
+    def _facts(self, read: Read, known: Known, own: Objective) -> Facts:
         sample, theirs, full, moved = read.sample, None, None, None
-        if self.reference is not None and self.coefficient > 0:
+        if own.reference is not None and own.coefficient > 0:
             with torch.no_grad():
-                other = self.reference.read(sample, replay=False)
-            if self.objective["kl"]["estimator"] == "full":
+                other = own.reference.read(sample, replay=False)
+            if own.settings["kl"]["estimator"] == "full":
                 log_p = read.distribution(self.temperature)
                 log_q = other.distribution(self.temperature)
                 full = (log_p.exp() * (log_p - log_q)).sum(-1)
             else:
                 theirs = other.logprobs(self.temperature)
-        if self.objective["ratio"]["name"] == "rspo":
+        if own.settings["ratio"]["name"] == "rspo":
             # |log p - log p_old| over the experts chosen then, by predicting token
             now = read.router_logits.detach().log_softmax(-1).gather(-1, known.chosen)
             apart = (now - known.router_logprobs).abs().mean((0, 2))
@@ -234,10 +259,14 @@ class PolicyStep:
         )
 
     def _length_weight(
-        self, sample: RecordedSample, update: list[RecordedSample], exponent: torch.Tensor
+        self,
+        sample: RecordedSample,
+        update: list[RecordedSample],
+        own: Objective,
+        exponent: torch.Tensor,
     ) -> torch.Tensor | float:
         """Return its part of G softmax(h^lambda) over its group's samples (arXiv 2510.06870)."""
-        if self.objective["aggregation"] != "lambda":
+        if own.settings["aggregation"] != "lambda":
             return 1.0
         group = [each for each in update if each.group == sample.group]
         lengths = torch.tensor([float(len(s.response)) for s in group], dtype=torch.float64)
@@ -246,9 +275,8 @@ class PolicyStep:
         powers = (1 + score / LENGTH_SPREAD).clamp(min=1e-3) ** exponent
         return len(group) * powers.softmax(0)[group.index(sample)]
 
-    def _mean(self, values: torch.Tensor, sequences: int, tokens: int) -> torch.Tensor:
-        """Return one sample's part of the mean over the update."""
-        how = self.objective["aggregation"]
+    def _mean(self, values: torch.Tensor, how: str, sequences: int, tokens: int) -> torch.Tensor:
+        """Return one sample's part of the mean over the update, of all domains."""
         if how == "sequence_mean":
             return values.mean() / sequences
         if how == "constant":
@@ -258,3 +286,11 @@ class PolicyStep:
 
 def _entropy(log_p: torch.Tensor) -> torch.Tensor:
     return -(log_p.exp() * log_p).sum(-1)
+
+
+def _add(
+    sums: dict[str, tuple[Domains, float]], name: str, domains: Iterable[str], value: torch.Tensor
+) -> None:
+    """Add a sample's value to a metric, which the domains have from then on."""
+    before, total = sums.get(name, ([], 0.0))
+    sums[name] = list(dict.fromkeys([*before, *domains])), total + float(value.detach())

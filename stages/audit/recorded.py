@@ -120,6 +120,7 @@ class _Line(msgspec.Struct):
     logprobs: list[float]
     advantages: list[float] | None = None
     learned: list[int] | None = None
+    row: int | None = None  # in its source
 
 
 @contextmanager

@@ -43,6 +43,11 @@ def number(quantity: str, run: float, audit: float, scale: float = 1e-2) -> Comp
     return Comparison(quantity, run, audit, abs(run - audit) / largest)
 
 
+def exact(quantity: str, run: float, audit: float) -> Comparison:
+    """Compare two counts, which must be equal."""
+    return Comparison(quantity, float(run), float(audit), abs(run - audit), 0.0)
+
+
 def numbers(quantity: str, run: Sequence[float], audit: Sequence[float]) -> Comparison:
     """Compare lists of numbers, by the largest difference relative to the largest of them or 1."""
     if len(run) != len(audit):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,9 @@ from parallel.files import STATE
 from stages.audit import recorded
 from stages.audit.blocks import RecordedStage, recorded_stage
 from stages.audit.model import Model, Weights, from_megatron, parent_model
+from stages.audit.objective import Objective
 from stages.audit.policy_step import PolicyStep
+from stages.audit.preference_step import preference_step, reference_rows
 from stages.audit.recorded import NotAuditable, RecordedRun, document
 from stages.audit.rows import Comparison, buffers, change, number
 from stages.audit.token_steps import cold_start_step, merge_step
@@ -52,7 +54,7 @@ def newest_step(run: RecordedRun, stage: str) -> int:
 
 
 def _recordings(run: RecordedRun, of: RecordedStage) -> Path:
-    return run.stage(of.name) / ("samples" if of.kind == "sft" else "rollouts")
+    return run.stage(of.name) / ("samples" if of.kind in ("sft", "dpo") else "rollouts")
 
 
 def audit_step(run: RecordedRun, stage: str, step: int) -> Audited:
@@ -81,20 +83,25 @@ def audit_step(run: RecordedRun, stage: str, step: int) -> Audited:
     samples = recorded.samples(_recordings(run, described) / f"step_{step:06d}.jsonl")
     logged = recorded.metrics(run.stage(stage), step)
     rows = [number("learning_rate", logged["learning_rate"], optimizer.learning_rate(), scale=0.0)]
-    before, reference = policy.weights(), None
+    before = policy.weights()
+    objectives: list[Objective] = []
     if described.kind == "sft":
         rows += cold_start_step(settings, samples, policy, optimizer, logged)
     elif described.kind == "distill":
         named = (described.teachers or {}).items()
         teachers = {domain: parent_model(run, stage, teacher) for domain, teacher in named}
         rows += merge_step(settings, samples, policy, teachers, optimizer, step, logged)
+    elif described.kind == "dpo":
+        reference = parent_model(run, stage, described.reference or "")
+        rows += preference_step(settings, samples, policy, reference, optimizer, logged)
+        rows += reference_rows(run.stage(stage), samples, reference)
     elif described.kind != "grpo":
         raise NotAuditable(f"stages of kind {described.kind} are not audited")
     else:
         state = document(resumed / STATE) if resumed else {}
-        reference = _reference(run, described, held)
+        objectives = _objectives(run, described, state, held)
         weights = _reward_weights(run, described.domains)
-        policy_step = PolicyStep(settings, weights, step, state, policy, reference, optimizer)
+        policy_step = PolicyStep(settings, objectives, weights, step, policy, optimizer)
         rows += policy_step.run(samples, logged)
     after = run.checkpoint(stage, step)
     if after is None:
@@ -105,8 +112,8 @@ def audit_step(run: RecordedRun, stage: str, step: int) -> Audited:
     rows.append(change("weights", before, from_megatron(held, shape), policy.weights(), bound))
     for name, saved in _buffers(held, shape).items():
         rows.append(buffers(name, saved, optimizer.buffers[name]))
-    if reference is not None and settings["objective"]["kl"]["reference"] == "ema":
-        rows.append(buffers("ema", from_megatron(held, shape, "ema."), reference.weights()))
+    for name, average in _averages(objectives).items():
+        rows.append(buffers(name, from_megatron(held, shape, f"{name}."), average.weights()))
     return Audited(stage, step, rows, [])
 
 
@@ -123,15 +130,49 @@ def _buffers(held: Weights, shape: dict[str, Any]) -> dict[str, Weights]:
     return {kind: own for kind, own in found.items() if own}
 
 
-def _reference(run: RecordedRun, of: RecordedStage, held: Weights) -> Model | None:
-    """Return the reference model of the KL penalty; `held` is what the step starts from."""
-    kl = of.settings["objective"]["kl"]
-    if not kl["coefficient"]:
-        return None
-    if kl["reference"] != "ema":
-        return parent_model(run, of.name, of.reference or "")
-    shape = run.settings["model"]
-    return Model(shape, from_megatron(held, shape, "ema.") or from_megatron(held, shape))
+def _objectives(
+    run: RecordedRun, of: RecordedStage, state: dict[str, Any], held: Weights
+) -> list[Objective]:
+    """Return the stage's objectives with their references; `held` is what the step starts from.
+
+    Objectives share the reference that they name, and an average with those of its decay.
+    """
+    shape, models = run.settings["model"], dict[object, Model]()
+    penalties = {each.name: each.settings["kl"] for each in of.objectives}
+    names = _average_names(penalties.values())
+    found = []
+    for each in of.objectives:
+        kl, reference = penalties[each.name], None
+        if kl["coefficient"]:
+            average = names[kl["ema_decay"]] if kl["reference"] == "ema" else None
+            key = average or each.reference or ""
+            if key not in models and average is None:
+                models[key] = parent_model(run, of.name, key)
+            elif key not in models:
+                own = from_megatron(held, shape, f"{average}.") or from_megatron(held, shape)
+                models[key] = Model(shape, own)
+            reference = models[key]
+        found.append(Objective(each, state, reference))
+    return found
+
+
+def _average_names(penalties: Iterable[dict[str, Any]]) -> dict[float, str]:
+    """Return the name in a checkpoint of the average of each decay."""
+    used = [kl for kl in penalties if kl["coefficient"] and kl["reference"] == "ema"]
+    decays = {kl["ema_decay"] for kl in used}
+    dotless = {decay: str(decay).replace(".", "_") for decay in decays}
+    return {decay: f"ema_{dotless[decay]}" if len(decays) > 1 else "ema" for decay in decays}
+
+
+def _averages(objectives: Sequence[Objective]) -> dict[str, Model]:
+    """Return the averages of the policy that are references, by their names in a checkpoint."""
+    penalties = [each.settings["kl"] for each in objectives]
+    names = _average_names(penalties)
+    return {
+        names[kl["ema_decay"]]: each.reference
+        for each, kl in zip(objectives, penalties, strict=True)
+        if each.reference is not None and kl["reference"] == "ema"
+    }
 
 
 def _reward_weights(run: RecordedRun, own: Iterable[str]) -> dict[str, dict[str, float]]:

@@ -16,7 +16,7 @@ import pyarrow.parquet as parquet
 
 from parallel.errors import UserError
 from parallel.files import naming
-from stages.data.problem import Problem
+from stages.data.problem import Message, Problem
 
 Row = dict[str, Any]
 
@@ -63,27 +63,45 @@ def write_part(path: Path, rows: Sequence[Row]) -> None:
         OSError: such as a full disk.
         UserError: chat messages that Parquet cannot hold.
     """
-    schema = SCHEMA
-    messages = [row["messages"] for row in rows if row["messages"] is not None]
-    if any(each.keys() != {"role", "content"} for chat in messages for each in chat):
-        try:
-            inferred = pyarrow.infer_type(messages)
-        except pyarrow.ArrowException as error:
-            domain = next(row["domain"] for row in rows if row["messages"] is not None)
-            raise UserError(
-                f"domains.{domain}.prompts.path: its chat messages do not fit into Parquet:"
-                f" {error}; give each key of the messages values of one type"
-            ) from error
-        place = SCHEMA.get_field_index("messages")
-        schema = SCHEMA.set(place, pyarrow.field("messages", inferred))
+    messages = [(row["domain"], row["messages"]) for row in rows if row["messages"] is not None]
+    place = SCHEMA.get_field_index("messages")
+    schema = SCHEMA.set(place, pyarrow.field("messages", messages_type(messages)))
     with _written(path, schema) as writer:
         writer.write_table(pyarrow.Table.from_pylist(list(rows), schema), ROW_GROUP)
 
 
-def read_part(path: Path) -> list[Row] | None:
-    """Return the rows of a whole file of `write_part`; None where it is none."""
+def messages_type(chats: Sequence[tuple[str, Sequence[Message]]]) -> pyarrow.DataType:
+    """Return the type of chat messages, each with the name of its domain.
+
+    Raises:
+        UserError: they are of no one type.
+    """
+    if all(each.keys() == {"role", "content"} for _, chat in chats for each in chat):
+        return MESSAGES
     try:
-        rows = parquet.ParquetFile(path).read().to_pylist()
+        values = [list(chat) for _, chat in chats]
+        # Converted too: what is inferred of a text and a number holds numbers alone.
+        return pyarrow.array(values, pyarrow.infer_type(values)).type
+    except pyarrow.ArrowException as error:
+        raise UserError(
+            f"domains.{chats[-1][0]}.prompts.path: its chat messages do not fit into Parquet:"
+            f" {error}; give each key of the messages values of one type"
+        ) from error
+
+
+def read_part(path: Path) -> list[Row] | None:
+    """Return the rows of a whole file of `write_part`; None where it is damaged or missing.
+
+    Raises:
+        OSError: it is there and cannot be read, such as on a busy disk: it must not be replaced.
+    """
+    try:
+        with naming(path):
+            content = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    try:  # pyarrow raises OSError for damaged contents too
+        rows = parquet.ParquetFile(pyarrow.BufferReader(content)).read().to_pylist()
     except (OSError, pyarrow.ArrowException):
         return None
     return rows if rows and rows[0].keys() == set(SCHEMA.names) else None

@@ -21,7 +21,7 @@ from stages.data.prompts import PromptStream
 from stages.data.reasoning_gym import FORMATS
 from stages.data.rows import Row, RowError, column_of, messages_of, prompt_of
 from stages.data.settings import (
-    CollectedSettings,
+    CollectedFileSettings,
     ConversationFileSettings,
     GeneratedDemonstrationSettings,
 )
@@ -219,7 +219,7 @@ def conversation_index(
     columns = [settings.messages]
     if settings.response is not None:
         columns = [settings.prompt, settings.response]
-    if isinstance(settings, CollectedSettings):
+    if isinstance(settings, CollectedFileSettings):
         columns.append(settings.messages)
 
     def parse(row: Row) -> tuple[Shown, str, str]:
@@ -230,7 +230,7 @@ def conversation_index(
                 raise RowError(f"{settings.messages!r} must not start with an assistant turn")
         else:
             # Of what a stage collected, `prompt` is the rendering of the chat messages.
-            chat = isinstance(settings, CollectedSettings) and row.get(settings.messages)
+            chat = isinstance(settings, CollectedFileSettings) and row.get(settings.messages)
             prompt = prompt_of(row, settings.messages if chat else settings.prompt)
             response = column_of(row, settings.response)
             if not isinstance(response, str) or not response:

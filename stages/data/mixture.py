@@ -27,6 +27,6 @@ class Mixture:
         before = dict(self.dealt)
         total = sum(before.values())
         for number in range(total + 1, total + count + 1):
-            behind = {name: self._shares[name] * number - self.dealt[name] for name in before}
+            behind = {name: of * number - self.dealt[name] for name, of in self._shares.items()}
             self.dealt[max(behind, key=lambda name: behind[name])] += 1
         return {name: self.dealt[name] - before[name] for name in before}

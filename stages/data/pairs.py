@@ -97,21 +97,22 @@ class FilePairs:
 class CollectedPairs:
     """Each prompt's best and worst response among those that a stage collected.
 
-    Prompts whose responses have one reward give no pair, nor do held-out prompts. Of equal rewards
-    the first response counts. Raises DataError where the file is unusable or gives no pair.
+    Rewards are compared within a domain: each domain has its own. Prompts whose responses have one
+    reward give no pair, nor do held-out prompts. Of equal rewards the first response counts. Raises
+    DataError where the file is unusable or gives no pair.
     """
 
     def __init__(self, file: Path, key: str, held_out_fraction: float) -> None:
         self._file, self._key = file, f"{key}.stage"
         below = ceil(held_out_fraction * 2**64)
-        found: dict[str, _Extremes] = {}
+        found: dict[tuple[str, str], _Extremes] = {}
         try:
-            for at, row in ROWS["parquet"].scan(file, ("problem", "reward")):
+            for at, row in ROWS["parquet"].scan(file, ("domain", "problem", "reward")):
                 if isinstance(row, RowError):
                     raise row
                 problem, reward = row["problem"], row["reward"]
                 if reward is not None and int(problem[:16], base=16) >= below:  # null: it failed
-                    found.setdefault(problem, _Extremes()).add(at, reward)
+                    found.setdefault((row["domain"], problem), _Extremes()).add(at, reward)
         except (OSError, RowError) as error:
             raise DataError(self._key, f"{file}: {error}") from error
         self._rows = [each for each in found.values() if each.high > each.low]
@@ -150,7 +151,7 @@ class CollectedPairs:
         )
 
 
-@dataclass
+@dataclass(slots=True)  # one for every prompt
 class _Extremes:
     """The rows of a prompt's best and worst responses."""
 
@@ -171,7 +172,7 @@ class _Extremes:
 
 
 @dataclass
-class Drawn:
+class DrawnPair:
     """A pair's two samples, and its number in its source."""
 
     name: str
@@ -185,8 +186,8 @@ class PairStream:
     """An endless stream of a source's pairs, each once an epoch in a seeded order.
 
     The next pair is a pure function of the source, the seed and `cursor`. `too_long` counts the
-    pairs skipped for a sequence of more than `limit` tokens; `digest` is of all other pairs'
-    tokens. Every pair is tokenised once at the start, so that an unusable one is found there.
+    pairs skipped for a sequence of more than `limit` tokens; `digest` is of all other pairs' rows
+    and tokens. Every pair is tokenised once at the start, so that an unusable one is found there.
     Raises DataError where all are too long, and TokenizerError for an unusable chat template.
     """
 
@@ -206,6 +207,7 @@ class PairStream:
             drawn = self._read(row)
             if self._fitting(drawn):
                 self._fits[row] = True
+                digest.update(np.int64(row).tobytes())
                 for sample in (drawn.chosen, drawn.rejected):
                     for ids in (sample.prompt, sample.response, sample.learned):
                         digest.update(np.int64(len(ids)).tobytes() + ids.tobytes())
@@ -215,7 +217,11 @@ class PairStream:
             raise DataError(f"{self.key}.max_tokens", why)
         self._order = Order(np.arange(len(self.rows)), self.seed)
 
-    def next(self) -> Drawn:
+    def draw(self, step: int, count: int) -> list[DrawnPair]:
+        """Return the next `count` pairs that fit, independent of `step`."""
+        return [self.next() for _ in range(count)]
+
+    def next(self) -> DrawnPair:
         """Return the next pair that fits."""
         while True:  # it ends: one of them fits
             row = self._order.row(self.cursor)
@@ -224,16 +230,16 @@ class PairStream:
                 return self._read(row)
             self.too_long += 1
 
-    def all(self) -> Iterator[Drawn]:
+    def all(self) -> Iterator[DrawnPair]:
         """Yield every pair that fits once, in the order of the source."""
         return map(self._read, np.flatnonzero(self._fits).tolist())
 
-    def _fitting(self, drawn: Drawn) -> bool:
+    def _fitting(self, drawn: DrawnPair) -> bool:
         return max(drawn.chosen.length, drawn.rejected.length) <= self.limit
 
-    def _read(self, row: int) -> Drawn:
+    def _read(self, row: int) -> DrawnPair:
         try:
-            return Drawn(self.name, row, *self.rows.samples(row, self.tokenizer, self.name))
+            return DrawnPair(self.name, row, *self.rows.samples(row, self.tokenizer, self.name))
         except TokenizerError as error:
             raise TokenizerError(f"{error}; in {self.rows.place(row)}") from error
 

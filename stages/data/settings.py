@@ -172,7 +172,7 @@ class ConversationFileSettings(FileSettings):
     )
 
 
-class CollectedSettings(ConversationFileSettings):
+class CollectedFileSettings(ConversationFileSettings):
     """The responses that a stage collected: prompts are chat messages where a row has them."""
 
     source: Literal["parquet"] = "parquet"

@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from parallel.errors import hint
-from parallel.settings import Count, OptimizerSettings
-from stages.domains import LoopSettings, PromptRolloutSettings, RoutingSettings, SamplingSettings
+from parallel.settings import Count
+from stages.domains import PromptRolloutSettings, RoutingSettings, SamplingSettings
 from stages.guards.settings import MergeGateSettings
 from stages.kinds.kind import (
     MODEL,
@@ -19,7 +19,7 @@ from stages.kinds.kind import (
     Inputs,
     RunBlocks,
     StageKind,
-    StageSettings,
+    TrainedStageSettings,
     register,
 )
 from stages.kinds.rules import sampling_rules, under, warmup_rules
@@ -31,7 +31,7 @@ class DistillSamplingSettings(SamplingSettings):
     group_size: Count = Field(default=1, description="responses to each prompt")
 
 
-class DistillSettings(StageSettings):
+class DistillSettings(TrainedStageSettings):
     """Multi-teacher on-policy distillation: each prompt is graded by its own domain's teacher."""
 
     kind: Literal["distill"] = "distill"
@@ -53,8 +53,6 @@ class DistillSettings(StageSettings):
     sampling: DistillSamplingSettings = DistillSamplingSettings()
     rollout: PromptRolloutSettings = PromptRolloutSettings()
     routing: RoutingSettings = RoutingSettings()
-    optimizer: OptimizerSettings
-    loop: LoopSettings
     gate: MergeGateSettings | None = Field(
         default=None, description="gate that it must pass before dependent stages start"
     )
@@ -71,11 +69,6 @@ class DistillSettings(StageSettings):
         if isinstance(self.teachers, str):
             return dict.fromkeys(domains, self.teachers)
         return {name: self.teachers[name] for name in domains if name in self.teachers}
-
-    def trained_by(
-        self, run: RunBlocks, domains: Sequence[str]
-    ) -> tuple[OptimizerSettings, LoopSettings]:
-        return self.optimizer, self.loop
 
     def replay(self, run: RunBlocks, domains: Sequence[str]) -> str:
         return self.routing.replay

@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from parallel.settings import Count, OptimizerSettings, RoutingLossSettings, Tokens
+from parallel.settings import Count, RoutingLossSettings, Tokens
 from stages.data.settings import FileSettings
-from stages.domains import LoopSettings
-from stages.guards.settings import GainGateSettings
-from stages.kinds.kind import (
-    MODEL,
-    SOURCE,
-    Found,
-    Inputs,
-    RunBlocks,
-    StageKind,
-    StageSettings,
-    register,
+from stages.kinds.kind import MODEL, SOURCE, Found, Inputs, RunBlocks, StageKind, register
+from stages.kinds.mixture import (
+    MixtureStageSettings,
+    SourceSettings,
+    StageSourceSettings,
+    source_of,
 )
-from stages.kinds.rules import too_few, under, warmup_rules
-from stages.kinds.sft import CollectedSourceSettings, WeightSettings, source_of
 from stages.objectives.preference import PreferenceSettings, SigmoidSettings
 
 PARENT, REFERENCE = "parent", "reference"
 
 
-class PairSettings(WeightSettings):
+class PairSettings(SourceSettings):
     """A source of preference pairs."""
 
     max_tokens: Tokens | None = Field(
@@ -38,7 +32,7 @@ class PairSettings(WeightSettings):
     )
 
 
-class CollectedPairSettings(CollectedSourceSettings, PairSettings):
+class BestWorstPairSettings(StageSourceSettings, PairSettings):
     """The best and the worst response to each prompt among those that a stage collected.
 
     A prompt whose responses have one reward gives no pair.
@@ -72,19 +66,20 @@ class ParquetPairSettings(FilePairSettings):
 
 
 PairSource = Annotated[
-    Annotated[CollectedPairSettings, Tag("stage")]
+    Annotated[BestWorstPairSettings, Tag("stage")]
     | Annotated[JsonlPairSettings, Tag("jsonl")]
     | Annotated[ParquetPairSettings, Tag("parquet")],
     Discriminator(source_of),
 ]
 
 
-class DpoSettings(StageSettings):
+class DpoSettings(MixtureStageSettings):
     """Preference optimisation: chosen responses become likelier than rejected ones.
 
     Both are compared with a reference, whose log-probabilities are computed once.
     """
 
+    counted = "pairs_per_step"
     kind: Literal["dpo"] = "dpo"
     data: Annotated[dict[str, PairSource], Field(min_length=1)] = Field(
         description="sources of preference pairs, by free names: {stage: NAME} or files, each with"
@@ -100,36 +95,13 @@ class DpoSettings(StageSettings):
         f" {SOURCE}",
     )
     routing: RoutingLossSettings = RoutingLossSettings()
-    optimizer: OptimizerSettings
-    loop: LoopSettings
-    gate: GainGateSettings | None = Field(
-        default=None, description="gate that it must pass before dependent stages start"
-    )
 
     def inputs(self, run: RunBlocks, domains: Sequence[str]) -> Inputs:
-        return Inputs(
-            parent=self.from_,
-            models={} if self.reference == PARENT else {REFERENCE: self.reference},
-            data={
-                name: source.stage
-                for name, source in self.data.items()
-                if isinstance(source, CollectedPairSettings)
-            },
-        )
-
-    def files(self) -> Iterator[tuple[str, FileSettings]]:
-        """Yield every source of files, with its name."""
-        for name, each in self.data.items():
-            if isinstance(each, FileSettings):
-                yield name, each
+        models = {} if self.reference == PARENT else {REFERENCE: self.reference}
+        return replace(super().inputs(run, domains), models=models)
 
     def key_of(self, role: str, name: str = "") -> str:
         return REFERENCE if role == "models" else super().key_of(role, name)
-
-    def trained_by(
-        self, run: RunBlocks, domains: Sequence[str]
-    ) -> tuple[OptimizerSettings, LoopSettings]:
-        return self.optimizer, self.loop
 
     def read(self, run: RunBlocks, domains: Sequence[str]) -> dict[str, Any]:
         """Return the block without the names of its inputs, whose digests are in the lineage."""
@@ -140,22 +112,16 @@ class DpoSettings(StageSettings):
         return found
 
     def violations(self, key: str, run: RunBlocks, domains: Sequence[str]) -> Found:
-        at = under(key)
         if self.from_ is None:
-            yield at("from"), "must name what the policy starts from; it is also the reference"
+            yield f"{key}.from", "must name what the policy starts from; it is also the reference"
         if self.reference == self.from_:
-            yield at(REFERENCE), f"{self.reference} is what the stage starts from; write parent"
-        most = run.model.max_positions
+            why = f"{self.reference} is what the stage starts from; write parent"
+            yield f"{key}.{REFERENCE}", why
         for name, source in self.data.items():
-            if (longest := source.max_tokens) and longest > most:
-                where = at(f"data.{name}.max_tokens")
-                yield where, f"{longest} is more than model.max_positions = {most}"
             if isinstance(source, FilePairSettings) and source.chosen == source.rejected:
-                where = at(f"data.{name}.rejected")
-                yield where, f"{source.rejected} is the column of `chosen` too; name another one"
-        if self.pairs_per_step < run.layout.data:
-            yield at("pairs_per_step"), f"{self.pairs_per_step} is {too_few(run.layout)}"
-        yield from warmup_rules(at, self.optimizer, self.loop)
+                why = f"{source.rejected} is the column of `chosen` too; name another one"
+                yield f"{key}.data.{name}.rejected", why
+        yield from super().violations(key, run, domains)
 
 
 DPO = register(

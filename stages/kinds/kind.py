@@ -129,6 +129,18 @@ class StageSettings(Settings):
         yield from ()
 
 
+class TrainedStageSettings(StageSettings):
+    """The keys of a stage that states its own optimizer and loop."""
+
+    optimizer: OptimizerSettings
+    loop: LoopSettings
+
+    def trained_by(
+        self, run: RunBlocks, domains: Sequence[str]
+    ) -> tuple[OptimizerSettings, LoopSettings]:
+        return self.optimizer, self.loop
+
+
 @dataclass(frozen=True)
 class StageKind:
     """A declared kind of stage.

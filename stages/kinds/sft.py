@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
 from parallel.errors import hint
-from parallel.settings import MOST, Count, OptimizerSettings, RoutingLossSettings, Settings
+from parallel.settings import Count, RoutingLossSettings
 from stages.data.settings import ConversationFileSettings
-from stages.domains import LoopSettings
-from stages.guards.settings import GainGateSettings
-from stages.kinds.kind import MODEL, Found, Inputs, RunBlocks, StageKind, StageSettings, register
-from stages.kinds.rules import At, too_few, under, warmup_rules
+from stages.kinds.kind import MODEL, Found, RunBlocks, StageKind, register
+from stages.kinds.mixture import (
+    MixtureStageSettings,
+    SourceSettings,
+    StageSourceSettings,
+    source_of,
+)
+from stages.kinds.rules import too_few
 
 
 class SftRoutingSettings(RoutingLossSettings):
@@ -25,66 +28,41 @@ class SftRoutingSettings(RoutingLossSettings):
     )
 
 
-class WeightSettings(Settings):
-    """The share of a source in a mixture."""
-
-    weight: Annotated[float, Field(gt=0, le=MOST)] = Field(
-        default=1.0, description="its share of the sequences, relative to the other sources'"
-    )
-
-
-class CollectedSourceSettings(WeightSettings):
-    """The responses that a stage of the run collected, such as one of kind sample."""
-
-    source: Literal["stage"] = "stage"
-    stage: str = Field(
-        description="a stage that collects responses, or the path of its directory in another run"
-    )
-
-
-class DomainSourceSettings(WeightSettings):
+class DomainDemonstrationsSettings(SourceSettings):
     """The demonstrations of a domain."""
 
     source: Literal["domain"] = "domain"
     domain: str = Field(description="domain whose demonstrations these are")
 
 
-class JsonlSourceSettings(WeightSettings, ConversationFileSettings):
+class JsonlSourceSettings(SourceSettings, ConversationFileSettings):
     """One JSON object a line."""
 
     source: Literal["jsonl"] = "jsonl"
 
 
-class ParquetSourceSettings(WeightSettings, ConversationFileSettings):
+class ParquetSourceSettings(SourceSettings, ConversationFileSettings):
     """Parquet, read a row group at a time."""
 
     source: Literal["parquet"] = "parquet"
 
 
-def source_of(given: Any) -> str | None:
-    """Return the kind of a source, which `stage` and `domain` say too."""
-    if not isinstance(given, dict):
-        return getattr(given, "source", None)
-    said = (name for name in ("stage", "domain") if name in given)
-    found = given.get("source", next(said, None))
-    return None if found is None else str(found)
-
-
 SftSource = Annotated[
-    Annotated[CollectedSourceSettings, Tag("stage")]
-    | Annotated[DomainSourceSettings, Tag("domain")]
+    Annotated[StageSourceSettings, Tag("stage")]
+    | Annotated[DomainDemonstrationsSettings, Tag("domain")]
     | Annotated[JsonlSourceSettings, Tag("jsonl")]
     | Annotated[ParquetSourceSettings, Tag("parquet")],
     Discriminator(source_of),
 ]
 
 
-class SftSettings(StageSettings):
+class SftSettings(MixtureStageSettings):
     """Supervised fine-tuning on the demonstrations of its domains, or on a mixture of sources.
 
     Without `from` it starts from the model settings: model.initial_weights, or random weights.
     """
 
+    counted = "sequences_per_step"
     kind: Literal["sft"] = "sft"
     data: dict[str, SftSource] = Field(
         default={},
@@ -97,34 +75,17 @@ class SftSettings(StageSettings):
         " without `data`, where each domain says demonstrations.sequences_per_step",
     )
     routing: SftRoutingSettings = SftRoutingSettings()
-    optimizer: OptimizerSettings
-    loop: LoopSettings
-    gate: GainGateSettings | None = Field(
-        default=None, description="gate that it must pass before dependent stages start"
-    )
 
     def demonstrated(self, domains: Sequence[str]) -> Sequence[str]:
         """Return the domains whose demonstrations it trains on."""
         if not self.data:
             return domains
         named = [
-            each.domain for each in self.data.values() if isinstance(each, DomainSourceSettings)
+            each.domain
+            for each in self.data.values()
+            if isinstance(each, DomainDemonstrationsSettings)
         ]
         return [name for name in domains if name in named]
-
-    def files(self) -> Iterator[tuple[str, ConversationFileSettings]]:
-        """Yield every source of files, with its name."""
-        for name, each in self.data.items():
-            if isinstance(each, ConversationFileSettings):
-                yield name, each
-
-    def inputs(self, run: RunBlocks, domains: Sequence[str]) -> Inputs:
-        collected = {
-            name: each.stage
-            for name, each in self.data.items()
-            if isinstance(each, CollectedSourceSettings)
-        }
-        return Inputs(parent=self.from_, data=collected)
 
     def read(self, run: RunBlocks, domains: Sequence[str]) -> dict[str, Any]:
         # Without sources as before there were any: else every finished cold start would be stale.
@@ -132,40 +93,21 @@ class SftSettings(StageSettings):
             mode="json", exclude=None if self.data else {"data", "sequences_per_step"}
         )
 
-    def trained_by(
-        self, run: RunBlocks, domains: Sequence[str]
-    ) -> tuple[OptimizerSettings, LoopSettings]:
-        return self.optimizer, self.loop
-
     def violations(self, key: str, run: RunBlocks, domains: Sequence[str]) -> Found:
-        yield from warmup_rules(under(key), self.optimizer, self.loop)
+        yield from super().violations(key, run, domains)
+        for name, each in self.data.items():
+            if isinstance(each, DomainDemonstrationsSettings) and each.domain not in domains:
+                where, near = f"{key}.data.{name}.domain", hint(each.domain, domains)
+                yield where, f"no such domain of the stage: {each.domain}; {near}"
         if self.data:
-            yield from self._data_rules(under(key), run, domains)
             return
         if self.sequences_per_step is not None:
             why = "only read with data; without it each domain's demonstrations.sequences_per_step"
-            yield f"{key}.sequences_per_step", f"{why} counts: use null, or add data"
+            yield f"{key}.{self.counted}", f"{why} counts: use null, or add data"
         sources = [run.domains[name].demonstrations for name in domains]
         if (total := sum(each.sequences_per_step for each in sources)) < run.layout.data:
             few = f"the sum of demonstrations.sequences_per_step is {total}, {too_few(run.layout)}"
             yield key, few
-
-    def _data_rules(self, at: At, run: RunBlocks, domains: Sequence[str]) -> Found:
-        """Check the sources of a mixture."""
-        if self.sequences_per_step is None:
-            yield at("sequences_per_step"), "required with data: the sequences of a step"
-        elif self.sequences_per_step < run.layout.data:
-            yield at("sequences_per_step"), f"{self.sequences_per_step} is {too_few(run.layout)}"
-        for name, each in self.data.items():
-            own, most = at(f"data.{name}"), run.model.max_positions
-            if not re.fullmatch(r"[A-Za-z0-9_-]{1,100}", name):
-                yield own, "a source's name must be 1 to 100 letters, digits, _ or -"
-            if isinstance(each, DomainSourceSettings) and each.domain not in domains:
-                why = f"no such domain of the stage: {each.domain}; {hint(each.domain, domains)}"
-                yield f"{own}.domain", why
-            if isinstance(each, ConversationFileSettings) and (each.max_tokens or 0) > most:
-                more = f"{each.max_tokens} is more than model.max_positions = {most}"
-                yield f"{own}.max_tokens", more
 
 
 SFT = register(

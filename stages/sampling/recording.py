@@ -20,14 +20,19 @@ def samples_file(directory: Path, step: int) -> Path:
 
 
 def record(
-    path: Path, updates: Sequence[Sequence[Sample]], tokenizer: Tokenizer, auditable: bool
+    path: Path,
+    updates: Sequence[Sequence[Sample]],
+    tokenizer: Tokenizer,
+    auditable: bool,
+    rows: Sequence[int] = (),
 ) -> None:
     """Write the samples of each of a step's updates as JSON lines.
 
     With `auditable`, arrays go to a file of the same name that ends in .npz: `routes` uint16
     [tokens read, routed layers, experts_per_token], all samples concatenated; and where top-k or
     top-p keep a part of the vocabulary, the `kept` tokens, int32, concatenated, and their number at
-    each response token, `kept_counts` int32 [response tokens].
+    each response token, `kept_counts` int32 [response tokens]. `rows` are the samples' rows in
+    their sources, where they have some.
 
     Raises:
         OSError: such as a full disk.
@@ -57,6 +62,8 @@ def record(
         if sample.loss_mask is not None:
             line["learned"] = sample.learned.tolist()
         lines.append(line)
+    for line, row in zip(lines, rows, strict=False):
+        line["row"] = row
     write_atomically(path, msgspec.json.Encoder().encode_lines(lines).decode())
 
 

@@ -23,15 +23,14 @@ CHECKED_BY = {
     "ClusterSettings.restarts": "slurm/test_slurm.py",
     "ClusterSettings.setup": "pipeline/test_slurm_jobs.py",
     "CodeReward": "stages/test_code_reward.py",
-    "CollectedPairSettings": "pipeline/test_dpo_settings.py",
-    "CollectedPairSettings.max_tokens": "stages/test_pairs.py",
-    "CollectedSourceSettings": "stages/test_sft_mixture.py",
+    "BestWorstPairSettings": "pipeline/test_dpo_settings.py",
+    "BestWorstPairSettings.max_tokens": "stages/test_pairs.py",
     "ContainerSettings": "pipeline/test_slurm_jobs.py",
     "ConversationFileSettings": "stages/test_conversations.py",
     "CriticSettings": "stages/test_critic.py",
     "DeepseekV3Architecture": "layouts/hugging_face_cases.py",
     "DomainSettings": "pipeline/test_graph.py",
-    "DomainSourceSettings": "stages/test_sft_mixture.py",
+    "DomainDemonstrationsSettings": "stages/test_sft_mixture.py",
     "DpoSettings": "layouts/dpo_cases.py",
     "DrawSettings": "layouts/sft_cases.py",
     "EngineSettings": "engine/test_client.py",
@@ -121,7 +120,8 @@ CHECKED_BY = {
     "StageSettings": "pipeline/test_stage_blocks.py",
     "StageSettings.for_each": "pipeline/conftest.py",
     "SigmoidSettings": "stages/objectives/test_preference.py",
-    "WeightSettings": "layouts/dpo_cases.py",
+    "SourceSettings": "layouts/dpo_cases.py",
+    "StageSourceSettings": "stages/test_sft_mixture.py",
     "Standardised": "stages/objectives/test_advantages.py",
     "StopSettings": "stages/test_guards.py",
     "WindowGuardSettings": "stages/test_guards.py",
@@ -140,10 +140,13 @@ STEPS = {
     "experts.spell_backward": 3,
     "experts.number_sorting": 3,
     "merge": 4,
+    "mixed": 3,
+    "tuned": 3,
 }
-# The blocks of settings, each with the stage whose audit depends on it.
+# The blocks of settings, each with the stage whose audit depends on it. The objectives of `mixed`
+# are those of the domains.
 BLOCKS = {
-    **{block_key(stage): stage for stage in STEPS},
+    **{block_key(stage): stage for stage in STEPS if stage != "mixed"},
     "model": "cold_start",
     "evaluation": "evaluate",
 }
@@ -153,13 +156,17 @@ OTHER: dict[str, dict[Any, Any]] = {  # numbers are increased instead
     "replay": {"r3": "none", "none": "r3"},
     "aggregation": {"token_mean": "sequence_mean", "constant": "token_mean", "lambda": "constant"},
     "estimator": {"k3": "k2", "unbiased_k3": "k3", "full": "k3"},
-    "reference": {"cold_start": "ema", "parent": "ema", "ema": "parent"},
+    "reference": {
+        **{"cold_start": "ema", "parent": "ema", "ema": "parent"},
+        "experts.chain_sum": "parent",
+    },
     "std": {"population": "sample"},
     "by": {"reward_per_token": "length"},
     "scaling": {"none": "edge", "edge": "none"},
     "averaged_over": {"domains": "tokens"},
     "level": {"token": "sequence", "sequence": "token"},
     "samples": {"stale": "all"},
+    "logprobs": {"mean": "sum"},
     "family": {"qwen3_moe": "mixtral"},
     "precision": {"fp32": "bf16"},
     "norm_epsilon": {1e-6: 1e-3},
@@ -182,6 +189,8 @@ WITHOUT_EFFECT = {
     "sampling.max_response_tokens": "ends responses; only the aggregation `constant` reads it",
     "optimizer.momentum": "of SGD alone",
     "optimizer.betas": "of Adam alone",
+    "optimizer.precision_aware": "in which precision its state is kept",
+    "optimizer.cpu_offload": "where its state is kept",
     "objective.lambda_learning_rate": "of the aggregation `lambda` alone",
     "objective.kl.coefficient": "the initial value; kl.target changes it",
     "objective.kl.ema_decay": "of the reference `ema` alone",
@@ -200,6 +209,8 @@ WITHOUT_EFFECT = {
     "rewards.exact": "nothing is solved after three steps: all its parts are 0",
     "rewards": "the recorded rewards; their weights are changed",
     "method": "there is only one",
+    "data": "which pairs are used: the audit reads the recorded ones",
+    "loss.name": "each loss has its own keys; the formulas are compared in test_formulas",
     "from": "tried separately, since it needs another stage",
     "teachers": "tried separately, since it needs other stages",
     "kind": "tried separately, since a kind has its own keys",
@@ -225,6 +236,7 @@ BY_CHANCE = {
     ("domains.number_sorting", "objective.ratio.clip_low"): "no ratio is so near to it",
     ("domains.number_sorting", "objective.correction"): "no ratio is near its cap",
     ("domains.number_sorting", "objective.mask_truncated"): "no response is truncated",
+    ("stages.tuned", "optimizer.decay"): "linear and cosine meet at the middle of the decay",
 }
 EFFECTIVE = {  # leaves with an effect only here
     ("domains.spell_backward", "optimizer.momentum"),
@@ -246,6 +258,7 @@ EFFECTIVE = {  # leaves with an effect only here
     ("domains.number_sorting", "objective.kl.ema_decay"),
     ("stages.cold_start", "optimizer.betas"),
     ("stages.merge", "optimizer.betas"),
+    ("stages.tuned", "optimizer.betas"),
 }
 
 

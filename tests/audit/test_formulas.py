@@ -15,7 +15,7 @@ import torch
 from stages.audit.advantages import advantages as audited_advantages
 from stages.audit.blocks import OF_DOMAIN, recorded_stage
 from stages.audit.objective import Facts, terms
-from stages.audit.recorded import NotAuditable, RecordedRun, RecordedSample
+from stages.audit.recorded import RecordedRun, RecordedSample
 from stages.objectives.graded import Graded, compute_advantages
 from stages.objectives.loss import ObjectiveSettings, Totals, policy_loss
 from stages.objectives.registry import ADVANTAGES, KL_ESTIMATORS, RATIOS
@@ -183,11 +183,19 @@ def recorded(
     )
 
 
-def test_unlike_objectives_of_a_stage_are_refused_by_name(tmp_path: Path) -> None:
-    alike, other = {"aggregation": "token_mean"}, {"aggregation": "constant"}
+def test_unlike_objectives_of_a_stage_are_each_of_its_domain(tmp_path: Path) -> None:
+    kl = {"reference": "parent"}
+    alike, other = ({"aggregation": each, "kl": kl} for each in ("token_mean", "constant"))
     domains = {name: {"objective": alike} for name in ("a", "b")} | {"c": {"objective": other}}
-    block = {"kind": "grpo", "for_each": None, "domains": None, "as": None, "from": "base"}
-    training = dict.fromkeys(OF_DOMAIN)
-    run = RecordedRun(tmp_path, {"domains": domains, "stages": {"mixed": {**block, **training}}})
-    with pytest.raises(NotAuditable, match="the domains of mixed have different objectives"):
-        recorded_stage(run, "mixed")
+    block = {"kind": "grpo", "from": "base", **dict.fromkeys(("for_each", "as", "seeded_as"))}
+    mixed = {**dict.fromkeys(OF_DOMAIN), **block, "domains": None}
+    stages = {"mixed": mixed, "two": {**mixed, "domains": ["a", "b"]}, "base": mixed}
+    for name in ("mixed", "two"):
+        (tmp_path / "stages" / name).mkdir(parents=True)
+        (tmp_path / "stages" / name / "manifest.json").write_text('{"settings": {}}')
+    run = RecordedRun(tmp_path, {"domains": domains, "stages": stages})
+    found = [
+        [(each.name, each.domains) for each in recorded_stage(run, name).objectives]
+        for name in ("mixed", "two")
+    ]
+    assert found == [[(name, (name,)) for name in "abc"], [("", ("a", "b"))]]

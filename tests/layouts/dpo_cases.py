@@ -149,15 +149,15 @@ def cached(data: str, output: str) -> dict[str, Any]:
         for name, seed in (("first", 1), ("resumed", 1), ("other", 0), ("again", 0)):
             before = models()
             stage = open_stage(job_of(data, output, one, 512, reference=seed))
-            values = [stage.reference.of(each) for each in stage.streams["files"].all()]
+            values = [stage.reference.of(each) for each in stage.sources["files"].all()]
             found[name] = (stage.reference.computed, sum(passes), values, models() - before)
             if name == "first":
-                drawn = [[*s.prompt, *s.response] for s in stage._draw()[0]]
+                drawn = _ids(stage)
                 state = stage.state()
             if name == "resumed":
                 stage.restore(state)
                 ahead = open_stage(stage.job)
-                ahead._draw()
+                ahead.draw(1)
                 found["draws"] = (_ids(ahead), _ids(stage), drawn)
             passes.clear()
             del stage
@@ -166,7 +166,7 @@ def cached(data: str, output: str) -> dict[str, Any]:
         for name, content in (("cut", whole[:-40]), ("turned", whole[:200] + b"?" + whole[201:])):
             file.write_bytes(content)
             stage = open_stage(job_of(data, output, one, 512, reference=0))
-            values = [stage.reference.of(each) for each in stage.streams["files"].all()]
+            values = [stage.reference.of(each) for each in stage.sources["files"].all()]
             found[name] = (stage.reference.computed, sum(passes), values, 1)
             passes.clear()
     found["notices"] = notices
@@ -175,4 +175,8 @@ def cached(data: str, output: str) -> dict[str, Any]:
 
 
 def _ids(stage: Any) -> list[list[int]]:
-    return [[*sample.prompt, *sample.response] for sample in stage._draw()[0]]
+    return [
+        [*sample.prompt, *sample.response]
+        for pair in stage.draw(1)[0]
+        for sample in (pair.chosen, pair.rejected)
+    ]

@@ -72,7 +72,7 @@ def _stage(layout: LayoutSettings, data: str, tokenizer: str) -> Any:
 
 def _ids(stage: Any, step: int) -> list[list[int]]:
     """Draw the samples of a step; return their token ids."""
-    samples, _ = stage._draw(step)
+    samples, _ = stage.draw(step)
     return [[*sample.prompt, *sample.response] for sample in samples]
 
 

@@ -81,6 +81,8 @@ def test_data_loss_and_reference_make_it_stale(config: Path) -> None:
         ("data.files.rejected=chosen", "files.rejected: chosen is the column of `chosen` too"),
         ("data={own: {stage: merge}}", "data.own.stage: merge leaves checkpoints, and data are"),
         ("data={own: {stage: who}}", "data.own.stage: no such stage: who"),
+        # Its files would be under no key that the lineage compares.
+        ("data={a.b: {source: jsonl, path: pairs.jsonl}}", "data.a.b: a source's name must be 1"),
         ("pairs_per_step=1", "pairs_per_step: 1 is less than the 2 data-parallel ranks"),
         ("optimizer.warmup_steps=3", "optimizer.warmup_steps: 3 must be less than the 3 updates"),
         ("loss={name: ipo, label_smoothing: 0.1}", "loss.label_smoothing: unknown key"),

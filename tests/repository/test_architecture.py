@@ -45,7 +45,7 @@ WITHOUT_TORCH = {
     "stages.domains",
     "stages.keys",
     "stages.kinds",
-    "stages.kinds.dpo",
+    "stages.kinds.mixture",
     "stages.objectives.kl",
     "stages.kinds.evaluate",
     "stages.kinds.grpo",

@@ -190,6 +190,29 @@ def test_each_prompt_s_best_and_worst_response_are_a_pair(tmp_path: Path) -> Non
         CollectedPairs(tmp_path / "c.parquet", KEY, 1 - 1e-9)
 
 
+def test_responses_of_two_domains_to_one_prompt_are_not_compared(tmp_path: Path) -> None:
+    """Each domain has its own rewards."""
+    rows = [("1+1=", "2", 1.0, True), ("1+1=", "3", 0.5, True), ("1+1=", "4", 9.0, True)]
+    path = collected(tmp_path / "c.parquet", rows)  # type: ignore[arg-type]
+    table = parquet.read_table(path)
+    domains = pyarrow.array(["sums", "sums", "other"])
+    parquet.write_table(table.set_column(0, "domain", domains), path)
+    [pair] = [CollectedPairs(path, KEY, 1e-9).samples(0, CHARACTERS, "own")]
+    assert texts(pair) == ("1+1=", "2!", "3!")
+
+
+def test_the_digest_of_pairs_tells_apart_which_rows_they_are_in(tmp_path: Path) -> None:
+    """The reference's log-probabilities are kept by row, also of rows that are too long."""
+    first, second, long = (
+        {"prompt": f"{n}", "chosen": "a" * n, "rejected": "b"} for n in (1, 2, 30)
+    )
+    found = {
+        stream(files(tmp_path / f"{n}.jsonl", rows), limit=9).digest
+        for n, rows in enumerate([[first, second, long], [long, first, second]])
+    }
+    assert len(found) == 2
+
+
 def test_collected_tokens_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
     rows = [("1+1=", "2", 1.0, True), ("1+1=", "3", 0.0, True)]
     path = collected(tmp_path / "c.parquet", rows)  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import unicodedata
 from collections import Counter
@@ -24,6 +25,7 @@ from stages.data.collected import prompt_columns, read_part, write_joined, write
 from stages.data.problem import Problem
 from stages.data.scripts import Script, other_letters, script_of
 from stages.kinds.sample import KeepSettings, SampleSettings
+from stages.objectives.groups import Group
 from stages.sample import RejectionSampling, parts_of
 from stages.sampling.keep import drop_reasons
 from stages.sampling.logprob_check import MismatchError
@@ -344,6 +346,66 @@ def test_parts_are_requested_one_ahead_unless_deterministic(tmp_path: Path) -> N
         order.clear()
         run(other)
         assert order == ["+0", "+1", "-0", "+2", "-1", "+3", "-2", "-3"]
+
+
+@pytest.mark.usefixtures("faked")
+def test_a_stage_killed_beside_a_saved_part_has_the_metrics_of_every_part(tmp_path: Path) -> None:
+    save = sampling_stage.write_part
+
+    def killed(path: Path, rows: Any) -> None:
+        save(path, rows)
+        if path.name == "part_000001.parquet":
+            raise KeyboardInterrupt
+
+    with mock.patch.object(sampling_stage, "write_part", killed), pytest.raises(KeyboardInterrupt):
+        run(job(tmp_path))
+    assert len(run(job(tmp_path)).missing) == 2
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [6, 12, 18, 20]
+
+
+@pytest.mark.usefixtures("faked")
+def test_what_was_saved_is_not_held(tmp_path: Path) -> None:
+    """The tokens, routes and log-probabilities of a million responses do not fit into memory."""
+    held = []
+    collect = RejectionSampling._collect
+
+    def counted(self: Any, part: Any, groups: Any) -> None:
+        collect(self, part, groups)
+        gc.collect()
+        held.append(sum(isinstance(each, Group) for each in gc.get_objects()))
+
+    with mock.patch.object(RejectionSampling, "_collect", counted):
+        run(job(tmp_path))
+    assert len(held) == 4 and max(held) <= held[0]
+
+
+@pytest.mark.usefixtures("faked")
+def test_a_part_that_cannot_be_read_is_an_error_and_not_drawn_again(tmp_path: Path) -> None:
+    """Such as of a busy disk; all later parts would be deleted with it."""
+    run(job(tmp_path))
+    part = tmp_path / "drawn" / "part_000001.parquet"
+    part.unlink()
+    part.symlink_to("/proc/self/mem")  # reading it fails
+    with pytest.raises(OSError, match=r"part_000001\.parquet"):
+        run(job(tmp_path))
+    assert len(list((tmp_path / "drawn").iterdir())) == 4
+
+
+@pytest.mark.usefixtures("faked")
+def test_chat_messages_of_two_shapes_are_refused_before_anything_is_drawn(tmp_path: Path) -> None:
+    """Each part fits into Parquet, but not all of them into one file."""
+    rows = [
+        {"messages": [{"role": "user", "content": f"{n}+1=", "of": "x" if n < 9 else n}]}
+        for n in range(50)
+    ]
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    chats = {"source": "jsonl", "path": tmp_path / "chats.jsonl", "prompt": "messages"}
+    of = job(tmp_path)
+    settings = of.settings.model_copy(update={"domains": {"sums": toy_domain(prompts=chats)}})
+    drawn = mock.patch.object(RejectionSampling, "_request", side_effect=AssertionError)
+    with drawn, pytest.raises(UserError, match=r"domains\.sums\.prompts\.path: its chat messages"):
+        run(of.model_copy(update={"settings": settings}))
 
 
 # Files.

@@ -134,7 +134,7 @@ def test_sources_are_mixed_by_weights_and_continue_where_they_were(tmp_path: Pat
     steps, states = [], []
     for step in range(1, 13):
         states.append(json.loads(json.dumps(first.state())))
-        steps.append(responses(first._draw(step)[0]))
+        steps.append(responses(first.draw(step)[0]))
     kinds = Counter(text[0] for step in steps for text in step)
     assert (kinds["c"], kinds["f"], kinds["<"]) == (30, 10, 20)
     assert Counter(text for step in steps for text in step if text[0] == "c").total() == 30
@@ -142,7 +142,7 @@ def test_sources_are_mixed_by_weights_and_continue_where_they_were(tmp_path: Pat
     for step in (1, 4, 11):
         resumed = stage(tmp_path, data, 5, data=path)
         resumed.restore(states[step - 1])
-        assert [responses(resumed._draw(n)[0]) for n in range(step, 13)] == steps[step - 1 :]
+        assert [responses(resumed.draw(n)[0]) for n in range(step, 13)] == steps[step - 1 :]
 
 
 @pytest.mark.usefixtures("without_policy")
@@ -152,7 +152,7 @@ def test_held_out_prompts_never_come_in(tmp_path: Path, messages: bool) -> None:
     mixed = [*problems(True, 8, messages), *problems(False, 8, messages)]
     data = {"kept": {"stage": "collect"}}
     of = stage(tmp_path, data, 4, data={"kept": collected(tmp_path, mixed)})
-    drawn = [sample for step in range(4) for sample in of._draw(step)[0]]
+    drawn = [sample for step in range(4) for sample in of.draw(step)[0]]
     assert set(responses(drawn)) == {f"c{number}" for number in range(8, 16)}
     prompts = {TOKENIZER.decode(sample.prompt) for sample in drawn}
     assert prompts == {problem.prompt for problem in problems(False, 8, messages)}
@@ -175,8 +175,8 @@ def test_messages_name_the_source(tmp_path: Path) -> None:
 def test_without_data_each_domain_gives_what_it_says(tmp_path: Path) -> None:
     of = stage(tmp_path, {})
     assert of.state() == {"cursors": {"sums": 0}}
-    drawn = responses(of._draw(1)[0])
+    drawn = responses(of.draw(1)[0])
     assert len(drawn) == 5
     again = stage(tmp_path, {})
     again.restore({"cursors": {"sums": 0}})
-    assert responses(again._draw(1)[0]) == drawn
+    assert responses(again.draw(1)[0]) == drawn
