@@ -58,6 +58,7 @@ PATHS: tuple[Key, ...] = (
     ("domains", "*", "prompts", "path"),
     ("domains", "*", "demonstrations", "path"),
     ("domains", "*", "rewards", "*", "api_key_file"),
+    ("domains", "*", "rewards", "*", "path"),
     ("stages", "*", "data", "*", "path"),
 )
 # References to stages and models, or lists of them: paths where they have a slash.
