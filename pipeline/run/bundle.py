@@ -59,7 +59,7 @@ def write_bundle(run: Run, to: Path, weights: Weights) -> Path:
 
 def _fill(run: Run, directory: Path, weights: Weights) -> None:
     tree: Tree = run.settings.model_dump(mode="json")
-    inputs = [asdict(each) for each in copy_inputs(run, tree, directory, weights)]
+    inputs = [asdict(each) for each in copy_inputs(run.stages, tree, directory, weights)]
     write_atomically(directory / CONFIG, dump(tree))
     index = {
         "format": FORMAT,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -13,11 +13,10 @@ from parallel.files import HUGGING_FACE, WEIGHTS, Checkpoint, files_digest, sha2
 from parallel.settings import CHARACTERS
 from pipeline.config.modules import module_files
 from pipeline.config.read import Key
-from pipeline.config.unroll import is_path
-from pipeline.config.validate import REFERENCES
+from pipeline.config.unroll import REFERENCES, is_path
+from pipeline.run.graph import Stage
 from pipeline.run.lineage import TOKENIZER, TOKENIZER_FILES, code_digest
 from pipeline.run.outside import outside_model
-from pipeline.run.run import Run
 from pipeline.text import shown
 from stages.data.settings import FileSettings
 from stages.directory import COLLECTION
@@ -27,6 +26,7 @@ MAGIC = "*?["  # of a pattern of files
 Weights = Literal["reference", "copy"]
 Files = Literal["jsonl", "parquet"]
 Tree = dict[str, Any]
+Stages = Sequence[Stage]  # of a run, in the order they run
 DATA: tuple[Key, ...] = (
     *(("domains", "*", block) for block in ("prompts", "demonstrations")),
     ("stages", "*", "data", "*"),
@@ -51,16 +51,20 @@ class BundleInput:
     function: str | None = None
 
 
-def copy_inputs(run: Run, tree: Tree, directory: Path, weights: Weights) -> Iterator[BundleInput]:
+def copy_inputs(
+    stages: Stages, tree: Tree, directory: Path, weights: Weights
+) -> Iterator[BundleInput]:
     """Copy a run's inputs into a bundle; yield each, and write its new path into `tree`.
+
+    `tree` has the run's settings, with absolute paths.
 
     Raises:
         UserError: an input is missing.
     """
-    yield from _data(run, tree, directory)
-    yield from _code(run, tree, directory)
-    yield from _tokenizer(run, tree, directory)
-    yield from _models(run, tree, directory, weights)
+    yield from _data(stages, tree, directory)
+    yield from _code(stages, tree, directory)
+    yield from _tokenizer(stages, tree, directory)
+    yield from _models(stages, tree, directory, weights)
 
 
 def input_digest(each: BundleInput, path: Path | None) -> str | None:
@@ -111,21 +115,21 @@ def holders(tree: Tree, pattern: Key) -> Iterator[tuple[str, Any, Any]]:
                 yield f"{key}{name}", value, name
 
 
-def _readers(run: Run, key: str) -> tuple[str, ...]:
+def _readers(stages: Stages, key: str) -> tuple[str, ...]:
     """Return the stages that read a key of the run."""
-    own = {stage.name: key.removeprefix(f"stages.{stage.block}.") for stage in run.stages}
-    return tuple(stage.name for stage in run.stages if own[stage.name] in stage.reads)
+    own = {stage.name: key.removeprefix(f"stages.{stage.block}.") for stage in stages}
+    return tuple(stage.name for stage in stages if own[stage.name] in stage.reads)
 
 
-def _data(run: Run, tree: Tree, directory: Path) -> Iterator[BundleInput]:
+def _data(stages: Stages, tree: Tree, directory: Path) -> Iterator[BundleInput]:
     """Copy the data files of every domain and stage."""
     for pattern in DATA:
         for key, holder, name in holders(tree, pattern):
             block = holder[name]
-            kind = block.get("source") if isinstance(block, dict) else None
+            kind: Any = block.get("source") if isinstance(block, dict) else None
             if kind not in get_args(Files):
                 continue
-            readers = _readers(run, f"{key}.path")
+            readers = _readers(stages, f"{key}.path")
             source = FileSettings.model_validate({"source": kind, "path": Path(block["path"])})
             files = source.files()
             if not files and not readers:  # such as demonstrations that no stage trains on
@@ -159,7 +163,7 @@ def _split(path: Path) -> tuple[Path, Path]:
     return Path(*parts[:fixed]), Path(*parts[fixed:])
 
 
-def _code(run: Run, tree: Tree, directory: Path) -> Iterator[BundleInput]:
+def _code(stages: Stages, tree: Tree, directory: Path) -> Iterator[BundleInput]:
     """Copy the modules of Python rewards, except those of installed packages."""
     roots: dict[Path, str] = {}  # by the directory that modules are imported from
     for key, holder, name in holders(tree, REWARDS):
@@ -168,7 +172,7 @@ def _code(run: Run, tree: Tree, directory: Path) -> Iterator[BundleInput]:
             continue
         where = Path(reward["path"]) if reward["path"] else None
         module = reward["function"].partition(":")[0]
-        readers = _readers(run, f"{key}.function")
+        readers = _readers(stages, f"{key}.function")
         if (found := module_files(module, where)) is None:
             continue  # compiled, or missing; `braid run` reports a missing one
         inside = roots.setdefault(found.root, f"code/{len(roots)}")
@@ -195,7 +199,7 @@ def _tokenizer_files(directory: Path) -> list[Path]:
     return sorted({file for name in TOKENIZER_FILES for file in directory.glob(name)})
 
 
-def _tokenizer(run: Run, tree: Tree, directory: Path) -> Iterator[BundleInput]:
+def _tokenizer(stages: Stages, tree: Tree, directory: Path) -> Iterator[BundleInput]:
     path = tree["model"]["tokenizer"]
     if path == CHARACTERS:
         return
@@ -206,12 +210,12 @@ def _tokenizer(run: Run, tree: Tree, directory: Path) -> Iterator[BundleInput]:
     for file in [*files, *source.glob(HUGGING_FACE)]:
         _copy(file, directory / "tokenizer" / file.relative_to(source))
     tree["model"]["tokenizer"] = "tokenizer"
-    readers = _readers(run, TOKENIZER)
+    readers = _readers(stages, TOKENIZER)
     given = BundleInput(TOKENIZER, "tokenizer", "tokenizer", True, "", readers)
     yield _with_digest(given, directory)
 
 
-def _models(run: Run, tree: Tree, directory: Path, weights: Weights) -> Iterator[BundleInput]:
+def _models(stages: Stages, tree: Tree, directory: Path, weights: Weights) -> Iterator[BundleInput]:
     """Yield the models from outside the run, copied where `weights` says so."""
     copies: dict[str, str] = {}  # paths in the bundle by the stated ones
     for pattern in (INITIAL, *REFERENCES):
@@ -226,8 +230,8 @@ def _models(run: Run, tree: Tree, directory: Path, weights: Weights) -> Iterator
                 copies[path] = f"weights/{len(copies)}"
                 _copy_model(Path(path), found, directory / copies[path])
             holder[name] = copies.get(path, path)
-            readers = tuple(stage.name for stage in run.stages if path in stage.sources)
-            readers = readers or _readers(run, key)
+            readers = tuple(stage.name for stage in stages if path in stage.sources)
+            readers = readers or _readers(stages, key)
             yield BundleInput(key, "model", holder[name], path in copies, digest, readers)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tarfile
 import zlib
@@ -104,11 +105,12 @@ class Bundle:
     def _wrong(self, each: BundleInput, tree: Tree) -> str | None:
         """Return what is wrong with an input; None where its content is the bundled one."""
         stated = _value_at(tree, each.key)
-        if stated is None and each.function is None:
-            return None  # an override has removed what reads it
-        path = Path(stated).absolute() if stated else None
+        gone = stated is None and each.function is None
+        if gone or (each.kind == "model" and not is_path(stated)):
+            return None  # an override has removed what reads it, or named a stage instead
+        path = Path(os.path.normpath(Path(stated).absolute())) if stated else None
         name = f"{each.key}: {shown(path) if path else each.function}"
-        here = each.copied and path == (self.path / each.path).absolute()
+        here = each.copied and str(path) == os.path.normpath((self.path / each.path).absolute())
         if path and here and not path.resolve().is_relative_to(self.path.resolve()):
             return f"{name}: outside the bundle; bundle the run again"
         found = input_digest(each, path)
