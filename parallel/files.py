@@ -221,7 +221,8 @@ def _file_digest(file: Path, size: int, changed: int, whole: bool) -> str:
     found = hashlib.sha256(str(size).encode())
     with file.open("rb") as content:
         if whole or size <= WHOLE_BYTES:
-            found.update(content.read())
+            while part := content.read(WHOLE_BYTES):
+                found.update(part)
         else:
             found.update(content.read(END_BYTES))
             content.seek(size - END_BYTES)

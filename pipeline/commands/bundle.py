@@ -60,6 +60,6 @@ def bundle(arguments: Namespace) -> None:
     to = write_bundle(run, arguments.to or Path(f"{run.name}.tar.gz"), arguments.weights)
     say(f"{shown(to)}: reproduce it with: braid run {shown(to)}")
     if left := [name for name, each in run.states.items() if each.state != "done"]:
-        say(f"not finished, so without an output to compare: {', '.join(left)}")
+        say(f"not finished or stale, so without an output to compare: {', '.join(left)}")
     if not run.settings.deterministic:
         say("the run is not deterministic: true, so its digests cannot be compared")

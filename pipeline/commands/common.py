@@ -301,12 +301,11 @@ def load_config(arguments: Namespace, *, to_start: bool = True) -> RunSettings:
         UserError: an input of the bundle is missing or differs.
     """
     arguments.bundle = bundle_at(arguments.config)
-    if arguments.bundle is not None:
-        stated = (each.partition("=") for each in arguments.overrides)
-        arguments.bundle.check_inputs({key: Path(value) for key, _, value in stated})
-        arguments.config = arguments.bundle.config
     name = [] if arguments.name is None else [f"name={json.dumps(arguments.name)}"]
     overrides = [*arguments.overrides, *name, *getattr(arguments, "implied", [])]
+    if arguments.bundle is not None:
+        arguments.config = arguments.bundle.config
+        arguments.bundle.check_inputs(load(arguments.config, overrides, to_start=False))
     return load(arguments.config, overrides, to_start=to_start)
 
 

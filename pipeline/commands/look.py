@@ -40,7 +40,6 @@ from pipeline.run.directory import RunDirectory
 from pipeline.run.edits import edit_json, edit_lines, edit_of
 from pipeline.run.graph import Stage
 from pipeline.run.ledger import took
-from pipeline.run.metrics import read_models
 from pipeline.run.run import Run, unfinished_text
 from pipeline.run.select import rerun_options, unfinished
 from pipeline.slurm.queue import is_queued, queue_of, states_now
@@ -284,7 +283,7 @@ def _show_run(arguments: Namespace, run: Run) -> None:
     if unasked:
         say(unasked)
     if report.evaluated(run, states):
-        if (models := read_models(run.results)) is None:
+        if (models := report.current_models(run, states)) is None:
             again = " ".join(
                 f"--from {each.name}" for each in run.stages if each.kind == "evaluate"
             )

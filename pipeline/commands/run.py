@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -38,7 +39,7 @@ from pipeline.run import gates
 from pipeline.run.directory import TRUST_OPTION, check_owner, warn_of_readers
 from pipeline.run.edits import moved_lines
 from pipeline.run.graph import Stage
-from pipeline.run.reproduce import compare
+from pipeline.run.reproduce import compare, foreseen
 from pipeline.run.run import Run
 from pipeline.run.select import (
     MAY_CHANGE,
@@ -99,6 +100,9 @@ def run(arguments: Namespace) -> None:
         _show_dry_run(run, arguments, fork.reused)
         return
     warn_of_readers(run)
+    if arguments.bundle is not None:
+        for line in foreseen(arguments.bundle, run):
+            say(line, file=sys.stderr)
     with run.lock():
         check_not_queued(run)
         check_settings(run, arguments.rerun, moved_lines(run))
@@ -107,7 +111,7 @@ def run(arguments: Namespace) -> None:
             common.reuse_from(run, other)
         _run_stages(run, arguments)
     if arguments.bundle is not None:
-        say(*compare(arguments.bundle, run.refresh()))
+        say(*compare(arguments.bundle, run.refresh(), arguments.only))
 
 
 @command(

@@ -8,14 +8,13 @@ from __future__ import annotations
 import ast
 import os
 from collections.abc import Iterator
-from importlib.machinery import ModuleSpec, PathFinder
-from importlib.util import find_spec
 from pathlib import Path
 
 from parallel.errors import hint
 from parallel.files import unreachable
 from parallel.settings import CHARACTERS
 from pipeline.config.checkpoints import model_violation, weights_violation
+from pipeline.config.modules import find_module
 from pipeline.config.unroll import Blocks, is_path
 from pipeline.text import shown
 from stages.data.reasoning_gym import FORMATS, options, value_violation
@@ -129,7 +128,9 @@ def _missing_files(key: str, settings: FileSettings) -> Found:
 def _reward_needs(key: str, domain: DomainSettings) -> Found:
     """Yield everything that a domain's rewards need and that is missing here."""
     for name, reward in domain.rewards.items():
-        if isinstance(reward, PythonReward) and (problem := function_violation(reward.function)):
+        if isinstance(reward, PythonReward) and (
+            problem := function_violation(reward.function, reward.path)
+        ):
             yield f"{key}.{name}.function", problem
         if not isinstance(reward, JudgeReward):
             continue
@@ -143,15 +144,16 @@ def _reward_needs(key: str, domain: DomainSettings) -> Found:
             yield f"{key}.{name}.api_key_variable", absent
 
 
-def function_violation(reference: str) -> str | None:
+def function_violation(reference: str, directory: Path | None = None) -> str | None:
     """Return the problem with `package.module:function`, or None.
 
-    A module is looked up as a stage's process would: in the working directory, then on `sys.path`.
+    A module is looked up as a stage's process would: in `directory`, or in the working directory
+    and then on `sys.path`.
     """
     module, _, function = reference.partition(":")
-    spec = _find(module)
+    spec = find_module(module, directory)
     if spec is None:
-        return _not_found(module, function)
+        return _not_found(module, function, directory)
     if spec.origin is None or not spec.origin.endswith(".py"):
         return None
     where = shown(Path(spec.origin))
@@ -183,32 +185,17 @@ def _takes_two(definition: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     return isinstance(definition, ast.FunctionDef) and positional and None not in takes.kw_defaults
 
 
-def _not_found(module: str, function: str) -> str:
+def _not_found(module: str, function: str, directory: Path | None) -> str:
     """Return why a module is not found: its package is a plain module, or there is none."""
     package = module.rpartition(".")[0]
-    spec = _find(package) if package else None
+    spec = find_module(package, directory) if package else None
     if spec is not None and spec.submodule_search_locations is None:
         return (
             f"{package} is a module, not a package; name the module whose file defines {function}, "
             f"not {module}"
         )
-    return f"no module {module} in the working directory or on sys.path"
-
-
-def _find(module: str) -> ModuleSpec | None:
-    """Return a module's specification; `find_spec` alone would import its parent packages."""
-    top, *parts = module.split(".")
-    try:
-        spec = PathFinder.find_spec(top, [str(Path.cwd())]) or find_spec(top)
-    except ValueError:  # not a valid module name
-        return None
-    for part in parts:
-        if spec is None or spec.submodule_search_locations is None:
-            return None
-        # By the last name alone: with the full name, a namespace package (no __init__.py) looks up
-        # its parent in sys.modules, where it is not.
-        spec = PathFinder.find_spec(part, list(spec.submodule_search_locations))
-    return spec
+    where = shown(directory) if directory else "the working directory or on sys.path"
+    return f"no module {module} in {where}"
 
 
 class _TopLevel(ast.NodeVisitor):

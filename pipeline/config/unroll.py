@@ -23,6 +23,17 @@ from stages.settings import RunSettings
 
 GATE = "gates."
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"  # of a stage, which names a directory
+# The keys of references to stages and models, or of lists of them: paths where they have a slash.
+REFERENCES: tuple[tuple[str, ...], ...] = (
+    ("stages", "*", "from"),
+    ("stages", "*", "teachers"),
+    ("stages", "*", "teachers", "*"),
+    ("stages", "*", "models"),
+    ("stages", "*", "objective", "kl", "reference"),
+    ("domains", "*", "objective", "kl", "reference"),
+    ("stages", "*", "data", "*", "stage"),
+    ("stages", "*", "reference"),
+)
 
 
 def is_path(reference: str) -> bool:

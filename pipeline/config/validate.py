@@ -36,7 +36,7 @@ from pipeline.config.read import (
     plain,
     shortened,
 )
-from pipeline.config.unroll import is_path
+from pipeline.config.unroll import REFERENCES, is_path
 from stages.domains import DomainSettings
 from stages.keys import STRUCTURE, flatten
 from stages.kinds import Kind
@@ -58,18 +58,8 @@ PATHS: tuple[Key, ...] = (
     ("domains", "*", "prompts", "path"),
     ("domains", "*", "demonstrations", "path"),
     ("domains", "*", "rewards", "*", "api_key_file"),
+    ("domains", "*", "rewards", "*", "path"),
     ("stages", "*", "data", "*", "path"),
-)
-# References to stages and models, or lists of them: paths where they have a slash.
-REFERENCES: tuple[Key, ...] = (
-    ("stages", "*", "from"),
-    ("stages", "*", "teachers"),
-    ("stages", "*", "teachers", "*"),
-    ("stages", "*", "models"),
-    ("stages", "*", "objective", "kl", "reference"),
-    ("domains", "*", "objective", "kl", "reference"),
-    ("stages", "*", "data", "*", "stage"),
-    ("stages", "*", "reference"),
 )
 
 

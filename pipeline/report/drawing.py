@@ -74,19 +74,24 @@ def dot(run: Run, states: Mapping[str, StageState]) -> Iterator[str]:
 
     An arrow is a checkpoint that a stage loads; a bold one leads from a gate to what waits for it.
     """
-    yield f"digraph {json.dumps(run.settings.name)} {{"
+    yield f"digraph {_dotted(run.settings.name)} {{"
     yield "  rankdir=LR; node [shape=box, style=filled];"
     for path in outside(run.stages):
-        yield f"  {json.dumps(path)} [shape=cylinder, fillcolor=white];"
+        yield f"  {_dotted(path)} [shape=cylinder, fillcolor=white];"
     for stage in run.stages:
         label = f"{stage.name}\n{stage.kind}, {states[stage.name].state}"
         look = f"fillcolor={COLOURS[states[stage.name].state]}"
         if stage.kind == "gate":
             look += ", shape=diamond"
-        yield f"  {json.dumps(stage.name)} [label={json.dumps(label)}, {look}];"
+        yield f"  {_dotted(stage.name)} [label={_dotted(label)}, {look}];"
     for edge in edges(run.stages):
-        yield f"  {json.dumps(edge.source)} -> {json.dumps(edge.target)}{DOT[edge.role]};"
+        yield f"  {_dotted(edge.source)} -> {_dotted(edge.target)}{DOT[edge.role]};"
     yield "}"
+
+
+def _dotted(text: str) -> str:
+    """Return a string of Graphviz, which reads UTF-8 and no escapes of JSON."""
+    return json.dumps(text, ensure_ascii=False)
 
 
 def mermaid(run: Run, states: Mapping[str, StageState]) -> Iterator[str]:
@@ -112,9 +117,8 @@ def mermaid(run: Run, states: Mapping[str, StageState]) -> Iterator[str]:
 
 
 def _quoted(text: str) -> str:
-    for letter, entity in (("&", "#amp;"), ('"', "#quot;"), ("<", "#lt;"), (">", "#gt;")):
-        text = text.replace(letter, entity)
-    return text
+    """Return a text in which nothing is an entity, a tag or Markdown (`) of Mermaid."""
+    return "".join(f"#{ord(each)};" if each in '#&"<>`' else each for each in text)
 
 
 def tree(stages: Sequence[Stage]) -> dict[str, str]:

@@ -255,7 +255,7 @@ def run_state(run: Run, states: Mapping[str, StageState]) -> dict[str, Any]:
         }
         for stage in run.stages
     ]
-    running, results = run.is_running(), read_models(run.results) if done else None
+    running, results = run.is_running(), current_models(run, states) if done else None
     return {"run": str(run.path), "running": running, "stages": stages, "results": results}
 
 
@@ -263,6 +263,16 @@ def evaluated(run: Run, states: Mapping[str, StageState]) -> bool:
     """Return whether an evaluation is done and its results are written."""
     done = (stage for stage in run.stages if states[stage.name].state == "done")
     return any(stage.kind == "evaluate" for stage in done) and run.results.exists()
+
+
+def current_models(run: Run, states: Mapping[str, StageState]) -> Models | None:
+    """Return the results without those of stale evaluations; None where damaged."""
+    left: dict[bool, set[str]] = {True: set(), False: set()}
+    for stage in run.stages:
+        if stage.kind == "evaluate":
+            left[states[stage.name].state == "done"].update(stage.models)
+    models, old = read_models(run.results), left[False] - left[True]
+    return models and {name: found for name, found in models.items() if name not in old}
 
 
 def left_line(left: Estimate) -> str:
@@ -336,13 +346,15 @@ def results_table(
     `step` is the step of all models' checkpoints, if one was asked for; `own` has the domain that a
     model alone was trained on.
     """
-    domains = list(next(iter(models.values()), {}))
+    domains = list(dict.fromkeys(domain for scores in models.values() for domain in scores))
     rows: list[tuple[str | Cell, ...]] = []
     marked = False
     for model, scores in models.items():
         cells = []
         for domain in domains:
-            score = scores[domain]
+            if (score := scores.get(domain)) is None:  # of an evaluation of fewer domains
+                cells.append(Cell(""))
+                continue
             half = (score["high"] - score["low"]) / 2
             text = f"{100 * score['accuracy']:.1f} ± {100 * half:.1f}"
             if "pass_at_k" in score:

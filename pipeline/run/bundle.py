@@ -1,7 +1,7 @@
 """A bundle of a run: all that a second machine needs to reproduce it, in one directory or archive.
 
-bundle.json has the digests of every input and of every stage's output; config.yaml names the copied
-inputs relative to the bundle, and the others by their absolute paths.
+bundle.json has the digests of every input and of every finished stage's output; config.yaml names
+the copied inputs relative to the bundle, and the others by their absolute paths.
 """
 
 from __future__ import annotations
@@ -13,28 +13,22 @@ import tarfile
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
 
 from parallel.errors import UserError
-from parallel.files import HUGGING_FACE, WEIGHTS, files_digest, read_text, write_atomically
-from parallel.settings import CHARACTERS
+from parallel.files import files_digest, read_text, write_atomically
 from pipeline.config.unroll import is_path
 from pipeline.config.yaml_core import dump
+from pipeline.run.bundle_inputs import Tree, Weights, copy_inputs
 from pipeline.run.graph import Stage, digest
 from pipeline.run.ledger import Event
-from pipeline.run.lineage import TOKENIZER_FILES, read_manifest
-from pipeline.run.outside import outside_model
-from pipeline.run.run import Run, read_verdict
+from pipeline.run.lineage import read_manifest
+from pipeline.run.run import STOPPED_MARK, Run, read_verdict
 from pipeline.text import shown
-from stages.data.settings import FileSettings
 from stages.directory import StageDirectory
 
 FORMAT = 1
 INDEX, CONFIG = "bundle.json", "config.yaml"
 ARCHIVES = (".tar.gz", ".tgz")
-Weights = Literal["reference", "copy"]
-Tree = dict[str, Any]
-MAGIC = "*?["  # of a pattern of files
 
 
 def write_bundle(run: Run, to: Path, weights: Weights) -> Path:
@@ -47,25 +41,25 @@ def write_bundle(run: Run, to: Path, weights: Weights) -> Path:
         raise UserError(f"{shown(to)} exists; choose another path with --to")
     archive = to.name.endswith(ARCHIVES)
     unfinished = to.with_name(f".{to.name}.unfinished")  # complete bundles alone have the name
+    packed = unfinished.with_name(f"{unfinished.name}.tar.gz")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     try:
         _fill(run, unfinished, weights)
         if archive:
-            packed = unfinished.with_name(f"{unfinished.name}.tar.gz")
             _pack(unfinished, packed)
             packed.rename(to)
         else:
             unfinished.rename(to)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+        packed.unlink(missing_ok=True)  # such as on a full disk
     return to
 
 
 def _fill(run: Run, directory: Path, weights: Weights) -> None:
     tree: Tree = run.settings.model_dump(mode="json")
-    inputs = [*_data(run, tree, directory), *_tokenizer(tree, directory)]
-    inputs += _models(tree, directory, weights)
+    inputs = [asdict(each) for each in copy_inputs(run.stages, tree, directory, weights)]
     write_atomically(directory / CONFIG, dump(tree))
     index = {
         "format": FORMAT,
@@ -81,118 +75,6 @@ def _fill(run: Run, directory: Path, weights: Weights) -> None:
         "commands": [*_commands(run)],
     }
     write_atomically(directory / INDEX, json.dumps(index, indent=2) + "\n")
-
-
-def _input(key: str, kind: str, path: str, copied: bool, found: str) -> Tree:
-    return {"key": key, "kind": kind, "path": path, "copied": copied, "digest": found}
-
-
-def _data(run: Run, tree: Tree, directory: Path) -> Iterator[Tree]:
-    """Copy the data files of every domain; yield their digests."""
-    for domain, settings in run.settings.domains.items():
-        for block in ("prompts", "demonstrations"):
-            source = getattr(settings, block)
-            if not isinstance(source, FileSettings):
-                continue
-            key = f"domains.{domain}.{block}.path"
-            files = source.files()
-            if not files:
-                raise UserError(f"{key}: {shown(source.path)}: no such file; restore it")
-            root, rest = _split(source.path)
-            inside = Path("data") / f"{domain}.{block}"
-            for file in files:
-                _copy(file, directory / inside / file.relative_to(root))
-            relative = str(inside / rest)
-            tree["domains"][domain][block]["path"] = relative
-            yield _input(key, source.source, relative, True, data_digest(source))
-
-
-def _split(path: Path) -> tuple[Path, Path]:
-    """Return the directory that holds all files of a path or pattern, and the rest of it."""
-    if path.is_dir():
-        return path, Path()
-    parts = path.parts
-    fixed = next((n for n, part in enumerate(parts) if set(part) & set(MAGIC)), len(parts) - 1)
-    fixed = len(parts) - 1 if path.is_file() else fixed
-    return Path(*parts[:fixed]), Path(*parts[fixed:])
-
-
-def data_digest(source: FileSettings) -> str:
-    """Return the digest of all bytes of a source's files; empty where there are none."""
-    return files_digest(source.files(), whole=True) or ""
-
-
-def tokenizer_files(directory: Path) -> list[Path]:
-    """Return the files of a tokenizer in a directory that may hold a whole model."""
-    return sorted({file for name in TOKENIZER_FILES for file in directory.glob(name)})
-
-
-def _tokenizer(tree: Tree, directory: Path) -> Iterator[Tree]:
-    path = tree["model"]["tokenizer"]
-    if path == CHARACTERS:
-        return
-    source, key = Path(path), "model.tokenizer"
-    files = tokenizer_files(source)
-    found = files_digest(files, whole=True)
-    if found is None:
-        raise UserError(f"{key}: {shown(source)}: no tokenizer there; restore it")
-    # transformers chooses the tokenizer's class by config.json where the tokenizer names none.
-    for file in [*files, *source.glob(HUGGING_FACE)]:
-        _copy(file, directory / "tokenizer" / file.relative_to(source))
-    tree["model"]["tokenizer"] = "tokenizer"
-    yield _input(key, "tokenizer", "tokenizer", True, found)
-
-
-def _models(tree: Tree, directory: Path, weights: Weights) -> Iterator[Tree]:
-    """Yield the models from outside the run, copied where `weights` says so."""
-    numbers: dict[str, str] = {}
-
-    def settled(path: str) -> str:
-        if weights == "reference":
-            return path
-        if path not in numbers:
-            numbers[path] = _copied_model(Path(path), directory, len(numbers))
-        return numbers[path]
-
-    def visit(holder: Any, name: Any, key: str) -> Iterator[Tree]:
-        value = holder[name]
-        if isinstance(value, str) and is_path(value):
-            found = outside_model(Path(value))
-            if found is None:
-                raise UserError(f"{key}: {value}: no model there; restore it")
-            holder[name] = settled(value)
-            copied = weights == "copy"
-            yield _input(key, "model", holder[name], copied, found.digest)
-        elif isinstance(value, dict | list):
-            names = list(value) if isinstance(value, dict) else range(len(value))
-            for each in names:
-                yield from visit(value, each, f"{key}.{each}")
-
-    if tree["model"]["initial_weights"]:
-        yield from visit(tree["model"], "initial_weights", "model.initial_weights")
-    for block, stated in tree["stages"].items():
-        for name in ("from", "teachers", "models", "data"):
-            if stated.get(name):
-                yield from visit(stated, name, f"stages.{block}.{name}")
-
-
-def _copied_model(path: Path, directory: Path, number: int) -> str:
-    """Copy a model into the bundle; return its path there."""
-    found = outside_model(path)
-    assert found is not None
-    inside = Path("weights") / str(number) / found.path.name
-    if found.files or not (path / HUGGING_FACE).is_file():
-        shutil.copytree(found.path, directory / inside)
-    else:
-        names = [*WEIGHTS, *TOKENIZER_FILES, "generation_config.json"]
-        for file in sorted({file for name in names for file in path.glob(name)}):
-            _copy(file, directory / inside / file.relative_to(path))
-    return str(inside)
-
-
-def _copy(source: Path, target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(source, target)  # the content alone, of a link too
 
 
 def _secrets(tree: Tree) -> Iterator[Tree]:
@@ -211,24 +93,47 @@ def _stage(run: Run, stage: Stage) -> Tree:
         "name": stage.name,
         "kind": stage.kind,
         "state": run.states[stage.name].state,
-        "output": output_digest(stage, directory),
+        "output": finished_output(run, stage),
         "lineage": asdict(manifest) if manifest else None,
     }
 
 
-def output_digest(stage: Stage, directory: StageDirectory) -> str | None:
-    """Return the digest of what a stage left: weights, samples, results or an export."""
+def finished_output(run: Run, stage: Stage) -> str | None:
+    """Return the digest of what a stage left; None where it is not finished, or stale.
+
+    It is of weights, samples, results or an export. A gate that has stopped is finished too. Models
+    from outside the run count by their content, since their paths differ from machine to machine.
+    """
+    state, directory = run.states[stage.name], run.stage(stage.name)
+    judged = state.state == "failed" and state.cause.startswith(STOPPED_MARK)
+    if state.state != "done" and not judged:
+        return None
     if stage.measures:
-        try:
-            models = json.loads(read_text(directory.results))["models"]
-        except (OSError, ValueError, RecursionError, KeyError, TypeError):
-            return None
-        verdict = read_verdict(directory) if stage.kind == "gate" else None
-        return digest([models, asdict(verdict) if verdict else None])
+        return _results_digest(stage, directory)
     if stage.declared.leaves == "export":
         return files_digest(directory.exported.rglob("*"), whole=True)
     found = directory.output()
     return found.digest if found else None
+
+
+def _results_digest(stage: Stage, directory: StageDirectory) -> str | None:
+    manifest = read_manifest(directory)
+    parents = manifest.parents if manifest else {}
+    outside = {name: str(found) for name, found in parents.items() if is_path(name)}
+
+    def portable(text: str) -> str:
+        for path, found in outside.items():
+            text = text.replace(path, found)
+        return text
+
+    verdict = read_verdict(directory) if stage.kind == "gate" else None
+    try:
+        models = json.loads(read_text(directory.results))["models"]
+        scores = sorted([portable(name), found] for name, found in models.items())
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
+        return None
+    reasons = [verdict.outcome, *map(portable, verdict.reasons)] if verdict else None
+    return digest([scores, reasons])
 
 
 def _decisions(run: Run) -> Iterator[Tree]:

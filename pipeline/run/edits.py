@@ -159,7 +159,8 @@ def _same(recorded: Lineage, now: Lineage, former: Mapping[str, str]) -> bool:
         for key, value in now.settings.items()
     }
     files = all(
-        digest is None or recorded.files.get(key) == digest for key, digest in now.files.items()
+        digest is None or recorded.files.get(key, digest) == digest
+        for key, digest in now.files.items()
     )
     alike = parents == recorded.parents and settings == recorded.settings
     return alike and files and now.routing == recorded.routing

@@ -21,6 +21,7 @@ from pydantic import TypeAdapter
 
 from parallel.files import Checkpoint, files_digest, read_text, write_atomically
 from parallel.settings import CHARACTERS
+from pipeline.config.modules import module_files
 from pipeline.config.unroll import is_path
 from pipeline.run.graph import Stage, digest, problems
 from pipeline.run.outside import outside_model
@@ -41,6 +42,7 @@ TOKENIZER_FILES = (
 )
 # Keys of data files: of domains, and of the stage's own block.
 FILES = ("domains.*.prompts.path", "domains.*.demonstrations.path", "data.*.path")
+FUNCTIONS = "domains.*.rewards.*.function"  # of Python rewards
 
 
 # Keys that later versions gave to a block, by a key that only such blocks have, with the value that
@@ -48,6 +50,7 @@ FILES = ("domains.*.prompts.path", "domains.*.demonstrations.path", "data.*.path
 ADDED: dict[str, dict[str, Any]] = {
     "algorithm": {"precision_aware": False, "cpu_offload": 0.0},  # of optimizers
     "max_model_tokens": {"weights": "model"},  # of the engine
+    "function": {"path": None},  # of Python rewards
 }
 
 
@@ -198,16 +201,24 @@ def fingerprints(reads: dict[str, Any]) -> dict[str, str | None]:
         files = {file for name in TOKENIZER_FILES for file in directory.glob(name)}
         found[TOKENIZER] = files_digest(files, whole=True)
         found[TEMPLATE] = template_digest(directory)
-    for key, path in reads.items():
+    for key, value in reads.items():
         if _names_files(key):
             source = reads[f"{key.removesuffix('path')}source"]
-            found[key] = files_digest(FileSettings(source=source, path=path).files())
+            found[key] = files_digest(FileSettings(source=source, path=value).files())
+        elif key.endswith(".function") and matches(key, FUNCTIONS):
+            found[key] = code_digest(value, reads[f"{key.removesuffix('function')}path"])
     return found
 
 
 def _names_files(key: str) -> bool:
     """Return whether a key's value is the path of data."""
     return key.endswith(".path") and any(matches(key, pattern) for pattern in FILES)
+
+
+def code_digest(function: str, directory: str | Path | None) -> str | None:
+    """Return the digest of the Python files of a reward's module; None where it has none."""
+    found = module_files(function.partition(":")[0], Path(directory) if directory else None)
+    return files_digest(found.files, whole=True) if found else None
 
 
 def template_digest(directory: Path) -> str | None:

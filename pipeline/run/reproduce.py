@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tarfile
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -14,38 +16,18 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from parallel.errors import UserError
-from parallel.files import files_digest, read_text, sha256, write_atomically
+from parallel.files import read_text, sha256, write_atomically
 from pipeline.config.unroll import is_path
-from pipeline.run.bundle import (
-    ARCHIVES,
-    CONFIG,
-    FORMAT,
-    INDEX,
-    data_digest,
-    output_digest,
-    processor,
-    tokenizer_files,
-)
+from pipeline.run.bundle import ARCHIVES, CONFIG, FORMAT, INDEX, finished_output, processor
+from pipeline.run.bundle_inputs import BundleInput, Tree, input_digest
 from pipeline.run.lineage import Manifest, read_manifest
-from pipeline.run.outside import outside_model
 from pipeline.run.run import Run
 from pipeline.text import shown
-from stages.data.settings import FileSettings
+from stages.settings import RunSettings
 
-MOST_MEMBERS = 1_000_000
+MOST_MEMBERS, PIECE = 1_000_000, 1 << 20
 UNPACKED = ".archive"  # the SHA-256 of the archive that a directory was unpacked from
-Tree = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class BundleInput:
-    """An input of a bundled run, with its digest."""
-
-    key: str
-    kind: str
-    path: str
-    copied: bool
-    digest: str
+PLACES = ("path", "tokenizer", "initial_weights", "reference", "stage")  # keys of paths
 
 
 @dataclass(frozen=True)
@@ -69,7 +51,6 @@ class _Index:
     run: str
     deterministic: bool
     processor: str
-    settings: Tree
     inputs: list[BundleInput]
     stages: list[BundledStage]
 
@@ -103,42 +84,53 @@ class Bundle:
         except (ValidationError, ValueError, RecursionError) as error:
             raise UserError(f"{shown(file)}: damaged; bundle the run again") from error
 
-    def check_inputs(self, elsewhere: Mapping[str, Path]) -> None:
-        """Raise UserError with every input that is missing or differs from the bundled one.
+    def check_inputs(self, settings: RunSettings) -> None:
+        """Raise UserError with every input of the settings that is missing or differs.
 
-        `elsewhere` has the paths of inputs, by key, that are given on the command line.
+        The settings are the bundle's, with the overrides of the command line: an input may be
+        elsewhere, with the bundled content.
         """
-        wrong = [
-            line
-            for each in self.index.inputs
-            if (line := self._wrong(each, elsewhere.get(each.key)))
-        ]
+        tree = settings.model_dump(mode="json")
+        wrong = [line for each in self.index.inputs if (line := self._wrong(each, tree))]
         if wrong:
-            title = f"{shown(self.path)}: the bundle's inputs are not the ones of its run:"
-            raise UserError("\n".join([title, *(f"  {line}" for line in wrong)]))
+            here = shown(self.path)
+            lines = [
+                f"{here}: the bundle's inputs are not the ones of its run:",
+                *(f"  {line}" for line in wrong),
+                "to run it all the same and see which stages differ: "
+                f"braid run {shown(self.config)}, then braid bundle --check RUN {here}",
+            ]
+            raise UserError("\n".join(lines))
 
-    def _wrong(self, each: BundleInput, elsewhere: Path | None) -> str | None:
+    def _wrong(self, each: BundleInput, tree: Tree) -> str | None:
         """Return what is wrong with an input; None where its content is the bundled one."""
-        path = elsewhere or (self.path / each.path if each.copied else Path(each.path))
-        name = f"{each.key}: {shown(path)}"
-        if (
-            each.copied
-            and elsewhere is None
-            and not path.resolve().is_relative_to(self.path.resolve())
-        ):
+        stated = _value_at(tree, each.key)
+        gone = stated is None and each.function is None
+        if gone or (each.kind == "model" and not is_path(stated)):
+            return None  # an override has removed what reads it, or named a stage instead
+        path = Path(os.path.normpath(Path(stated).absolute())) if stated else None
+        name = f"{each.key}: {shown(path) if path else each.function}"
+        here = each.copied and str(path) == os.path.normpath((self.path / each.path).absolute())
+        if path and here and not path.resolve().is_relative_to(self.path.resolve()):
             return f"{name}: outside the bundle; bundle the run again"
-        if (found := _digest(each, path)) is None:
-            return f"{name}: missing; restore it, or name its copy with {each.key}=PATH"
-        return None if found == each.digest else f"{name}: its content differs; restore it"
+        found = input_digest(each, path)
+        if found == each.digest:
+            return None
+        first = f"; {each.readers[0]} is the first stage that reads it" if each.readers else ""
+        if found is None:
+            return f"{name}: missing; restore it, or name its copy with {each.key}=PATH{first}"
+        return f"{name}: its content differs; restore it{first}"
 
 
-def _digest(each: BundleInput, path: Path) -> str | None:
-    if each.kind == "jsonl" or each.kind == "parquet":
-        return data_digest(FileSettings(source=each.kind, path=path.absolute())) or None
-    if each.kind == "tokenizer":
-        return files_digest(tokenizer_files(path), whole=True)
-    model = outside_model(path)
-    return model.digest if model else None
+def _value_at(tree: Tree, key: str) -> Any:
+    """Return the value at a dotted key, which numbers the elements of lists; None without one."""
+    value: Any = tree
+    for part in key.split("."):
+        if isinstance(value, list):
+            value = value[int(part)] if part.isdecimal() and int(part) < len(value) else None
+        else:
+            value = value.get(part) if isinstance(value, dict) else None
+    return value
 
 
 def bundle_at(path: Path) -> Bundle | None:
@@ -174,11 +166,14 @@ def _unpacked(archive: Path) -> Path:
         with tarfile.open(archive, "r:gz") as packed:
             for count, member in enumerate(packed):
                 _unpack(packed, member, unfinished, archive, count)
+            # To the end, where gzip's checksum is: tarfile takes a damaged header for the end.
+            while packed.fileobj is not None and packed.fileobj.read(PIECE):
+                pass
         if not (unfinished / INDEX).is_file():
             raise UserError(f"{shown(archive)}: not a bundle: no {INDEX} in it")
         write_atomically(unfinished / UNPACKED, f"{digest}\n")
         unfinished.rename(to)
-    except (tarfile.TarError, EOFError, OSError) as error:
+    except (tarfile.TarError, EOFError, OSError, ValueError, zlib.error) as error:
         raise UserError(f"{shown(archive)}: cannot be unpacked: {error}") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -205,40 +200,84 @@ def _unpack(
         shutil.copyfileobj(source, file)
 
 
-def compare(bundle: Bundle, run: Run) -> list[str]:
+def foreseen(bundle: Bundle, run: Run) -> list[str]:
+    """Return the settings that make outputs differ, at the first stage that reads one; or none."""
+    bundled = {each.name: each.lineage for each in bundle.index.stages}
+    for stage in run.stages:
+        if (theirs := bundled.get(stage.name)) is None:
+            continue
+        if lines := [*_pairs("", *_settings(theirs.settings, stage.reads))]:
+            title = f"{stage.name} is the first stage that reads other settings than the bundle's:"
+            return [title, *(f"  {line}" for line in lines)]
+    return []
+
+
+def compare(bundle: Bundle, run: Run, only: Collection[str] = ()) -> list[str]:
     """Return the comparison of a run's outputs with a bundle's, in words.
 
+    With `only`, of these stages.
+
     Raises:
-        UserError: an output differs, or is missing; the message names the first such stage and
-            what differs in its lineage.
+        UserError: an output differs, or is missing; the message names the first such stage, what
+            differs in its lineage, and what follows from it.
     """
-    index = bundle.index
+    index, where = bundle.index, shown(run.path)
     if not index.deterministic:
         why = "its run is not deterministic: true, so equal digests cannot be expected"
         return [f"{shown(bundle.path)}: not compared: {why}"]
     bundled = {each.name: each for each in index.stages if each.output is not None}
     known = {stage.name for stage in run.stages}
     if absent := [name for name in bundled if name not in known]:
-        raise UserError(f"{shown(run.path)} has no stage {absent[0]}, which the bundle has")
-    compared = [stage for stage in run.stages if stage.name in bundled]  # in the graph's order
-    for number, stage in enumerate(compared):
-        directory, theirs = run.stage(stage.name), bundled[stage.name]
-        ours = output_digest(stage, directory)
-        if ours == theirs.output:
-            continue
-        what = "has no output yet" if ours is None else "differs from the bundle's"
-        causes = [*_differences(bundle, theirs.lineage, read_manifest(directory))]
-        none = "nothing recorded differs: the same inputs, settings, code, versions and processor"
+        raise UserError(f"{where} has no stage {absent[0]}, which the bundle has")
+    compared = [s for s in run.stages if s.name in bundled and (not only or s.name in only)]
+    if not compared:
+        return [f"{shown(bundle.path)}: not compared: it has no finished stage of these"]
+    ours = {stage.name: finished_output(run, stage) for stage in compared}
+    wrong = [name for name, output in ours.items() if output not in (None, bundled[name].output)]
+    missing = [name for name, output in ours.items() if output is None]
+    if wrong:
+        raise UserError("\n  ".join(_report(bundle, run, bundled, [*ours], wrong, missing)))
+    if missing:
         raise UserError(
-            "\n  ".join(
-                [
-                    f"{shown(run.path)}: {stage.name} is the first stage that {what}; "
-                    f"{number} of {len(compared)} before it are equal",
-                    *(causes or [none]),
-                ]
-            )
+            f"{where}: {missing[0]} is the first stage that has no finished output yet; "
+            f"{len(ours) - len(missing)} of {len(ours)} stages are equal"
         )
-    return [f"{shown(run.path)}: the output of all {len(compared)} stages equals the bundle's"]
+    return [f"{where}: the output of all {len(ours)} stages equals the bundle's"]
+
+
+def _report(
+    bundle: Bundle,
+    run: Run,
+    bundled: Mapping[str, BundledStage],
+    compared: list[str],
+    wrong: list[str],
+    missing: list[str],
+) -> Iterator[str]:
+    """Yield the first stage that differs with the causes, its consequences, and the others."""
+    first = wrong[0]
+    before = compared.index(first)
+    yield (
+        f"{shown(run.path)}: {first} is the first stage that differs from the bundle's; "
+        f"{before - len({*missing} & {*compared[:before]})} of {len(compared)} before it are equal"
+    )
+    below = {stage.name for stage in run.downstream([first])}
+    alone = [first, *(name for name in wrong if name not in below)]
+    for name in alone:
+        if name != first:
+            yield f"{name} differs too, and does not depend on it"
+        causes = _differences(bundle, bundled[name].lineage, read_manifest(run.stage(name)))
+        indent = "" if name == first else "  "
+        none = "nothing recorded differs: the same inputs, settings, code, versions and processor"
+        yield from (f"{indent}{cause}" for cause in [*causes] or [none])
+    consequences = [name for name in wrong if name not in alone]
+    equal = [name for name in compared if name not in wrong and name not in missing]
+    for title, names in (
+        ("differ as a consequence", consequences),
+        ("no finished output yet", missing),
+        ("equal", equal),
+    ):
+        if names:
+            yield f"{title}: {', '.join(names)}"
 
 
 def _differences(bundle: Bundle, theirs: Manifest | None, ours: Manifest | None) -> Iterator[str]:
@@ -246,25 +285,35 @@ def _differences(bundle: Bundle, theirs: Manifest | None, ours: Manifest | None)
     if theirs is None or ours is None:
         yield "its manifest.json is missing"
         return
-    paths = {each.key for each in bundle.index.inputs}  # the same content, elsewhere
-    settings = [
-        {key: value for key, value in each.settings.items() if key not in paths}
-        for each in (theirs, ours)
-    ]
     machine = [
         {"code": each.code, "processor": which}
         for each, which in ((theirs, bundle.index.processor), (ours, processor()))
     ]
+    inputs = _inputs(theirs), _inputs(ours)
+    roles = (theirs.roles, ours.roles) if inputs[0] == inputs[1] else ({}, {})
     named: list[tuple[str, Mapping[str, Any], Mapping[str, Any]]] = [
-        ("input", _inputs(theirs), _inputs(ours)),
+        ("input", *inputs),
+        ("input as", *roles),
         ("files of", theirs.files, ours.files),
-        ("setting", settings[0], settings[1]),
+        ("setting", *_settings(theirs.settings, ours.settings)),
         ("layout", theirs.layout, ours.layout),
         ("version of", theirs.versions, ours.versions),
         ("", machine[0], machine[1]),
     ]
     for title, there, here in named:
         yield from _pairs(title, there, here)
+
+
+def _settings(theirs: Tree, ours: Tree) -> tuple[Tree, Tree]:
+    """Return two stages' settings without the paths, whose contents have digests."""
+    places = {
+        key
+        for key in theirs.keys() & ours.keys()
+        if key.rpartition(".")[2] in PLACES
+        and all(each is None or is_path(str(each)) for each in (theirs[key], ours[key]))
+    }
+    there, here = ({k: v for k, v in of.items() if k not in places} for of in (theirs, ours))
+    return there, here
 
 
 def _inputs(lineage: Manifest) -> dict[str, Any]:

@@ -190,7 +190,9 @@ class Run(RunDirectory):
         write_atomically(self.settings_file, text)
 
     def write_results(self) -> Models:
-        """Write results.json from the evaluations and the ledger.
+        """Write results.json from the finished evaluations and the ledger.
+
+        A stale evaluation is left out: its numbers are of other models, problems or rewards.
 
         Returns:
             {model: {domain: {"accuracy", "low", "high", "n"}}}
@@ -199,9 +201,10 @@ class Run(RunDirectory):
             UserError: the evaluation's results are damaged.
         """
         models: Models = {}
+        states = self.refresh().states
         for stage in self.stages:
             path = self.stage(stage.name).results
-            if stage.kind != "evaluate" or not path.exists():
+            if stage.kind != "evaluate" or states[stage.name].state != "done":
                 continue
             if (found := read_models(path)) is None:
                 raise UserError(

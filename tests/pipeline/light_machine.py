@@ -21,6 +21,7 @@ from tests.pipeline import fake_stage
 # They come to their end by themselves, and nothing but their files and exit status is looked at.
 LIGHT = (
     fake_stage.work,
+    fake_stage.learn_otherwise,
     fake_stage.end_early,
     fake_stage.fall_short,
     fake_stage.draw_level,

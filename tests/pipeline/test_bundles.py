@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from parallel.files import sha256
+from tests.pipeline.violations import edited_copy
+
 Braid = Callable[..., tuple[int, str, str]]
 GATE = "stages.experts.gate={domains: [sums], problems: 20}"
 
@@ -116,16 +119,65 @@ def test_the_first_stage_that_differs_is_named(
 ) -> None:
     shutil.rmtree(runs)
     rows.write_text(rows.read_text().replace("7+1=", "9+9="))
-    assert braid("run", config, *options)[::2] == (0, "")
-    for name in ("experts.words", "merge"):  # the fakes leave the same digests otherwise
-        sums = runs / f"small/stages/{name}/checkpoints/step_2/checksums.json"
-        sums.write_text('{"digest": "other", "files": {}}')
+    otherwise = {name: {"0": "learn_otherwise"} for name in ("experts.words", "merge")}
+    assert braid("run", config, *options, actions=otherwise)[::2] == (0, "")
     code, _, err = braid("bundle", "--check", "small", archive)
     assert code == 1
-    first, *causes = err.splitlines()
+    first, cause, *rest = err.splitlines()
     assert "experts.words is the first stage that differs from the bundle's; 2 of 6" in first
-    [cause] = causes
     assert cause.startswith("  files of domains.words.prompts.path: ")
+    assert rest == [
+        "  differ as a consequence: merge",
+        "  equal: cold_start, experts.sums, gates.experts.sums, evaluate",
+    ]
+
+
+def test_a_second_stage_that_differs_by_itself_is_named(
+    braid: Braid, archive: Path, config: Path, options: list[str], runs: Path
+) -> None:
+    shutil.rmtree(runs)
+    options = [*options, "domains.sums.optimizer.learning_rate=0.002"]
+    otherwise = {name: {"0": "learn_otherwise"} for name in ("experts.sums", "experts.words")}
+    assert braid("run", config, *options, actions=otherwise)[0] == 0
+    err = braid("bundle", "--check", "small", archive)[2]
+    assert "  setting optimizer.learning_rate: 0.001 in the bundle, 0.002 here\n" in err
+    alone = "  experts.words differs too, and does not depend on it\n    nothing recorded differs"
+    assert alone in err
+
+
+def test_settings_that_will_make_a_stage_differ_are_named_before_it_runs(
+    braid: Braid, archive: Path, runs: Path
+) -> None:
+    assert braid("validate", archive)[0] == 0
+    shutil.rmtree(runs)
+    inside = archive.parent / "small/config.yaml"
+    inside.write_text(inside.read_text().replace("\nseed: 0\n", "\nseed: 1\n"))
+    err = braid("run", archive.parent / "small", "--only", "cold_start")[2]
+    assert err.startswith("cold_start is the first stage that reads other settings than the bundle")
+    assert "  seed: 0 in the bundle, 1 here\n" in err
+
+
+def test_only_the_chosen_stages_are_compared(braid: Braid, archive: Path, runs: Path) -> None:
+    shutil.rmtree(runs)
+    code, out, _ = braid("run", archive, "--only", "cold_start")
+    assert (code, "the output of all 1 stages equals" in out) == (0, True)
+    code, _, err = braid("bundle", "--check", "small", archive)
+    assert code == 1
+    assert "experts.sums is the first stage that has no finished output yet; 1 of 6" in err
+
+
+def test_half_finished_and_stale_stages_have_no_output(
+    braid: Braid, config: Path, rows: Path, tmp_path: Path
+) -> None:
+    half = {"merge": {"0": "save_then_break"}}
+    assert braid("run", config, *RIGHT, actions=half)[0] == 1
+    rows.write_text(rows.read_text().replace("7+1=", "9+9="))
+    out = braid("bundle", "small", "--to", tmp_path / "b")[1]
+    assert "not finished or stale, so without an output to compare: experts.words" in out
+    found = json.loads((tmp_path / "b/bundle.json").read_text())
+    outputs = {each["name"]: each["output"] for each in found["stages"]}
+    assert outputs["cold_start"] == "cold_start"
+    assert outputs["experts.words"] is outputs["merge"] is None
 
 
 def test_changed_and_missing_inputs_are_named_before_anything_runs(
@@ -137,7 +189,10 @@ def test_changed_and_missing_inputs_are_named_before_anything_runs(
     data.write_text(data.read_text().replace("7+1=", "9+9="))
     code, _, err = braid("run", archive)
     assert code == 1
-    assert "domains.words.prompts.path: " in err and "its content differs; restore it" in err
+    assert "domains.words.prompts.path: " in err
+    named = "its content differs; restore it; experts.words is the first stage that reads it"
+    assert named in err
+    assert "braid run " in err and "small/config.yaml, then braid bundle --check RUN" in err
     data.unlink()
     assert "missing; restore it" in braid("run", archive)[2]
     assert not runs.exists()
@@ -167,7 +222,7 @@ def test_weights_are_named_or_copied(
     inputs = json.loads((by_reference / "bundle.json").read_text())["inputs"]
     [found] = [each for each in inputs if each["kind"] == "model"]
     assert (found["path"], found["copied"], found["digest"]) == (str(outside), False, "cold_start")
-    assert (copy / "weights/0/step_2/checksums.json").exists()
+    assert (copy / "weights/0/checkpoints/step_2/checksums.json").exists()
     assert braid("run", copy, "--name", "third")[0] == 0
     shutil.rmtree(outside)
     code, _, err = braid("plan", by_reference, "--name", "fourth")
@@ -269,3 +324,204 @@ def test_early_stops_and_overrides_are_in_the_bundle(
     lines = (tmp_path / "runs/small/ledger.jsonl").read_text().splitlines()
     assert all(json.loads(lines[line - 1])["cause"] == cause for line, cause in causes.items())
     assert "braid gate override small gates.experts.sums --reason ..." in found["commands"]
+
+
+def with_tuned(config: Path, source: str) -> Path:
+    """Add a stage of supervised fine-tuning on a source."""
+    block = f"""\
+  tuned:
+    kind: sft
+    from: merge
+    data: {{own: {source}}}
+    sequences_per_step: 4
+    optimizer: {{learning_rate: 1e-3}}
+    loop: {{steps: 2}}
+  evaluate:"""
+    return edited_copy(config, ("  evaluate:", block))
+
+
+def test_data_files_of_a_stage_are_copied(
+    braid: Braid, config: Path, rows: Path, tmp_path: Path
+) -> None:
+    tuned = with_tuned(config, f"{{source: jsonl, path: {rows}, prompt: prompt, response: answer}}")
+    assert braid("run", tuned, *RIGHT)[::2] == (0, "")
+    assert braid("bundle", "small", "--to", tmp_path / "b")[0] == 0
+    found = json.loads((tmp_path / "b/bundle.json").read_text())["inputs"]
+    [own] = [each for each in found if each["key"] == "stages.tuned.data.own.path"]
+    assert (own["copied"], own["readers"]) == (True, ["tuned"])
+    rows.unlink()
+    assert braid("run", tmp_path / "b", "--name", "again")[::2] == (0, "")
+
+
+@pytest.mark.parametrize("weights", ["reference", "copy"])
+def test_teachers_references_and_evaluated_models_are_inputs(
+    weights: str, braid: Braid, config: Path, runs: Path, tmp_path: Path
+) -> None:
+    assert braid("run", config, *RIGHT, "--name", "first")[0] == 0
+    first = runs / "first/stages"
+    teachers = f"stages.merge.teachers={{sums: {first}/experts.sums, words: experts.words}}"
+    kl = f"domains.words.objective.kl={{reference: {first}/merge, coefficient: 0.1}}"
+    models = f"stages.evaluate.models=[merge, {first}/cold_start]"
+    given = (*RIGHT, teachers, kl, models, "deterministic=true")
+    assert braid("run", config, *given)[::2] == (0, "")
+    to = tmp_path / "b"
+    assert braid("bundle", "small", "--to", to, "--weights", weights)[0] == 0
+    found = [
+        e for e in json.loads((to / "bundle.json").read_text())["inputs"] if "model" in e["kind"]
+    ]
+    assert [(e["key"], e["readers"]) for e in found] == [
+        ("stages.merge.teachers.sums", ["merge"]),
+        ("stages.evaluate.models.1", ["evaluate"]),
+        ("domains.words.objective.kl.reference", ["experts.words"]),
+    ]
+    if weights == "copy":
+        shutil.rmtree(first)
+    code, out, err = braid("run", to, "--name", "again")
+    assert (code, err) == (0, "")
+    assert "the output of all 5 stages equals the bundle's" in out  # results too, elsewhere
+
+
+def test_collected_responses_of_another_run_are_copied(
+    braid: Braid, config: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "collected.parquet").write_bytes(b"rows")
+    (other / "collection.json").write_text(
+        json.dumps({"digest": sha256(other / "collected.parquet")})
+    )
+    assert braid("run", with_tuned(config, f"{{stage: {other}}}"), *RIGHT)[::2] == (0, "")
+    assert braid("bundle", "small", "--to", tmp_path / "b", "--weights", "copy")[0] == 0
+    shutil.rmtree(other)
+    assert braid("validate", tmp_path / "b")[0] == 0
+    [copy] = (tmp_path / "b").rglob("collected.parquet")
+    copy.write_bytes(b"sowr")
+    err = braid("validate", tmp_path / "b")[2]
+    assert "stages.tuned.data.own.stage: " in err
+    assert "its content differs; restore it; tuned is the first stage that reads it" in err
+
+
+def test_missing_demonstrations_that_no_stage_reads_are_left_out(
+    braid: Braid, config: Path, tmp_path: Path
+) -> None:
+    gone = "domains.words.demonstrations={source: jsonl, path: /nowhere.jsonl}"
+    assert braid("run", config, *RIGHT, gone)[::2] == (0, "")
+    assert braid("bundle", "small", "--to", tmp_path / "b")[0] == 0
+    assert braid("validate", tmp_path / "b")[0] == 0
+
+
+def test_an_archive_with_damaged_bytes_is_one_error(
+    braid: Braid, archive: Path, tmp_path: Path
+) -> None:
+    whole = archive.read_bytes()
+    for place in range(64, len(whole) - 8, len(whole) // 23):  # behind the name in gzip's header
+        broken = tmp_path / f"broken{place}.tar.gz"
+        broken.write_bytes(whole[:place] + bytes(255 - each for each in whole[place : place + 9])
+            + whole[place + 9 :])  # fmt: skip
+        code, _, err = braid("validate", broken)
+        assert code == 1
+        assert "cannot be unpacked" in err
+
+
+def test_a_bundle_that_fails_leaves_nothing(
+    braid: Braid, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert braid("run", config, *RIGHT)[0] == 0
+
+    def full(directory: Path, archive: Path) -> None:
+        archive.write_bytes(b"half")
+        raise OSError(28, "No space left on device", str(archive))
+
+    monkeypatch.setattr("pipeline.run.bundle._pack", full)
+    (tmp_path / "to").mkdir()
+    code, _, err = braid("bundle", "small", "--to", tmp_path / "to/b.tar.gz")
+    assert (code, "No space left" in err) == (1, True)
+    assert not list((tmp_path / "to").iterdir())
+
+
+@pytest.fixture
+def graded(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Path]:
+    """A reward of the working directory that imports a helper."""
+    here = tmp_path / "here"
+    (here / "helpers").mkdir(parents=True)
+    (here / "helpers/__init__.py").write_text("")
+    (here / "helpers/lengths.py").write_text("LONGEST = 9\n")
+    (here / "unused.py").write_text("")
+    own = here / "own_rewards.py"
+    own.write_text(
+        "from helpers import lengths\n\n\ndef short(problem, response):\n    return 1.0\n"
+    )
+    monkeypatch.chdir(here)
+    reward = "domains.words.rewards={right: {kind: math}, own: {kind: python, function: 'own_rewards:short'}}"  # noqa: E501
+    return reward, here
+
+
+def test_the_code_of_a_reward_is_an_input(
+    graded: tuple[str, Path], braid: Braid, config: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    reward, here = graded
+    assert braid("run", config, reward, "deterministic=true")[::2] == (0, "")
+    to = tmp_path / "b"
+    assert braid("bundle", "small", "--to", to)[0] == 0
+    [found] = [
+        e for e in json.loads((to / "bundle.json").read_text())["inputs"] if e["kind"] == "code"
+    ]
+    assert (found["key"], found["path"]) == ("domains.words.rewards.own.path", "code/0")
+    assert found["readers"] == ["experts.words", "evaluate"]
+    files = {str(path.relative_to(to / "code/0")) for path in (to / "code/0").rglob("*.py")}
+    assert files == {"own_rewards.py", "helpers/__init__.py", "helpers/lengths.py"}
+    monkeypatch.chdir(tmp_path)
+    shutil.rmtree(here)
+    code, out, err = braid("run", to, "--name", "again")
+    assert (code, err) == (0, "")
+    assert "the output of all 5 stages equals" in out
+    (to / "code/0/helpers/lengths.py").write_text("LONGEST = 8\n")
+    code, _, err = braid("run", to, "--name", "third")
+    assert code == 1
+    assert "domains.words.rewards.own.path: b/code/0: its content differs" in err
+    assert "experts.words is the first stage that reads it" in err
+
+
+def test_a_changed_reward_makes_the_stages_stale_that_grade_with_it(
+    graded: tuple[str, Path], braid: Braid, config: Path, runs: Path
+) -> None:
+    reward, here = graded
+    assert braid("run", config, reward)[::2] == (0, "")
+    (here / "unused.py").write_text("changed = True\n")
+    assert braid("status")[1] == "small: 6 done\n"
+    (here / "helpers/lengths.py").write_text("LONGEST = 8\n")
+    _, out, _ = braid("status", "small", "--json")
+    states = {each["name"]: each for each in json.loads(out)["stages"]}
+    cause = "the files of domains.words.rewards.own.function changed"
+    assert states["experts.words"]["cause"] == states["evaluate"]["cause"].split("; ")[0] == cause
+    assert states["cold_start"]["state"] == states["experts.sums"]["state"] == "done"
+
+
+def test_a_run_of_before_is_not_stale_for_want_of_the_digest_of_its_rewards(
+    graded: tuple[str, Path], braid: Braid, config: Path, runs: Path
+) -> None:
+    assert braid("run", config, graded[0])[::2] == (0, "")
+    for manifest in (runs / "small/stages").glob("*/manifest.json"):
+        found = json.loads(manifest.read_text())
+        found["files"].pop("domains.words.rewards.own.function", None)
+        found["settings"].pop("domains.words.rewards.own.path", None)
+        manifest.write_text(json.dumps(found))
+    assert braid("status")[1] == "small: 6 done\n"
+
+
+def test_the_module_of_an_installed_package_is_named_and_not_copied(
+    braid: Braid, config: Path, tmp_path: Path
+) -> None:
+    reward = "domains.words.rewards={own: {kind: python, function: 'operator:eq'}}"
+    assert braid("run", config, reward)[::2] == (0, "")
+    to = tmp_path / "b"
+    assert braid("bundle", "small", "--to", to)[0] == 0
+    [found] = [
+        e for e in json.loads((to / "bundle.json").read_text())["inputs"] if e["kind"] == "code"
+    ]
+    assert (found["function"], found["copied"]) == ("operator:eq", False)
+    assert not (to / "code").exists()
+    index = to / "bundle.json"
+    index.write_text(index.read_text().replace(found["digest"], "0" * 64))
+    assert "rewards.own.path: operator:eq: its content differs" in braid("validate", to)[2]

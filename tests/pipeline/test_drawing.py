@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -80,3 +81,16 @@ def test_a_tree_of_many_stages_has_each_once_and_stays_narrow() -> None:
 def test_one_drawing_at_a_time(braid: Braid, config: Path) -> None:
     assert braid("plan", config, "--mermaid", "--json")[0] == 1
     assert braid("plan", config, "--mermaid", "--dot")[0] == 2
+
+
+def test_odd_names_of_paths_are_drawn_as_they_are(
+    braid: Braid, config: Path, teacher: Path, tmp_path: Path
+) -> None:
+    odd = tmp_path / 'modèle #35;"`<b>'
+    odd.parent.mkdir(exist_ok=True)
+    teacher.rename(odd)
+    taught = f"stages.merge.teachers={{sums: {json.dumps(str(odd))}, words: experts.words}}"
+    dot = braid("plan", config, taught, "--dot")[1]
+    assert 'modèle #35;\\"`<b>" -> "merge"' in dot
+    drawn = braid("plan", config, taught, "--mermaid")[1]
+    assert "modèle #35;35;#34;#96;#60;b#62;" in drawn

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.environment import function_violation
+from pipeline.config.modules import module_files
 from pipeline.config.validate import load
 from tests.pipeline.violations import errors, own
 
@@ -109,3 +110,43 @@ def test_namespace_packages_are_searched(config: Path, monkeypatch: pytest.Monke
     (directory / "my_rewards.py").write_text("half = print")
     assert function_violation("outer_package.inner_package.my_rewards:half") is None
     assert function_violation("outer_package.inner_package.others:half") is not None
+
+
+@pytest.mark.parametrize(
+    ("line", "followed"),
+    [
+        ("import parts.inner", True),
+        ("from parts import inner", True),
+        ("from .parts import inner", True),
+        ("from parts.inner import x", True),
+        ("def f():\n    import parts.inner", True),
+        ("import parts", False),
+        ("import json, stages.keys", False),
+        ("__import__('parts.inner')", False),
+        ("def f(", False),
+    ],
+)
+def test_the_files_of_a_module_are_those_that_its_import_statements_name(
+    line: str, followed: bool, tmp_path: Path
+) -> None:
+    package = tmp_path / "own"
+    inner = tmp_path / ("own/parts" if "." in line.partition(" import")[0][:6] else "parts")
+    inner.mkdir(parents=True)
+    package.mkdir(exist_ok=True)
+    for path in (package / "__init__.py", inner / "__init__.py", inner / "inner.py"):
+        path.write_text("import own.rewards\nx = 1\n")  # a circle
+    (package / "rewards.py").write_text(f"{line}\n")
+    (tmp_path / "json.py").write_text("")
+    found = module_files("own.rewards", tmp_path)
+    assert found is not None and not found.installed
+    assert found.root == tmp_path
+    assert {package / "__init__.py", package / "rewards.py"} <= set(found.files)
+    assert (inner / "inner.py" in found.files) == followed
+    assert (tmp_path / "json.py" in found.files) == ("json" in line)
+
+
+def test_of_installed_and_compiled_modules_at_most_one_file_is_followed() -> None:
+    found = module_files("pytest")
+    assert found is not None and found.installed
+    assert [path.name for path in found.files] == ["__init__.py"]
+    assert module_files("math") is None and module_files("no_such_module_anywhere") is None

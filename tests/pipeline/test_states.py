@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -294,3 +295,28 @@ def test_a_stage_that_left_no_checkpoint_may_start_with_other_settings(
     assert states(run, changed) == {"cold_start": "failed"}
     add_checkpoint(run, "cold_start", 1, "half")
     assert states(run, changed) == {"cold_start": "stale"}
+
+
+def test_a_stale_evaluation_is_not_in_the_results(
+    braid: Callable[..., tuple[int, str, str]], config: Path, tmp_path: Path
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n".join(f'{{"prompt": "{n}+1="}}' for n in range(40)))
+    text = config.read_text().replace(
+        "{dataset: spell_backward}", f"{{source: jsonl, path: {rows}}}"
+    )
+    text = text.replace("kind: sft\n", "kind: sft\n    domains: [sums]\n")
+    text = text.replace(
+        "  evaluate: {kind: evaluate}",
+        "  of_all: {kind: evaluate}\n"
+        "  of_start: {kind: evaluate, models: [cold_start], domains: [sums]}",
+    )
+    config.write_text(f"{text}evaluation: {{problems: 4}}\n")
+    reward = "domains.words.rewards={right: {kind: length, at_most: 3}}"
+    assert braid("run", config, reward)[::2] == (0, "")
+    rows.write_text(rows.read_text().replace("7+1=", "9+9="))  # makes of_all stale
+    table = braid("status", "small")[1]
+    assert "accuracy" in table and "experts.words  " not in table.partition("accuracy")[2]
+    assert braid("run", config, reward, "--only", "of_start", "--from", "of_start")[0] == 0
+    found = json.loads((tmp_path / "runs/small/results.json").read_text())["models"]
+    assert list(found) == ["cold_start"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -339,6 +340,21 @@ def test_language_is_the_share_of_words_in_the_expected_scripts(
 
 
 # One's own
+
+
+def test_a_function_is_imported_from_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for number, name in enumerate(("one", "two")):
+        (tmp_path / name).mkdir()
+        text = f"def constant(problem, response):\n    return {number}\n"
+        (tmp_path / name / "rewards_with_a_path.py").write_text(text)
+    function = "rewards_with_a_path:constant"
+    made = reward("python", function=function, path=tmp_path / "two")
+    assert score(made, "x") == 1
+    with pytest.raises(DomainError, match=r"is imported from .*two.*not from path = .*one"):
+        reward("python", function=function, path=tmp_path / "one")
 
 
 @pytest.mark.parametrize(
