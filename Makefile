@@ -125,8 +125,9 @@ gpu-bench:  ## on a CUDA device: tokens/s and MFU of layers of Qwen3-30B-A3B, me
 gpu-bundle: $(INSTALLED)  ## pack megatron-core and the like for a machine with a GPU and Python 3.12 and no registry (26 MiB)
 	$(BIN)/python -m tests.gpu.bundle $(GPU_BUNDLE)
 
-golden: $(INSTALLED)  ## rewrite the messages of tests/pipeline/golden; then read their diff
+golden: $(INSTALLED)  ## rewrite the messages and pipelines of tests/pipeline/golden*; then read their diff
 	$(BIN)/python -m tests.pipeline.test_golden_messages
+	$(BIN)/python -m tests.pipeline.test_shipped_pipelines
 
 docs: $(INSTALLED)  ## write docs/reference from the declarations, and build the site into site/
 	$(BIN)/python -m tools.docs

@@ -247,7 +247,8 @@ class RejectionSampling:
         drawn = sum(each["drawn"] for each in counts.values())
         if not any(each["kept"] for each in counts.values()):
             write_joined(files.all_drawn, parts, kept=False)
-            raise UserError(nothing_left(f"{self._key}.keep", drawn, total, files.all_drawn))
+            left = nothing_left(f"{self._key}.keep", drawn, total, files.all_drawn)
+            raise UserError(f"{left}, and rerun with --from {self.job.stage}")
         for name, each in counts.items():
             if not each["kept"]:
                 dropped = listed(each["dropped"])

@@ -20,6 +20,7 @@ from pipeline.text import clock
 
 LIVE_SECONDS = 0.25
 PLAIN_SECONDS = 10.0
+REPEAT_SECONDS = 60.0  # between equal lines: one now and then shows that the launcher lives
 CLOCKS_DIFFER_SECONDS = 1.0  # at most, between this machine and the file system
 LATEST_BYTES = 1 << 15
 # On-policy, the loss of a policy gradient is about 0 by construction.
@@ -80,6 +81,8 @@ class Progress:
         for name in OF_REWARDED if "reward" in line else OF_OTHERS:
             if name in line:
                 yield f"{name} {line[name]:.4g}"
+        if "kept" in line:
+            yield f"kept {line['kept']:.0f} of {line['drawn']:.0f}"
         if ACCURACY in line:
             yield f"{ACCURACY} {100 * line[ACCURACY]:.1f} %"
 
@@ -97,6 +100,7 @@ class StageView:
         self.started = time.monotonic()
         self._progress = Progress(self.started, steps)
         self._next = 0.0
+        self._said, self._repeat = "", 0.0
 
     def expect(self, engines: Sequence[Path]) -> None:
         """Set the address files that the stage's engines write when they are ready."""
@@ -111,7 +115,13 @@ class StageView:
             self._next = time.monotonic() + LIVE_SECONDS
         else:
             self._next = time.monotonic() + PLAIN_SECONDS
-            self.say(self._progress.describe(self._awaited()))
+            self._say_progress()
+
+    def _say_progress(self) -> None:
+        text, now = self._progress.describe(self._awaited()), time.monotonic()
+        if text != self._said or now >= self._repeat:
+            self._said, self._repeat = text, now + REPEAT_SECONDS
+            self.say(text)
 
     def finish(self) -> None:
         """Print how long the stage took, and its last values."""

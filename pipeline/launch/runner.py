@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,6 +13,7 @@ from functools import partial
 from rich.console import Console
 
 from parallel.errors import UserError
+from parallel.files import read_text
 from parallel.gpus import usable_gpus
 from parallel.slots import MachineGpus, share_cores, share_gpus
 from pipeline.launch.launcher import JobFailed, Launcher, Work
@@ -211,6 +213,16 @@ def attempt(
                 view.say(f"failed: {failed.failure.cause}")
                 raise
         report_verdict(run, stage, view.say)
+        if stage.kind == "sample":
+            report_kept(run.stage(stage.name), view.say)
+
+
+def report_kept(directory: StageDirectory, say: Callable[[str], None]) -> None:
+    """Report how many responses a finished stage kept; `say` takes one line."""
+    counts = json.loads(read_text(directory.collection))
+    dropped = sorted(counts["dropped"].items(), key=lambda each: -each[1])
+    reasons = "; dropped: " + ", ".join(f"{count} by {why}" for why, count in dropped)
+    say(f"kept {counts['rows']} of {counts['drawn']} responses{reasons if dropped else ''}")
 
 
 def stage_job(run: Run, stage: Stage, attempt: int) -> StageJob:

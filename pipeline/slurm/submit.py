@@ -95,7 +95,7 @@ def submissions(
 ) -> list[Submission]:
     """Return the jobs of the wanted stages that are neither done nor in the queue, in graph order.
 
-    Stages of a block that wait for the same stages share an array.
+    Stages of one kind that wait for the same stages share an array, where the kind says so.
     """
     job_of = {
         name: state.job

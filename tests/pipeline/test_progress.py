@@ -68,6 +68,14 @@ def test_progress_says_the_step_the_time_left_and_the_reward() -> None:
     assert progress.describe() == "step 4/10  18 s left  reward 0.5  teacher_kl 0.02"
 
 
+def test_a_stage_that_samples_says_how_many_responses_it_kept() -> None:
+    progress = Progress(0.0, None)
+    for step in (1, 4):
+        values = {"domain": "sums", "reward": 0.5, "kept": 6.0, "drawn": 8.0}
+        progress.add(json.loads(line(step, **values)))
+    assert progress.describe() == "problem 4/10  sums  18 s left  reward 0.5  kept 6 of 8"
+
+
 def test_after_the_last_step_no_time_is_left_and_the_checkpoint_is_saved() -> None:
     trained, measured = Progress(0.0, 10), Progress(0.0, None)
     for step in (9, 10):
@@ -98,6 +106,25 @@ def test_a_log_gets_few_plain_lines(tmp_path: Path) -> None:
     assert last.startswith("[1/7] cold_start  done in ")
     assert last.endswith(" s  step 10/10  reward 1")
     assert len(output.getvalue().splitlines()) < 10
+
+
+def test_a_log_repeats_an_unchanged_line_only_after_a_minute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("pipeline.launch.progress.time.monotonic", lambda: now[0])
+    output = io.StringIO()
+    metrics = tmp_path / "metrics.jsonl"
+    with Screen(Console(file=output)) as screen, screen.watching("merge", 10, metrics) as view:
+        metrics.write_text(line(1, loss=0.5))
+        for _ in range(13):  # for two minutes
+            view.poll()
+            now[0] += 10
+        metrics.write_text(line(1, loss=0.5) + line(2, loss=0.5))
+        view.poll()
+    once, twice, again, new, _ = output.getvalue().splitlines()
+    assert once == twice == again == "merge  step 1/10  loss 0.5"
+    assert new == "merge  step 2/10  24 s left  loss 0.5"
 
 
 def test_a_terminal_gets_a_line_that_is_redrawn(tmp_path: Path) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from pipeline.config.validate import load
-from pipeline.launch.runner import start_of
+from pipeline.launch.runner import report_kept, start_of
 from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import Stage, compile_graph
 from pipeline.run.lineage import changes, fingerprints, lineage_from
@@ -191,6 +192,18 @@ def test_a_sample_stage_is_complete_with_its_collection(sampled: Path, tmp_path:
     assert missing_output(stage, directory, None) == "its collection.json is missing"
     directory.collection.write_text('{"digest": "abc"}')
     assert missing_output(stage, directory, None) is None
+
+
+def test_what_a_finished_stage_kept_is_reported(tmp_path: Path) -> None:
+    directory, said = StageDirectory(tmp_path), []
+    counts = {"rows": 3, "drawn": 20, "dropped": {"empty": 2, "reward": 15}}
+    for found in (counts, {"rows": 20, "drawn": 20, "dropped": {}}):
+        directory.collection.write_text(json.dumps(found))
+        report_kept(directory, said.append)
+    assert said == [
+        "kept 3 of 20 responses; dropped: 15 by reward, 2 by empty",
+        "kept 20 of 20 responses",
+    ]
 
 
 def test_a_change_of_the_filter_makes_its_readers_stale(sampled: Path, run: RunDirectory) -> None:

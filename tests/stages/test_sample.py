@@ -257,6 +257,7 @@ def test_a_filter_that_leaves_nothing_fails_and_keeps_what_was_drawn(tmp_path: P
     for why, count in dropped.items():
         assert f"{count} by {why}" in message
     assert str(tmp_path / "drawn.parquet") in message
+    assert message.endswith("better model, and rerun with --from collect")
     assert not (tmp_path / "collection.json").exists()
     nothing_drawn = mock.patch.object(RejectionSampling, "_request", side_effect=AssertionError)
     with nothing_drawn, pytest.raises(UserError) as again:
