@@ -21,6 +21,7 @@ from tests.runs import braid
 
 LOOK_SECONDS = 0.05
 SPACING_SECONDS = 2.0  # between two kills, so that the launcher has noticed the first
+LATE_SECONDS = 30.0  # that a kill may come after its moment, once its stage has ended
 PATIENCE_SECONDS = 600.0  # to the next kill, and from the last one to the end
 ENDING_SECONDS = 120.0  # that what a killed launcher had started may take to end
 
@@ -61,7 +62,7 @@ class KilledRun:
         self._launched = self._launch(*begin)
 
     def kill(self, moment: Moment, order: Sequence[str]) -> Kill | None:
-        """Kill a process at a moment, and return the kill; None where the run ends before.
+        """Kill a process at a moment, and return the kill; None where no such process is left.
 
         The kill comes earlier where this run reaches the next step sooner than the watched run did,
         and later where there is no such process yet. `order` is that of the run's stages.
@@ -76,6 +77,8 @@ class KilledRun:
                 due, within = now + moment.seconds, here == wanted
             if (now >= due or (within and here > wanted)) and self._strike(moment):
                 return self.kills[-1]
+            if here[0] > wanted[0] and now > due + LATE_SECONDS:
+                return None  # later stages may have no such process
             time.sleep(LOOK_SECONDS)
         return None
 
