@@ -172,6 +172,5 @@ GRPO = register(
         ),
         GrpoSettings,
         samples=True,
-        in_array=True,
     )
 )

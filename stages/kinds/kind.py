@@ -136,8 +136,7 @@ class StageKind:
     `work` is the module whose `run(job)` does it on every rank. `reads` are the keys of the run,
     besides the stage's own block, that its result depends on: a key stands for everything below it,
     and `{domain}` for each of the stage's domains. A change elsewhere leaves the stage valid.
-    `script` is the file of slurm/ that runs it, without its suffix. Stages `in_array` that wait for
-    the same stages share an array of jobs.
+    `script` is the file of slurm/ that runs it, without its suffix.
     """
 
     name: str
@@ -146,7 +145,6 @@ class StageKind:
     reads: tuple[str, ...]
     settings: type[StageSettings] | None = None  # None: it is made by other blocks, as a gate
     samples: bool = False  # on engines
-    in_array: bool = False
     script: str = ""
 
     @property

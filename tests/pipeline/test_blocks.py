@@ -60,6 +60,21 @@ def test_teachers_may_be_named_by_a_template(config: Path) -> None:
     assert crossed["merge"].teachers == {"sums": "experts.words", "words": "experts.sums"}
 
 
+def test_a_stage_of_each_domain_has_its_own_teacher_and_weight(config: Path) -> None:
+    named = "teachers: {sums: experts, words: cold_start}, domain_weights: {words: 2}"
+    with_block(
+        config, f"own: {{kind: distill, from: merge, for_each: domain, {named}, {TRAINED[1:]}"
+    )
+    stages = stages_of(config)
+    assert stages["own.sums"].teachers == {"sums": "experts.sums"}
+    assert stages["own.words"].teachers == {"words": "cold_start"}
+    found = errors(config, "stages.own.domains=[sums]")
+    assert [each.partition(": ")[2] for each in found] == [
+        "stages.own.teachers.words: no such domain: words; known: sums",
+        "stages.own.domain_weights.words: no such domain: words; known: sums",
+    ]
+
+
 def test_a_block_of_one_stage_may_teach_every_domain(config: Path) -> None:
     stages = stages_of(config, "stages.experts.domains=[sums]")
     assert stages["merge"].teachers == {"sums": "experts.sums", "words": "experts.sums"}
@@ -169,6 +184,10 @@ def test_random_numbers_derive_from_another_name_where_one_is_stated(config: Pat
             f"more: {{kind: distill, from: cold_start, teachers: {{sums: experts}}, {TRAINED[1:]}",
             "stages.more.teachers: no teacher for the domain words; add one, or leave it out of"
             " domains: [sums]",
+        ),
+        (
+            f"more: {{kind: distill, from: cold_start, teachers: {{}}, {TRAINED[1:]}",
+            "stages.more.teachers: no teacher for the domains sums, words; add one",
         ),
         (
             "more: {kind: distill, from: cold_start, teachers: {sums: experts, word: experts}, "
