@@ -22,6 +22,12 @@ from stages.objectives.loss import ObjectiveSettings
 from stages.settings import RunSettings
 
 GATE = "gates."
+MOST_NAMED = 4  # stages of a block in one message
+# By what a stage leaves: what to do where nothing reads it.
+UNREAD = {
+    "checkpoints": "evaluate or export the model, or delete the block",
+    "data": "name it in `data` of another stage, or delete the block",
+}
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"  # of a stage, which names a directory
 
 
@@ -157,19 +163,30 @@ def graph_rules(run: RunSettings) -> Found:
         yield from _cycle_rules(blocks)
 
 
-def unread(run: RunSettings) -> Iterator[str]:
-    """Yield a line for each stage that trains or collects what no other stage reads."""
+def unread(run: RunSettings) -> Found:
+    """Yield each block of which stages train or collect what nothing reads.
+
+    An evaluation, an export and a gate read a model; a stage that only waits for another does not.
+    """
     blocks = Blocks(run)
     read = {
         blocks.resolve(reference, domain)
         for stage in blocks.stages
-        for _, reference, domain, _ in blocks.references(stage)
+        for _, reference, domain, leaves in blocks.references(stage)
+        if leaves
     }
     every = any(blocks.inputs(stage).every_model for stage in blocks.stages)
+    found: dict[str, list[Unrolled]] = {}
     for stage in blocks.stages:
         leaves = KINDS[stage.settings.kind].leaves
-        if stage.name not in read and (leaves == "data" or (leaves == "checkpoints" and not every)):
-            yield f"{stage.key}: no stage reads the {leaves} of {stage.name}"
+        measured = leaves == "checkpoints" and (every or stage.gate is not None)
+        if leaves in UNREAD and stage.name not in read and not measured:
+            found.setdefault(stage.key, []).append(stage)
+    for key, stages in found.items():
+        leaves = KINDS[stages[0].settings.kind].leaves
+        names = [stage.name for stage in stages[:MOST_NAMED]]
+        more = f" and {len(stages) - MOST_NAMED} more" if len(stages) > MOST_NAMED else ""
+        yield key, f"no stage reads the {leaves} of {', '.join(names)}{more}; {UNREAD[leaves]}"
 
 
 def _block_rules(run: RunSettings) -> Found:
