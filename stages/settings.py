@@ -167,8 +167,8 @@ class StageJob(Settings):
 
     All paths are absolute. `parent` and the values of `teachers` and `models` are checkpoint
     directories (`.../checkpoints/step_N`) or Hugging Face checkpoints, those of `data` the files
-    that other stages collected. The stage writes only below `directory`, except that
-    an export goes to `output`.
+    that other stages collected; references of a KL penalty are `models` by domain. The stage writes
+    only below `directory`, except that an export goes to `output`.
     """
 
     stage: str

@@ -36,8 +36,9 @@ class Stage:
     """A node of the graph, of the block `block` of the run's stages.
 
     `parent`, `teachers`, `models` and `data` name the stages whose output it loads, or are paths of
-    models outside the run; `after` names stages that it waits for without loading anything. A gate
-    compares the model `gated`, on every domain of `against`, with the model named there.
+    models outside the run; the references of a KL penalty are `models` by domain. `after` names
+    stages that it waits for without loading anything. A gate compares the model `gated`, on every
+    domain of `against`, with the model named there.
     """
 
     name: str
@@ -149,6 +150,8 @@ class _Compiler:
         parent = self._found(inputs.parent, of.domain) if inputs.parent else None
         teachers = {d: self._found(name, d) for d, name in inputs.teachers.items()}
         models = {known: self._found(name, of.domain) for known, name in inputs.models.items()}
+        references = {d: self._found(name, d) for d, name in inputs.references.items()}
+        models |= {d: name for d, name in references.items() if name != parent}  # loaded anyway
         if inputs.every_model:
             models = {each.name: each.name for each in self._blocks.stages if _trains(each)}
         data = {source: self._found(name, of.domain) for source, name in inputs.data.items()}

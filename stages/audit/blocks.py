@@ -55,7 +55,7 @@ def recorded_stage(run: RecordedRun, name: str) -> RecordedStage:
         teachers = own.get("teachers") or {}
         if isinstance(teachers, str):
             teachers = dict.fromkeys(domains, teachers)
-        kl = (settings.get("objective") or {}).get("kl", {}).get("reference", "parent")
+        kl = (settings.get("objective") or {}).get("kl", {})
         parent = own["from"] and _resolved(run, own["from"], only)
         return RecordedStage(
             name,
@@ -64,8 +64,22 @@ def recorded_stage(run: RecordedRun, name: str) -> RecordedStage:
             settings,
             parent,
             {each: _resolved(run, teachers[each], each) for each in domains if each in teachers},
-            parent if kl in ("parent", "ema") else _resolved(run, kl, only),
+            _reference(run, name, kl, domains) or parent,
         )
+
+
+def _reference(
+    run: RecordedRun, stage: str, kl: dict[str, Any], domains: tuple[str, ...]
+) -> str | None:
+    """Return the model that a KL penalty names; None where that is the parent, or an average."""
+    if not kl.get("coefficient") or kl["reference"] in ("parent", "ema"):
+        return None
+    found = {_resolved(run, kl["reference"], domain) for domain in domains}
+    if len(found) > 1:
+        raise NotAuditable(
+            f"the domains of {stage} have different references, which are not audited together"
+        )
+    return found.pop()
 
 
 def _unrolled(run: RecordedRun) -> Iterator[tuple[str, str, tuple[str, ...]]]:

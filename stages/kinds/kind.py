@@ -49,13 +49,15 @@ class RunBlocks(Protocol):
 class Inputs:
     """The inputs of a stage, each named as in the configuration: a block, a stage or a path.
 
-    `teachers` are by domain, `data` by the name of the source, `models` by the name that the stage
-    knows them under; with `every_model` a stage takes every model that the run trains.
+    `teachers` and the `references` of a KL penalty are by domain, `data` by the name of the source,
+    `models` by the name that the stage knows them under; with `every_model` a stage takes every
+    model that the run trains.
     """
 
     parent: str | None = None
     teachers: Mapping[str, str] = field(default_factory=dict)
     models: Mapping[str, str] = field(default_factory=dict)
+    references: Mapping[str, str] = field(default_factory=dict)
     data: Mapping[str, str] = field(default_factory=dict)
     every_model: bool = False
 
