@@ -52,7 +52,7 @@ class Unrolled:
         return f"stages.{self.block}"
 
     @property
-    def seed_name(self) -> str:
+    def seeded_as(self) -> str:
         """The name that its random numbers derive from."""
         return _named(self.settings.seeded_as or self.name, self.domain)
 

@@ -38,7 +38,7 @@ class Stage:
     `parent`, `teachers`, `models` and `data` name the stages whose output it loads, or are paths of
     models outside the run; the references of a KL penalty are `models` by domain. `after` names
     stages that it waits for without loading anything. A gate compares the model `gated`, on every
-    domain of `against`, with the model named there.
+    domain of `against`, with the model named there. Its random numbers derive from `seeded_as`.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Stage:
     against: dict[str, str] = field(default_factory=dict)
     steps: int | None = None
     routing: str | None = None
-    seed_name: str | None = None
+    seeded_as: str = ""
     reads: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -106,6 +106,11 @@ class Stage:
     @property
     def trains(self) -> bool:
         return self.declared.trains
+
+    @property
+    def draws(self) -> bool:
+        """True where it has random numbers."""
+        return "seed" in self.declared.reads
 
     @property
     def needs_engine(self) -> bool:
@@ -177,7 +182,7 @@ class _Compiler:
             after=tuple(dict.fromkeys([*after, *self._gates(loaded)])),
             steps=trained[1].steps if trained else 0 if _trains(of) else None,
             routing=block.replay(run, of.domains),
-            seed_name=of.seed_name if of.seed_name != of.name else None,
+            seeded_as=of.seeded_as,
             reads={**self._reads(block.kind, of.domains), **own},
         )
 
@@ -199,7 +204,7 @@ class _Compiler:
             models=models,
             gated=stage.name,
             against=against,
-            seed_name=f"{GATE}{of.seed_name}" if of.seed_name != of.name else None,
+            seeded_as=f"{GATE}{of.seeded_as}",
             reads={**self._reads("gate", domains), **dict(flatten(own))},
         )
 

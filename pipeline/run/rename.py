@@ -286,7 +286,7 @@ def _check_same(stage: Stage, now: Stage, names: Mapping[str, str], old: str) ->
         loaded = [named.get(each, each) for each in (of.parent or "", *of.teachers.values())]
         others = [named.get(each, each) for each in (*of.models.values(), *of.data.values())]
         waits = sorted(named.get(each, each) for each in of.after)
-        return of.kind, of.domains, loaded, others, waits, of.steps, of.seed_name or of.name
+        return of.kind, of.domains, loaded, others, waits, of.steps, of.seeded_as
 
     if shape(stage, names) != shape(now, {}):
         raise UserError(

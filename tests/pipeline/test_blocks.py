@@ -110,12 +110,12 @@ def test_a_stage_waits_for_what_it_does_not_load(config: Path) -> None:
 
 def test_random_numbers_derive_from_another_name_where_one_is_stated(config: Path) -> None:
     plain = stages_of(config)
-    assert {stage.seed_name for stage in plain.values()} == {None}
+    assert [stage.seeded_as for stage in plain.values()] == [*plain]
     template = "stages.experts.as='new.{domain}'", "stages.experts.seeded_as='experts.{domain}'"
     renamed = stages_of(config, *template)
-    assert renamed["new.sums"].seed_name == "experts.sums"
+    assert renamed["new.sums"].seeded_as == "experts.sums"
     assert renamed["new.sums"].reads == plain["experts.sums"].reads
-    assert stages_of(config, "stages.merge.seeded_as=first")["merge"].seed_name == "first"
+    assert stages_of(config, "stages.merge.seeded_as=first")["merge"].seeded_as == "first"
 
 
 # What no graph can be compiled of.

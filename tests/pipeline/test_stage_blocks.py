@@ -56,7 +56,7 @@ def test_another_name_changes_nothing_that_a_stage_reads(graph: Graph) -> None:
     renamed = {"as": "policy.{domain}", "seeded_as": "experts.{domain}"}
     now = graph(experts=renamed)["policy.sums"]
     assert now.reads == before.reads
-    assert (before.seed_name, now.seed_name) == (None, "experts.sums")
+    assert before.seeded_as == now.seeded_as == "experts.sums"
 
 
 def test_a_stage_trains_as_its_domain_says_but_for_the_blocks_it_states(graph: Graph) -> None:
