@@ -39,7 +39,7 @@ network_interface: lo
 walltime: "0:30:00"
 kinds: {distill: {walltime: "0:02:00"}}
 warning_seconds: 60
-experts_at_once: 1
+array_task_throttle: 1
 """
 NODES = "4"
 AWAY_SECONDS = 8.0  # that the controller stays away

@@ -23,7 +23,7 @@ LOOP_KEYS = (
     "async_checkpoints",
 )
 # Of a stage's own block: what it starts from, waits for and is called is in the graph, and the
-# lineage has the digests of its inputs.
+# lineage has the digests of its inputs and the name that it is seeded as.
 STRUCTURE = ("from", "for_each", "as", "domains", "after", "seeded_as", "teachers", "models")
 NEUTRAL_KEYS = ("guards", "gate", *STRUCTURE, *(f"loop.{key}" for key in LOOP_KEYS))
 NON_INVALIDATING_KEYS = (
@@ -31,7 +31,7 @@ NON_INVALIDATING_KEYS = (
     *(f"engine.{key}" for key in ENGINE_KEYS),
     *(f"domains.*.loop.{key}" for key in LOOP_KEYS),
     *(f"stages.*.loop.{key}" for key in LOOP_KEYS),
-    *("stages.*.guards", "stages.*.seeded_as", "stages.*.after"),
+    *("stages.*.guards", "stages.*.after"),
 )
 
 

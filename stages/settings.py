@@ -171,8 +171,8 @@ class StageJob(Settings):
 
     All paths are absolute. `parent` and the values of `teachers` and `models` are checkpoint
     directories (`.../checkpoints/step_N`) or Hugging Face checkpoints, those of `data` the files
-    that other stages collected. The stage writes only below `directory`, except that
-    an export goes to `output`.
+    that other stages collected; references of a KL penalty are `models` by domain. The stage writes
+    only below `directory`, except that an export goes to `output`.
     """
 
     stage: str
@@ -180,7 +180,10 @@ class StageJob(Settings):
     block: str | None = Field(default=None, description="of the stage's settings; null: none")
     domain: str | None = None
     domains: list[str] = Field(default_factory=list, description="that the stage is about")
-    seed_name: str | None = Field(default=None, description="null: the stage's name")
+    seeded_as: str = Field(
+        default_factory=lambda given: given.get("stage", ""),
+        description="name that its random numbers derive from",
+    )
     directory: Path
     attempt: Count
     parent: Path | None = None
@@ -213,11 +216,6 @@ class StageJob(Settings):
         """The settings of the stage's block."""
         assert self.block is not None, "a job outside the graph has no block"
         return self.settings.stages[self.block]
-
-    @property
-    def seeded_as(self) -> str:
-        """The name that the stage's random numbers derive from."""
-        return self.seed_name or self.stage
 
     @property
     def policy(self) -> PolicySettings:

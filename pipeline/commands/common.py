@@ -6,13 +6,14 @@ import json
 import sys
 from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace
 from argparse import RawDescriptionHelpFormatter as Raw
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from parallel.errors import UserError, hint
-from pipeline.config.validate import load, load_cluster
+from pipeline.config.unroll import unread
+from pipeline.config.validate import load, load_cluster, located
 from pipeline.launch.placement import Programs
 from pipeline.report.gpu_memory import GpusOf, gpus_here, gpus_of
 from pipeline.run.directory import TRUST_OPTION, RunDirectory, check_owner
@@ -301,12 +302,27 @@ def load_config(arguments: Namespace, *, to_start: bool = True) -> RunSettings:
         UserError: an input of the bundle is missing or differs.
     """
     arguments.bundle = bundle_at(arguments.config)
-    name = [] if arguments.name is None else [f"name={json.dumps(arguments.name)}"]
-    overrides = [*arguments.overrides, *name, *getattr(arguments, "implied", [])]
+    overrides = _overrides(arguments)
     if arguments.bundle is not None:
         arguments.config = arguments.bundle.config
         arguments.bundle.check_inputs(load(arguments.config, overrides, to_start=False))
     return load(arguments.config, overrides, to_start=to_start)
+
+
+def _overrides(arguments: Namespace) -> list[str]:
+    name = [] if arguments.name is None else [f"name={json.dumps(arguments.name)}"]
+    return [*arguments.overrides, *name, *getattr(arguments, "implied", [])]
+
+
+def cautions_of(arguments: Namespace, found: Iterable[tuple[str, str]]) -> list[str]:
+    """Return each (dotted key, message) about the configuration, with file and line."""
+    return located(arguments.config, _overrides(arguments), found)
+
+
+def warn_of_unread(arguments: Namespace, settings: RunSettings) -> None:
+    """Warn on standard error of every block whose stages nothing reads."""
+    for line in cautions_of(arguments, unread(settings)):
+        say(line, file=sys.stderr)
 
 
 def known_gpus(arguments: Namespace, settings: RunSettings) -> GpusOf:

@@ -21,7 +21,7 @@ from pipeline.text import say, shown
     "  braid mv quickstart experts teachers               the block, and all stages of it\n"
     "  braid mv quickstart 'rl.{domain}' 'rlvr.{domain}'   its `as`\n\n"
     "Renames the stages' directories, their gates, and every reference in run.yaml, manifests and\n"
-    "results. `seeded_as` keeps the old name, so a rerun draws the same random numbers. Nothing\n"
+    "results. `seeded_as` keeps the old name, so random numbers stay as they are. Nothing\n"
     "becomes stale. The command prints what the configuration must say; with that, `braid run\n"
     "CONFIG` continues the run. Where a kill cut it short, the same command finishes it.\n"
     "See docs/how-to/edit-a-pipeline.md.",

@@ -7,6 +7,7 @@ from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from pipeline.commands.common import (
 )
 from pipeline.config.read import ConfigError
 from pipeline.config.rules import policy_cautions
+from pipeline.config.unroll import unread
 from pipeline.config.validate import dump_resolved, load_cluster
 from pipeline.launch.runner import machine_shares
 from pipeline.report import drawing, explain
@@ -92,7 +94,7 @@ def validate(arguments: Namespace) -> None:
         raise
     warnings = [
         *cautions({name: each.rewards for name, each in settings.domains.items()}),
-        *policy_cautions(settings),
+        *common.cautions_of(arguments, chain(policy_cautions(settings), unread(settings))),
         *_refused_here(settings, stages),
         *too_large,
     ]
@@ -192,6 +194,7 @@ def plan(arguments: Namespace) -> None:
         _warn(_too_large(settings, stages, arguments))
         return
     run = common.load_configured_run(arguments)
+    common.warn_of_unread(arguments, run.settings)
     _check_engines(arguments, run.settings, run.stages)
     states = states_now(run)
     _warn(_too_large(run.settings, unfinished(run.stages, states), arguments))

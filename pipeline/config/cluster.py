@@ -23,7 +23,7 @@ READ_BY_JOBS = (
 )
 # Options of sbatch that Braid sets on every job, and what to use instead.
 _OWN = {
-    ("-a", "--array"): "see experts_at_once",
+    ("-a", "--array"): "see array_task_throttle",
     ("-d", "--dependency", "--kill-on-invalid-dep"): "dependencies follow the run's graph",
     ("--comment",): "it records a job's run and stage",
     ("-J", "--job-name"): "a job is named after its run and stage",
@@ -127,7 +127,10 @@ class KindSettings(Settings):
 class ClusterSettings(Settings):
     """The profile of a cluster: the resources of a stage's Slurm job."""
 
-    renamed: ClassVar[dict[str, str]] = {"walltimes": "kinds: {KIND: {walltime: ...}}"}
+    renamed: ClassVar[dict[str, str]] = {
+        "walltimes": "kinds: {KIND: {walltime: ...}}",
+        "experts_at_once": "array_task_throttle",
+    }
 
     account: str | None = Field(default=None, description="sbatch --account")
     partition: str | None = Field(default=None, description="sbatch --partition")
@@ -170,8 +173,10 @@ class ClusterSettings(Settings):
         description="restarts of a stage from the same step, after an unexplained failure, a lost"
         " node or too short a walltime",
     )
-    experts_at_once: Count | None = Field(
-        default=None, description="array tasks of experts in parallel; null is Slurm's limit"
+    array_task_throttle: Count | None = Field(
+        default=None,
+        description="maximum tasks of an array in parallel, such as the stages of a block with"
+        " for_each; null is Slurm's limit",
     )
     network_interface: str | None = Field(
         default=None,

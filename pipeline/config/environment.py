@@ -45,11 +45,15 @@ def violations(run: RunSettings) -> Found:
     ):
         yield "model.initial_weights", problem
     blocks = Blocks(run)
-    for stage in blocks.stages:
-        for where, reference, _, leaves in blocks.references(stage):
-            outside = leaves == "checkpoints" and is_path(reference)
-            if outside and (problem := model_violation(Path(reference), model)):
-                yield f"{stage.key}.{where}", problem
+    outside = {  # once each, however many stages of a block name it
+        (key, path)
+        for stage in blocks.stages
+        for key, reference, domain, leaves in blocks.references(stage)
+        if leaves == "checkpoints" and (path := blocks.resolve(reference, domain)) and is_path(path)
+    }
+    for key, path in sorted(outside):
+        if problem := model_violation(Path(path), model):
+            yield key, problem
     if model.tokenizer == CHARACTERS:
         pass
     elif (why := unreachable(tokenizer)) is not None:

@@ -25,7 +25,7 @@ from parallel.settings import (
     optimizer_violations,
 )
 from pipeline.config.engine_rules import engine_rules, quantized_rollout_rules
-from pipeline.config.unroll import Blocks, graph_rules, policies, unread
+from pipeline.config.unroll import Blocks, graph_rules, policies
 from stages.data.reasoning_gym import FORMATS
 from stages.data.settings import (
     FileDemonstrationSettings,
@@ -72,8 +72,8 @@ def domain_violations(name: str, domain: DomainSettings, pool: RewardPoolSetting
     yield from policy_rules(under(f"domains.{name}"), domain, domain.rewards, None)
 
 
-def policy_cautions(settings: RunSettings) -> Iterator[str]:
-    """Yield a line for each valid setting with an effect that is easy to miss."""
+def policy_cautions(settings: RunSettings) -> Found:
+    """Yield each valid setting of a policy with an effect that is easy to miss."""
     precision = settings.model.precision
     for at, policy, objective in policies(settings):
         correction, replay = objective.correction, policy.routing.replay
@@ -84,10 +84,10 @@ def policy_cautions(settings: RunSettings) -> Iterator[str]:
                 "routing.replay is none" if replay == "none" else f"model.precision is {precision}"
             )
             yield (
-                f"{at('objective.correction')}: all samples are weighted by pi_old / mu, not only "
-                f"stale ones, since {why}; set samples: stale to weight only those"
+                at("objective.correction"),
+                "all samples are weighted by pi_old / mu, not only stale ones, since "
+                f"{why}; set samples: stale to weight only those",
             )
-    yield from unread(settings)
 
 
 # Model, layout and engine.

@@ -22,6 +22,12 @@ from stages.objectives.loss import ObjectiveSettings
 from stages.settings import RunSettings
 
 GATE = "gates."
+MOST_NAMED = 4  # stages of a block in one message
+# By what a stage leaves: what to do where nothing reads it.
+UNREAD = {
+    "checkpoints": "evaluate or export the model, or delete the block",
+    "data": "name it in `data` of another stage, or delete the block",
+}
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"  # of a stage, which names a directory
 # The keys of references to stages and models, or of lists of them: paths where they have a slash.
 REFERENCES: tuple[tuple[str, ...], ...] = (
@@ -57,7 +63,7 @@ class Unrolled:
         return f"stages.{self.block}"
 
     @property
-    def seed_name(self) -> str:
+    def seeded_as(self) -> str:
         """The name that its random numbers derive from."""
         return _named(self.settings.seeded_as or self.name, self.domain)
 
@@ -110,18 +116,26 @@ class Blocks:
         return stage.settings.inputs(self.run, stage.domains)
 
     def references(self, stage: Unrolled) -> Iterator[tuple[str, str, str | None, str]]:
-        """Yield every reference of a stage: its key, itself, the domain, and what it must leave."""
-        found, block = self.inputs(stage), stage.settings
+        """Yield every reference of a stage: its key, itself, the domain, and what it must leave.
+
+        That is empty for a stage that is only waited for.
+        """
+        found, block, key = self.inputs(stage), stage.settings, stage.key
         if found.parent is not None:
-            yield block.key_of("parent"), found.parent, stage.domain, "checkpoints"
+            yield f"{key}.{block.key_of('parent')}", found.parent, stage.domain, "checkpoints"
         for domain, name in found.teachers.items():
-            yield block.key_of("teachers", domain), name, domain, "checkpoints"
+            yield f"{key}.{block.key_of('teachers', domain)}", name, domain, "checkpoints"
+        for domain, name in found.references.items():
+            where = "objective.kl.reference"  # in the block, or in its domain
+            if isinstance(block, GrpoSettings):
+                yield block.keys(key, stage.domains, domain)(where), name, domain, "checkpoints"
         for known_as, name in found.models.items():
-            yield block.key_of("models", known_as), name, stage.domain, "checkpoints"
+            at = f"{key}.{block.key_of('models', known_as)}"
+            yield at, name, stage.domain, "checkpoints"
         for source, name in found.data.items():
-            yield block.key_of("data", source), name, stage.domain, "data"
+            yield f"{key}.{block.key_of('data', source)}", name, stage.domain, "data"
         for name in block.after:
-            yield "after", name, stage.domain, ""
+            yield f"{key}.after", name, stage.domain, ""
 
 
 def policies(run: RunSettings) -> Iterator[tuple[At, PolicySettings, ObjectiveSettings]]:
@@ -162,25 +176,36 @@ def graph_rules(run: RunSettings) -> Found:
         return
     blocks = Blocks(run)
     yield from _name_rules(blocks)
-    broken = [*_reference_rules(blocks)]
+    broken = dict.fromkeys(_reference_rules(blocks))  # the stages of a block say the same
     yield from broken
     if not broken:
         yield from _cycle_rules(blocks)
 
 
-def unread(run: RunSettings) -> Iterator[str]:
-    """Yield a line for each stage that trains or collects what no other stage reads."""
+def unread(run: RunSettings) -> Found:
+    """Yield each block of which stages train or collect what nothing reads.
+
+    An evaluation, an export and a gate read a model; a stage that only waits for another does not.
+    """
     blocks = Blocks(run)
     read = {
         blocks.resolve(reference, domain)
         for stage in blocks.stages
-        for _, reference, domain, _ in blocks.references(stage)
+        for _, reference, domain, leaves in blocks.references(stage)
+        if leaves
     }
     every = any(blocks.inputs(stage).every_model for stage in blocks.stages)
+    found: dict[str, list[Unrolled]] = {}
     for stage in blocks.stages:
         leaves = KINDS[stage.settings.kind].leaves
-        if stage.name not in read and (leaves == "data" or (leaves == "checkpoints" and not every)):
-            yield f"{stage.key}: no stage reads the {leaves} of {stage.name}"
+        measured = leaves == "checkpoints" and (every or stage.gate is not None)
+        if leaves in UNREAD and stage.name not in read and not measured:
+            found.setdefault(stage.key, []).append(stage)
+    for key, stages in found.items():
+        leaves = KINDS[stages[0].settings.kind].leaves
+        names = [stage.name for stage in stages[:MOST_NAMED]]
+        more = f" and {len(stages) - MOST_NAMED} more" if len(stages) > MOST_NAMED else ""
+        yield key, f"no stage reads the {leaves} of {', '.join(names)}{more}; {UNREAD[leaves]}"
 
 
 def _block_rules(run: RunSettings) -> Found:
@@ -235,12 +260,11 @@ def _name_rules(blocks: Blocks) -> Found:
 
 def _reference_rules(blocks: Blocks) -> Found:
     for stage in blocks.stages:
-        for where, reference, domain, leaves in blocks.references(stage):
-            key, found = f"{stage.key}.{where}", blocks.resolve(reference, domain)
-            if found is None:
+        for key, reference, domain, leaves in blocks.references(stage):
+            if (found := blocks.resolve(reference, domain)) is None:
                 yield key, _unresolved(blocks, reference, domain)
             elif is_path(found):
-                if where == "after":
+                if not leaves:
                     yield key, f"{reference} is a path; only stages of the run can be waited for"
             elif leaves and (left := KINDS[blocks.by_name[found].settings.kind].leaves) != leaves:
                 yield key, f"{found} leaves {left}, and {leaves} are needed here"
@@ -260,9 +284,9 @@ def _cycle_rules(blocks: Blocks) -> Found:
     """Yield each cycle once, at the reference of its first stage."""
     waits: dict[str, dict[str, str]] = {stage.name: {} for stage in blocks.stages}
     for stage in blocks.stages:
-        for where, reference, domain, _ in blocks.references(stage):
+        for key, reference, domain, _ in blocks.references(stage):
             if (found := blocks.resolve(reference, domain)) and not is_path(found):
-                waits[stage.name].setdefault(found, f"{stage.key}.{where}")
+                waits[stage.name].setdefault(found, key)
     for path in _cycles({name: [*found] for name, found in waits.items()}):
         yield waits[path[0]][path[1]], f"dependency cycle: {' -> '.join(path)}"
 

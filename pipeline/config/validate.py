@@ -79,6 +79,15 @@ def load(path: Path, overrides: Sequence[str] = (), *, to_start: bool = True) ->
     return _settings(tree, reader, to_start=to_start)
 
 
+def located(path: Path, overrides: Sequence[str], found: Iterable[tuple[str, str]]) -> list[str]:
+    """Return every (dotted key, message) about a valid configuration, with file and line."""
+    if not (listed := list(found)):  # most configurations are read only once
+        return []
+    reader = Reader()
+    tree, _ = apply_deletions(_with_overrides(reader.file(path), overrides, reader))
+    return [str(each) for each in _located(tree, listed)]
+
+
 def load_domain(path: Path, pool: RewardPoolSettings) -> DomainSettings:
     """Read a domain's file by itself, as the domain that the file is named after.
 
@@ -168,11 +177,14 @@ def _valid(root: type[Root], tree: Mapping, reader: Reader) -> tuple[Mapping, Ro
 
 def _check_rules(tree: Mapping, broken: Iterable[tuple[str, str]]) -> None:
     """Raise ConfigError with every (dotted key, message) at its location, if there is one."""
-    found = [
-        Violation(nearest(tree, tuple(key.split("."))), key, message) for key, message in broken
-    ]
-    if found:
-        raise ConfigError(sorted(found, key=_reading_order))
+    if found := _located(tree, broken):
+        raise ConfigError(found)
+
+
+def _located(tree: Mapping, found: Iterable[tuple[str, str]]) -> list[Violation]:
+    """Return every (dotted key, message) at its location, in reading order."""
+    pairs = ((nearest(tree, tuple(key.split("."))), key, message) for key, message in found)
+    return sorted((Violation(*each) for each in pairs), key=_reading_order)
 
 
 def _with_domain(tree: Mapping, path: Path, reader: Reader) -> Mapping:

@@ -238,7 +238,7 @@ def stage_job(run: Run, stage: Stage, attempt: int) -> StageJob:
         block=stage.block,
         domain=stage.domain,
         domains=list(stage.domains),
-        seed_name=stage.seed_name,
+        seeded_as=stage.seeded_as,
         directory=directory.path.absolute(),
         attempt=attempt,
         parent=run.model_path(stage.parent) if stage.parent else None,

@@ -165,7 +165,9 @@ def _models(stage: Stage, settings: RunSettings) -> list[RankModels]:
     frozen, averages = compared_with(stage, settings)
     critic = critic_memory(stage, settings)
     block = rewarded(stage, settings)
-    logits = [each.kl.needs_logits for each in objectives(stage, settings)] if block else [True]
+    logits = (
+        [each.kl.needs_logits for each in objectives(stage, settings).values()] if block else [True]
+    )
     headed = frozen if any(logits) else 0
     return [
         RankModels(

@@ -61,20 +61,21 @@ def compared_with(stage: Stage, settings: RunSettings) -> tuple[int, int]:
     """
     if rewarded(stage, settings) is None:
         return len(stage.teachers), 0
-    penalties = [each.kl for each in objectives(stage, settings) if each.kl.coefficient > 0]
-    averages = {kl.ema_decay for kl in penalties if kl.reference == AVERAGE}
-    named = [kl.reference for kl in penalties if kl.reference != AVERAGE]
-    return len({stage.models.get(name, stage.parent) for name in named}), len(averages)
+    own = {name: each.kl for name, each in objectives(stage, settings).items()}
+    penalties = {name: kl for name, kl in own.items() if kl.coefficient > 0}
+    averages = {kl.ema_decay for kl in penalties.values() if kl.reference == AVERAGE}
+    others = [name for name, kl in penalties.items() if kl.reference != AVERAGE]
+    return len({stage.models.get(name, stage.parent) for name in others}), len(averages)
 
 
-def objectives(stage: Stage, settings: RunSettings) -> list[ObjectiveSettings]:
+def objectives(stage: Stage, settings: RunSettings) -> dict[str, ObjectiveSettings]:
     """Return the objective of each domain of a stage that learns from rewards."""
     assert stage.block is not None
     block = settings.stages[stage.block]
     if isinstance(block, GrpoSettings):
-        return [*block.objectives(settings, stage.domains).values()]
+        return block.objectives(settings, stage.domains)
     policy = block.policy(settings, stage.domains)
-    return [] if policy is None else [policy.objective]
+    return {} if policy is None else dict.fromkeys(stage.domains, policy.objective)
 
 
 def _trained(

@@ -21,6 +21,7 @@ from pipeline.text import say, shown
 from stages.directory import Below, EngineDirectory, StageDirectory
 
 LOCK_TIMEOUT_SECONDS = 0.5
+RESULTS_TIMEOUT_SECONDS = 60.0  # of a thousand evaluations that end at once, on a shared disk
 PRIVATE = 0o700  # the mode of a run's directory
 TRUST_OPTION = "--trust-run"
 ROOT = 0  # may write everywhere in any case
@@ -150,6 +151,13 @@ class RunDirectory:
         """
         with _locked(self.path / "submit.lock", f"{shown(self.path)} is") as descriptor:
             yield descriptor
+
+    @contextmanager
+    def lock_results(self) -> Iterator[None]:
+        """Hold results.json for this process alone while it is written."""
+        what = f"results.json of {shown(self.path)} is"
+        with _locked(self.path / "results.lock", what, lock_timeout=RESULTS_TIMEOUT_SECONDS):
+            yield
 
     def is_running(self, stage: str | None = None) -> bool:
         """Return whether a launcher, on any machine whose locks are shared, holds the run alone.

@@ -36,8 +36,9 @@ class Stage:
     """A node of the graph, of the block `block` of the run's stages.
 
     `parent`, `teachers`, `models` and `data` name the stages whose output it loads, or are paths of
-    models outside the run; `after` names stages that it waits for without loading anything. A gate
-    compares the model `gated`, on every domain of `against`, with the model named there.
+    models outside the run; the references of a KL penalty are `models` by domain. `after` names
+    stages that it waits for without loading anything. A gate compares the model `gated`, on every
+    domain of `against`, with the model named there. Its random numbers derive from `seeded_as`.
     """
 
     name: str
@@ -54,7 +55,7 @@ class Stage:
     against: dict[str, str] = field(default_factory=dict)
     steps: int | None = None
     routing: str | None = None
-    seed_name: str | None = None
+    seeded_as: str = ""
     reads: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -107,6 +108,11 @@ class Stage:
         return self.declared.trains
 
     @property
+    def draws(self) -> bool:
+        """True where it has random numbers."""
+        return "seed" in self.declared.reads
+
+    @property
     def needs_engine(self) -> bool:
         return self.declared.samples
 
@@ -149,6 +155,8 @@ class _Compiler:
         parent = self._found(inputs.parent, of.domain) if inputs.parent else None
         teachers = {d: self._found(name, d) for d, name in inputs.teachers.items()}
         models = {known: self._found(name, of.domain) for known, name in inputs.models.items()}
+        references = {d: self._found(name, d) for d, name in inputs.references.items()}
+        models |= {d: name for d, name in references.items() if name != parent}  # loaded anyway
         if inputs.every_model:
             models = {each.name: each.name for each in self._blocks.stages if _trains(each)}
         data = {source: self._found(name, of.domain) for source, name in inputs.data.items()}
@@ -174,7 +182,7 @@ class _Compiler:
             after=tuple(dict.fromkeys([*after, *self._gates(loaded)])),
             steps=trained[1].steps if trained else 0 if _trains(of) else None,
             routing=block.replay(run, of.domains),
-            seed_name=of.seed_name if of.seed_name != of.name else None,
+            seeded_as=of.seeded_as,
             reads={**self._reads(block.kind, of.domains), **own},
         )
 
@@ -196,7 +204,7 @@ class _Compiler:
             models=models,
             gated=stage.name,
             against=against,
-            seed_name=f"{GATE}{of.seed_name}" if of.seed_name != of.name else None,
+            seeded_as=f"{GATE}{of.seeded_as}",
             reads={**self._reads("gate", domains), **dict(flatten(own))},
         )
 

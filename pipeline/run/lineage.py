@@ -60,7 +60,8 @@ class Lineage:
 
     `layout` is the exception: a checkpoint loads on any layout. `files` are digests of the data and
     the tokenizer. `roles` are the digests of `parents` by what the stage loads each as, since two
-    of them may change places.
+    of them may change places. `seeded_as` is the name that random numbers derive from: None where
+    there are none, and where an older version wrote the manifest.
     """
 
     stage: str
@@ -70,6 +71,7 @@ class Lineage:
     layout: dict[str, Any]
     routing: str | None
     roles: dict[str, str | None] = field(default_factory=dict)
+    seeded_as: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +111,7 @@ def lineage_from(
         settings=stage.reads,
         layout=layout,
         routing=stage.routing,
+        seeded_as=stage.seeded_as if stage.draws else None,
     )
 
 
@@ -161,6 +164,8 @@ def changes(recorded: Lineage, now: Lineage) -> Iterator[str]:
     for key, files in now.files.items():
         if files is not None and recorded.files.get(key, files) != files:
             yield f"the files of {key} changed"
+    if None not in (recorded.seeded_as, now.seeded_as) and recorded.seeded_as != now.seeded_as:
+        yield f"seeded_as was {recorded.seeded_as} and is now {now.seeded_as}"
     if recorded.settings != now.settings:
         keys = recorded.settings.keys() | now.settings.keys()
         for key in sorted(keys):

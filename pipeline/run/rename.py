@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from parallel.errors import UserError, hint
 from parallel.files import read_text, write_atomically
-from pipeline.config.unroll import Blocks, Unrolled, graph_rules, is_path
+from pipeline.config.unroll import Blocks, graph_rules, is_path
 from pipeline.config.yaml_core import dump
 from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import Stage, compile_graph, digest
@@ -273,17 +273,10 @@ def _of_domain(template: str, domain: str) -> str:
 def _reference_keys(settings: RunSettings) -> list[str]:
     """Return every dotted key that may refer to a stage."""
     blocks = Blocks(settings)
-    keys = [
-        f"{stage.key}.{where}" for stage in blocks.stages for where in _references(blocks, stage)
-    ]
+    keys = [key for stage in blocks.stages for key, *_ in blocks.references(stage)]
     keys += [f"stages.{name}.{KL_REFERENCE}" for name in settings.stages]
     keys += [f"domains.{name}.{KL_REFERENCE}" for name in settings.domains]
     return list(dict.fromkeys(keys))
-
-
-def _references(blocks: Blocks, stage: Unrolled) -> Iterator[str]:
-    for where, *_ in blocks.references(stage):
-        yield where
 
 
 def _check_same(stage: Stage, now: Stage, names: Mapping[str, str], old: str) -> None:
@@ -293,7 +286,7 @@ def _check_same(stage: Stage, now: Stage, names: Mapping[str, str], old: str) ->
         loaded = [named.get(each, each) for each in (of.parent or "", *of.teachers.values())]
         others = [named.get(each, each) for each in (*of.models.values(), *of.data.values())]
         waits = sorted(named.get(each, each) for each in of.after)
-        return of.kind, of.domains, loaded, others, waits, of.steps, of.seed_name or of.name
+        return of.kind, of.domains, loaded, others, waits, of.steps, of.seeded_as
 
     if shape(stage, names) != shape(now, {}):
         raise UserError(

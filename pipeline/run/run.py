@@ -200,6 +200,15 @@ class Run(RunDirectory):
         Raises:
             UserError: the evaluation's results are damaged.
         """
+        # Tasks of an array of evaluations may end at once: the last to write must have read all.
+        with self.lock_results():
+            models = self._evaluated()
+            results = {"models": models, "minutes": minutes(self.ledger.events())}
+            write_atomically(self.results, json.dumps(results, indent=2) + "\n")
+        return models
+
+    def _evaluated(self) -> Models:
+        """Return the results of all evaluations, each of which may have measured other domains."""
         models: Models = {}
         states = self.refresh().states
         for stage in self.stages:
@@ -210,9 +219,8 @@ class Run(RunDirectory):
                 raise UserError(
                     f"{shown(path)} is damaged; rerun the evaluation with --from {stage.name}"
                 )
-            models.update(found)
-        results = {"models": models, "minutes": minutes(self.ledger.events())}
-        write_atomically(self.results, json.dumps(results, indent=2) + "\n")
+            for model, domains in found.items():
+                models.setdefault(model, {}).update(domains)
         return models
 
     def model_path(self, reference: str) -> Path:

@@ -32,7 +32,7 @@ MAY_CHANGE = f"""\
           {", ".join(ENGINE_KEYS[10:13])},
           {", ".join(ENGINE_KEYS[13:])}
   every domain and stage: guards
-  every stage: after, seeded_as
+  every stage: after
   every loop: {", ".join(LOOP_KEYS)}"""
 
 

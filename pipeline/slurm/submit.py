@@ -13,6 +13,7 @@ from parallel.errors import UserError
 from parallel.files import write_atomically
 from parallel.slots import check_engine_size
 from pipeline.config.cluster import ClusterSettings
+from pipeline.config.unroll import GATE
 from pipeline.config.validate import place_in_cluster
 from pipeline.config.yaml_core import dump
 from pipeline.run.directory import RunDirectory
@@ -95,7 +96,7 @@ def submissions(
 ) -> list[Submission]:
     """Return the jobs of the wanted stages that are neither done nor in the queue, in graph order.
 
-    Stages of one kind that wait for the same stages share an array, where the kind says so.
+    Stages of one block and kind that wait for the same jobs share an array.
     """
     job_of = {
         name: state.job
@@ -108,15 +109,15 @@ def submissions(
     left = [
         stage for stage in wanted if states[stage.name].state != "done" and stage.name not in job_of
     ]
+    # By name: a stage that waits for one that is submitted later is not of an earlier array.
+    unfinished = job_of.keys() | {stage.name for stage in left}
+    arrays: dict[tuple[str | None, str, frozenset[str]], list[Stage]] = {}
+    for stage in left:
+        waits = frozenset(unfinished.intersection(stage.waits_for))
+        arrays.setdefault((stage.block, stage.kind, waits), []).append(stage)
     found: list[Submission] = []
-    while left:
-        first, *others = left
-        alike = [first]
-        if first.declared.in_array:
-            same = (first.kind, first.waits_for)
-            alike += [each for each in others if (each.kind, each.waits_for) == same]
-        left = [each for each in left if each not in alike]
-        after = tuple(job_of[name] for name in first.waits_for if name in job_of)
+    for alike in arrays.values():  # by their first stages, so after all that they wait for
+        after = tuple(job_of[name] for name in alike[0].waits_for if name in job_of)
         submission = _submission(run, cluster, alike, after)
         for stage in alike:
             job_of[stage.name] = submission.job(f"{{{len(found)}}}", stage)
@@ -217,7 +218,7 @@ def _submission(
         raise UserError(f"{shown(script)} is missing; install braid from a checkout")
     logs = run.slurm.absolute() / ("%x-%j.out" if alone else "%x-%A_%a.out")
     options = [
-        f"--job-name={run.name}.{first.name if alone else first.block}",
+        f"--job-name={run.name}.{first.name if alone else _array_name(first)}",
         f"--comment={comment_of(run, stages)}",
         *size_options(settings.layout, settings.engine if first.needs_engine else None, cluster),
         f"--time={cluster.walltime}",
@@ -225,8 +226,8 @@ def _submission(
         f"--output={logs}",
     ]
     if not alone:
-        at_once = f"%{cluster.experts_at_once}" if cluster.experts_at_once else ""
-        options.append(f"--array=0-{len(stages) - 1}{at_once}")
+        throttle = f"%{cluster.array_task_throttle}" if cluster.array_task_throttle else ""
+        options.append(f"--array=0-{len(stages) - 1}{throttle}")
     named = {
         "account": cluster.account,
         "partition": cluster.partition,
@@ -237,6 +238,11 @@ def _submission(
     options += [f"--{name}={value}" for name, value in named.items() if value is not None]
     arguments = (str(run.path.absolute()), *(stage.name for stage in stages))
     return Submission(tuple(stages), (*options, *cluster.options), script, arguments, after)
+
+
+def _array_name(stage: Stage) -> str:
+    """Return the name of an array of a block's stages, or of their gates."""
+    return f"{GATE}{stage.block}" if stage.kind == "gate" else str(stage.block)
 
 
 def _with_keys(

@@ -73,10 +73,6 @@ def recorded_stage(run: RecordedRun, name: str) -> RecordedStage:
         if isinstance(teachers, str):
             teachers = dict.fromkeys(domains, teachers)
         parent = own["from"] and _resolved(run, own["from"], only)
-
-        def model(named: str) -> str | None:
-            return parent if named in ("parent", "ema") else _resolved(run, named, only)
-
         return RecordedStage(
             name,
             own["kind"],
@@ -84,13 +80,15 @@ def recorded_stage(run: RecordedRun, name: str) -> RecordedStage:
             settings,
             parent,
             {each: _resolved(run, teachers[each], each) for each in domains if each in teachers},
-            model(own["reference"]) if own["kind"] == "dpo" else None,
-            tuple(
-                RecordedObjective(of, among, found, model(found["kl"]["reference"]))
-                for of, among, found in _objectives(run, own, domains)
-            ),
+            _model(run, own["reference"], parent, only) if own["kind"] == "dpo" else None,
+            tuple(_objectives(run, own, domains, parent)) if own["kind"] == "grpo" else (),
             _placed(own["seeded_as"] or name, only),
         )
+
+
+def _model(run: RecordedRun, named: str, parent: str | None, domain: str | None) -> str | None:
+    """Return the model that a reference names; the stage's parent where it is, or starts as, it."""
+    return parent if named in ("parent", "ema") else _resolved(run, named, domain)
 
 
 def _unrolled(run: RecordedRun) -> Iterator[tuple[str, str, tuple[str, ...]]]:
@@ -125,16 +123,20 @@ def _placed(template: str, domain: str | None) -> str:
 
 
 def _objectives(
-    run: RecordedRun, own: dict[str, Any], domains: tuple[str, ...]
-) -> Iterator[tuple[str, tuple[str, ...], dict[str, Any]]]:
-    """Yield name, domains and settings of each objective of a policy; none of other kinds."""
-    if own["kind"] != "grpo":
-        return
-    each = [own["objective"] or run.settings["domains"][name]["objective"] for name in domains]
+    run: RecordedRun, own: dict[str, Any], domains: tuple[str, ...], parent: str | None
+) -> Iterator[RecordedObjective]:
+    """Yield the objectives of a policy: one where settings and references of all are equal."""
+    found = [own["objective"] or run.settings["domains"][domain]["objective"] for domain in domains]
+    references = [
+        _model(run, each["kl"]["reference"], parent, domain) if each["kl"]["coefficient"] else None
+        for each, domain in zip(found, domains, strict=True)
+    ]
+    each = list(zip(found, references, strict=True))
     if all(other == each[0] for other in each):
-        yield SHARED, domains, each[0]
+        yield RecordedObjective(SHARED, domains, *each[0])
     else:
-        yield from ((name, (name,), of) for name, of in zip(domains, each, strict=True))
+        for domain, (settings, reference) in zip(domains, each, strict=True):
+            yield RecordedObjective(domain, (domain,), settings, reference)
 
 
 def _policy(

@@ -77,16 +77,19 @@ class DistillSettings(TrainedStageSettings):
         at = under(key)
         if self.from_ is None:
             yield at("from"), "must name what the student starts from"
+        # With for_each: domain, a stage reads its own entry of those for all domains of the block.
+        known = [name for name in run.domains if self.domains is None or name in self.domains]
         if isinstance(self.teachers, dict):
-            for name in sorted(set(domains) - self.teachers.keys()):
-                yield (
-                    at("teachers"),
-                    f"no teacher for the domain {name}; add one, or leave it out of domains: "
-                    f"[{', '.join(each for each in domains if each != name)}]",
-                )
+            taught = ", ".join(name for name in known if name in self.teachers)
+            if missing := [name for name in domains if name not in self.teachers]:
+                names, it = f"domain {missing[0]}", "it"
+                if len(missing) > 1:
+                    names, it = f"domains {', '.join(missing)}", "them"
+                instead = f", or leave {it} out of domains: [{taught}]" if taught else ""
+                yield at("teachers"), f"no teacher for the {names}; add one{instead}"
         for block, named in (("teachers", self.teachers), ("domain_weights", self.domain_weights)):
-            for name in sorted(set(named) - set(domains)) if isinstance(named, dict) else ():
-                yield at(f"{block}.{name}"), f"no such domain: {name}; {hint(name, domains)}"
+            for name in sorted(set(named) - set(known)) if isinstance(named, dict) else ():
+                yield at(f"{block}.{name}"), f"no such domain: {name}; {hint(name, known)}"
         yield from warmup_rules(at, self.optimizer, self.loop)
         yield from sampling_rules(at, self.sampling, self.rollout, run)
 

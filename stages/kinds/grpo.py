@@ -78,16 +78,13 @@ class GrpoSettings(StageSettings):
     )
 
     def inputs(self, run: RunBlocks, domains: Sequence[str]) -> Inputs:
-        named = {
-            kl.reference
-            for kl in (each.kl for each in self.objectives(run, domains).values())
-            if kl.coefficient > 0 and kl.reference not in OWN_REFERENCES
+        loaded = (*OWN_REFERENCES, self.from_)
+        references = {
+            domain: each.kl.reference
+            for domain, each in self.objectives(run, domains).items()
+            if each.kl.coefficient > 0 and each.kl.reference not in loaded
         }
-        models = {name: name for name in sorted(named) if name != self.from_}
-        return Inputs(parent=self.from_, models=models)
-
-    def key_of(self, role: str, name: str = "") -> str:
-        return "objective.kl.reference" if role == "models" else super().key_of(role, name)
+        return Inputs(parent=self.from_, references=references)
 
     def policy(self, run: RunBlocks, domains: Sequence[str]) -> PolicySettings:
         """Return how the stage trains; of several domains with the objective of the first."""
@@ -172,6 +169,5 @@ GRPO = register(
         ),
         GrpoSettings,
         samples=True,
-        in_array=True,
     )
 )

@@ -49,13 +49,15 @@ class RunBlocks(Protocol):
 class Inputs:
     """The inputs of a stage, each named as in the configuration: a block, a stage or a path.
 
-    `teachers` are by domain, `data` by the name of the source, `models` by the name that the stage
-    knows them under; with `every_model` a stage takes every model that the run trains.
+    `teachers` and the `references` of a KL penalty are by domain, `data` by the name of the source,
+    `models` by the name that the stage knows them under; with `every_model` a stage takes every
+    model that the run trains.
     """
 
     parent: str | None = None
     teachers: Mapping[str, str] = field(default_factory=dict)
     models: Mapping[str, str] = field(default_factory=dict)
+    references: Mapping[str, str] = field(default_factory=dict)
     data: Mapping[str, str] = field(default_factory=dict)
     every_model: bool = False
 
@@ -148,8 +150,7 @@ class StageKind:
     `work` is the module whose `run(job)` does it on every rank. `reads` are the keys of the run,
     besides the stage's own block, that its result depends on: a key stands for everything below it,
     and `{domain}` for each of the stage's domains. A change elsewhere leaves the stage valid.
-    `script` is the file of slurm/ that runs it, without its suffix. Stages `in_array` that wait for
-    the same stages share an array of jobs.
+    `script` is the file of slurm/ that runs it, without its suffix.
     """
 
     name: str
@@ -158,7 +159,6 @@ class StageKind:
     reads: tuple[str, ...]
     settings: type[StageSettings] | None = None  # None: it is made by other blocks, as a gate
     samples: bool = False  # on engines
-    in_array: bool = False
     script: str = ""
 
     @property

@@ -1,9 +1,9 @@
 """The objectives of a stage's domains: one that all of them share, or one for each.
 
-Domains whose objectives are equal share one with all that it learns, so that a stage on several
-domains trains as on one. Where objectives differ, micro-batches hold one domain each, and every
-domain has its own KL coefficient and lambda; losses are still normalised by the counts of all
-domains together.
+Domains whose objectives and references are equal share one with all that it learns, so that a
+stage on several domains trains as on one. Where they differ, micro-batches hold one domain each,
+and every domain has its own KL coefficient and lambda; losses are still normalised by the counts of
+all domains together.
 """
 
 from __future__ import annotations
@@ -131,11 +131,14 @@ class StageObjectives:
         """Build the baselines and references; `settings` are each domain's."""
         self.domains = tuple(settings)
         first, *others = settings.values()
-        if all(each == first for each in others):
+        # A reference may be each domain's own stage of one block.
+        loaded = {job.models.get(domain) for domain in settings}
+        if all(each == first for each in others) and len(loaded) == 1:
             named: dict[str, ObjectiveSettings] = {SHARED: first}
         else:
             named = dict(settings)
-        references = references_of(job, policy, [each.kl for each in named.values()])
+        penalties = {name or self.domains[0]: each.kl for name, each in named.items()}
+        references = references_of(job, policy, penalties)
         self.references = list(dict.fromkeys(filter(None, references)))
         self._named = {
             name: DomainObjective(

@@ -36,8 +36,8 @@ class KLSettings(Settings):
     )
     reference: str = Field(
         default="parent",
-        description="model that the KL is measured to: parent, ema, or the name of a stage, such as"
-        " cold_start",
+        description="model that the KL is measured to: parent, ema, or a stage, such as cold_start,"
+        " or a path; a block with for_each: domain is each domain's own stage of it",
     )
     ema_decay: Fraction = Field(
         default=0.99, description="weight of the old average at every update of the reference ema"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from statistics import fmean
 
 import torch
@@ -25,21 +25,26 @@ CRITIC = "critic"  # its name in a checkpoint, as AVERAGE is that of an average
 
 
 class Reference:
-    """The stage's parent, another stage, or an exponential moving average of the policy (`ema`).
+    """The stage's parent, another model, or an exponential moving average of the policy (`ema`).
 
-    The average is kept in fp32, since bf16 would round small steps away, and is saved with the
-    policy's checkpoints, under `name`.
+    Another model is the one of `domain`'s penalty. The average is kept in fp32, since bf16 would
+    round small steps away, and is saved with the policy's checkpoints, under `name`.
     """
 
     def __init__(
-        self, job: StageJob, policy: TrainedPolicy, settings: KLSettings, name: str = AVERAGE
+        self,
+        job: StageJob,
+        policy: TrainedPolicy,
+        settings: KLSettings,
+        domain: str,
+        name: str = AVERAGE,
     ) -> None:
         self._settings, self._trained = settings, policy
         model, origin = job.settings.model, job.parent
         if settings.reference == AVERAGE:
             model = model.model_copy(update={"precision": "fp32"})
         elif settings.reference != "parent":
-            origin = job.models.get(settings.reference, job.parent)
+            origin = job.models.get(domain, job.parent)
         self._policy = Policy(model, job.settings.layout)
         policy.residency.share.add(self._policy.residency)
         assert origin is not None
@@ -77,24 +82,24 @@ class Reference:
 
 
 def references_of(
-    job: StageJob, policy: TrainedPolicy, penalties: Sequence[KLSettings]
+    job: StageJob, policy: TrainedPolicy, penalties: Mapping[str, KLSettings]
 ) -> list[Reference | None]:
-    """Return the reference of each penalty: one model for all that name the same; None without one.
+    """Return the reference of each domain's penalty: one model for all that mean the same.
 
-    An average is kept for each distinct decay.
+    None without one. An average is kept for each distinct decay.
     """
-    used = [kl for kl in penalties if kl.coefficient > 0]
+    used = [kl for kl in penalties.values() if kl.coefficient > 0]
     several = len({kl.ema_decay for kl in used if kl.reference == AVERAGE}) > 1
     made: dict[object, Reference] = {}
     found: list[Reference | None] = []
-    for kl in penalties:
+    for domain, kl in penalties.items():
         average = kl.reference == AVERAGE
-        key = kl.ema_decay if average else job.models.get(kl.reference, job.parent)
+        key = kl.ema_decay if average else job.models.get(domain, job.parent)
         if kl.coefficient > 0 and key not in made:
             # A dot would end the model's name in a checkpoint's keys.
             decay = str(kl.ema_decay).replace(".", "_")
             name = f"{AVERAGE}_{decay}" if several else AVERAGE
-            made[key] = Reference(job, policy, kl, name)
+            made[key] = Reference(job, policy, kl, domain, name)
         found.append(made[key] if kl.coefficient > 0 else None)
     return found
 

@@ -17,7 +17,7 @@ from stages.audit.stage_audit import audit_step
 CHECKED_BY = {
     "CispoRatioSettings": "stages/objectives/test_ratios.py",
     "ClusterSettings": "pipeline/test_cluster_profiles.py",
-    "ClusterSettings.experts_at_once": "pipeline/test_slurm_jobs.py",
+    "ClusterSettings.array_task_throttle": "pipeline/test_slurm_jobs.py",
     "ClusterSettings.gpu_memory_gib": "pipeline/test_capacity.py",
     "ClusterSettings.network_interface": "pipeline/test_slurm_jobs.py",
     "ClusterSettings.restarts": "slurm/test_slurm.py",

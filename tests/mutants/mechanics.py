@@ -146,10 +146,10 @@ MUTANTS = [
         "tests/stages/test_evaluate.py",
     ),
     Mutant(
-        "experts_at_once is ignored",
+        "array_task_throttle is ignored",
         "pipeline/slurm/submit.py",
-        'at_once = f"%{cluster.experts_at_once}" if cluster.experts_at_once else ""',
-        'at_once = ""',
+        'throttle = f"%{cluster.array_task_throttle}" if cluster.array_task_throttle else ""',
+        'throttle = ""',
         "tests/pipeline/test_slurm_jobs.py",
     ),
     Mutant(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from pipeline.config.unroll import unread
 from pipeline.config.validate import load
 from pipeline.run.graph import Stage, compile_graph
 from tests.pipeline.violations import MIXED, TRAINED, edited, errors
+from tests.runs import REPOSITORY
 
 Braid = Callable[..., tuple[int, str, str]]
 LAST = "  export: {kind: export, from: merge}\n"
@@ -60,6 +63,21 @@ def test_teachers_may_be_named_by_a_template(config: Path) -> None:
     assert crossed["merge"].teachers == {"sums": "experts.words", "words": "experts.sums"}
 
 
+def test_a_stage_of_each_domain_has_its_own_teacher_and_weight(config: Path) -> None:
+    named = "teachers: {sums: experts, words: cold_start}, domain_weights: {words: 2}"
+    with_block(
+        config, f"own: {{kind: distill, from: merge, for_each: domain, {named}, {TRAINED[1:]}"
+    )
+    stages = stages_of(config)
+    assert stages["own.sums"].teachers == {"sums": "experts.sums"}
+    assert stages["own.words"].teachers == {"words": "cold_start"}
+    found = errors(config, "stages.own.domains=[sums]")
+    assert [each.partition(": ")[2] for each in found] == [
+        "stages.own.teachers.words: no such domain: words; known: sums",
+        "stages.own.domain_weights.words: no such domain: words; known: sums",
+    ]
+
+
 def test_a_block_of_one_stage_may_teach_every_domain(config: Path) -> None:
     stages = stages_of(config, "stages.experts.domains=[sums]")
     assert stages["merge"].teachers == {"sums": "experts.sums", "words": "experts.sums"}
@@ -92,12 +110,12 @@ def test_a_stage_waits_for_what_it_does_not_load(config: Path) -> None:
 
 def test_random_numbers_derive_from_another_name_where_one_is_stated(config: Path) -> None:
     plain = stages_of(config)
-    assert {stage.seed_name for stage in plain.values()} == {None}
+    assert [stage.seeded_as for stage in plain.values()] == [*plain]
     template = "stages.experts.as='new.{domain}'", "stages.experts.seeded_as='experts.{domain}'"
     renamed = stages_of(config, *template)
-    assert renamed["new.sums"].seed_name == "experts.sums"
+    assert renamed["new.sums"].seeded_as == "experts.sums"
     assert renamed["new.sums"].reads == plain["experts.sums"].reads
-    assert stages_of(config, "stages.merge.seeded_as=first")["merge"].seed_name == "first"
+    assert stages_of(config, "stages.merge.seeded_as=first")["merge"].seeded_as == "first"
 
 
 # What no graph can be compiled of.
@@ -169,6 +187,10 @@ def test_random_numbers_derive_from_another_name_where_one_is_stated(config: Pat
             f"more: {{kind: distill, from: cold_start, teachers: {{sums: experts}}, {TRAINED[1:]}",
             "stages.more.teachers: no teacher for the domain words; add one, or leave it out of"
             " domains: [sums]",
+        ),
+        (
+            f"more: {{kind: distill, from: cold_start, teachers: {{}}, {TRAINED[1:]}",
+            "stages.more.teachers: no teacher for the domains sums, words; add one",
         ),
         (
             "more: {kind: distill, from: cold_start, teachers: {sums: experts, word: experts}, "
@@ -255,11 +277,53 @@ def test_a_key_of_a_former_domain_is_reported_with_its_new_form(
     assert found.startswith(f"small.yaml:{line}: domains.words.{key}: renamed to {new}")
 
 
-def test_validate_warns_of_a_stage_that_nothing_reads(braid: Braid, config: Path) -> None:
+def warnings(braid: Braid, config: Path, *overrides: str) -> list[str]:
+    """Return the warnings of `validate`, which `plan` and `run` print to standard error."""
+    code, out, _ = braid("validate", config, *overrides, "--json")
+    assert code == 0
+    found = [str(each) for each in json.loads(out)["warnings"]]
+    for command in (("plan",), ("run", "--dry-run")):
+        code, _, err = braid(*command, config, *overrides)
+        assert (code, err) == (0, "".join(f"{line}\n" for line in found))
+    return [each.removeprefix(f"{config.parent}/") for each in found]
+
+
+def test_a_stage_that_nothing_reads_is_a_warning_with_file_and_line(
+    braid: Braid, config: Path
+) -> None:
     """An evaluation of every model reads what nothing else does."""
     with_block(config, "alone: {kind: grpo, from: cold_start, domains: [sums]}")
-    warning = "stages.alone: no stage reads the checkpoints of alone"
-    code, out, err = braid("validate", config)
-    assert code == 0 and warning not in out + err
-    code, out, err = braid("validate", config, "stages.evaluate.models=[merge]")
-    assert code == 0 and warning in out + err
+    assert warnings(braid, config) == []
+    some = "stages.evaluate.models=[merge]"
+    assert warnings(braid, config, some) == [
+        "small.yaml:36: stages.alone: no stage reads the checkpoints of alone; evaluate or export "
+        "the model, or delete the block"
+    ]
+    for reads in ("stages.evaluate.models=[merge, alone]", "stages.export.from=alone"):
+        assert [each for each in warnings(braid, config, some, reads) if "alone" in each] == []
+    waits = warnings(braid, config, some, "stages.export.after=[alone]")
+    assert len(waits) == 1  # what only waits for it reads nothing
+    assert warnings(braid, config, some, "stages.alone.gate.problems=20") == []
+
+
+def test_a_block_of_which_stages_nothing_reads_is_one_warning(braid: Braid, config: Path) -> None:
+    with_block(
+        config,
+        "collect: {kind: sample, from: merge, for_each: domain, prompts: 8, keep: {reward: null}}",
+    )
+    assert warnings(braid, config) == [
+        "small.yaml:36: stages.collect: no stage reads the data of collect.sums, collect.words; "
+        "name it in `data` of another stage, or delete the block"
+    ]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *sorted((REPOSITORY / "configs" / "recipes").glob("[!_]*.yaml")),
+        *(REPOSITORY / "configs" / f"{name}.yaml" for name in ("quickstart", "smoke")),
+    ],
+    ids=lambda path: path.stem,
+)
+def test_every_stage_of_a_recipe_is_read(path: Path) -> None:
+    assert [*unread(load(path, to_start=False))] == []

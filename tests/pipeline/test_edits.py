@@ -55,7 +55,8 @@ def test_a_renamed_block_is_recognised(braid: Braid, config: Path, small: Path) 
     assert code == 1
     assert hint in err and stays in err
     assert braid("mv", "small", "experts", "rl")[0] == 0
-    assert edit(braid, wanted) is None  # `seeded_as` makes nothing stale
+    stated = edited_copy(wanted, ("rl: {", "rl: {seeded_as: 'experts.{domain}', "))
+    assert edit(braid, stated) is None  # what `braid mv` says to state
 
 
 def test_two_renamed_blocks_are_recognised_through_each_other(
@@ -70,7 +71,38 @@ def test_two_renamed_blocks_are_recognised_through_each_other(
     assert edit(braid, wanted)["renamed"] == [["cold_start", "warm"], ["experts", "rl"]]
     assert braid("mv", "small", "cold_start", "warm")[0] == 0
     assert braid("mv", "small", "experts", "rl")[0] == 0
-    assert edit(braid, wanted) is None
+    seeded = ("warm:\n", "warm:\n    seeded_as: cold_start\n")
+    stated = edited_copy(wanted, seeded, ("rl: {", "rl: {seeded_as: 'experts.{domain}', "))
+    assert edit(braid, stated) is None
+
+
+def test_another_seed_by_hand_is_stale(braid: Braid, config: Path, small: Path) -> None:
+    """The names that random numbers derive from, of a block of each kind."""
+    other = "stages.experts.seeded_as='other.{domain}'"
+    cause = "seeded_as was experts.sums and is now other.sums"
+    code, out, _ = braid("plan", config, other, "--json")
+    found = json.loads(out)["edit"]
+    assert (code, found["stale"]["experts.sums"]) == (0, cause)
+    assert found["reused"] == ["cold_start"]
+    code, _, err = braid("run", config, other)
+    assert code == 1
+    assert 'stages.experts.seeded_as: null there, "other.{domain}" here' in err
+    for name, stale in (("evaluate", ["evaluate"]), ("export", [])):
+        code, out, _ = braid("plan", config, f"stages.{name}.seeded_as=other", "--json")
+        found = json.loads(out)["edit"]  # an export draws nothing
+        assert [*(found or {"stale": {}})["stale"]] == stale
+
+
+def test_a_manifest_of_before_has_no_seed_that_could_differ(
+    braid: Braid, config: Path, small: Path
+) -> None:
+    path = small / "stages/merge/manifest.json"
+    manifest = json.loads(path.read_text())
+    assert manifest.pop("seeded_as") == "merge"
+    path.write_text(json.dumps(manifest))
+    assert edit(braid, config) is None
+    code, out, _ = braid("plan", config, "stages.merge.seeded_as=other", "--json")
+    assert (code, json.loads(out)["edit"]) == (0, None)
 
 
 def test_another_as_is_recognised(braid: Braid, config: Path, runs: Path) -> None:

@@ -243,7 +243,7 @@ def test_without_a_cold_start_experts_grow_from_the_initial_weights(
     for name in ("experts.words", "mixed", "merge"):
         assert stages[name].parent == "initial"
     assert stages["experts.sums"].parent == "experts.words"
-    assert stages["experts.sums"].models == {"initial": "initial"}
+    assert stages["experts.sums"].models == {"sums": "initial"}
     assert "initial" in stages["evaluate"].models
     assert "cold_start" not in stages
 

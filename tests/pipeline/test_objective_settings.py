@@ -8,15 +8,20 @@ from typing import Any
 
 import pytest
 
+from parallel.files import Checkpoint
 from pipeline import cli
 from pipeline.config.read import ConfigError
 from pipeline.config.validate import dump_resolved, load
-from pipeline.run.graph import compile_graph
+from pipeline.report.stage_memory import compared_with
+from pipeline.run.directory import RunDirectory
+from pipeline.run.graph import Stage, compile_graph
+from pipeline.run.lineage import changes, lineage_from
 from stages.objectives.advantages.gae import GaeSettings
 from stages.objectives.kl import KLSettings
 from stages.objectives.loss import REGISTRIES, ObjectiveSettings
 from stages.objectives.registry import AGGREGATIONS, KL_ESTIMATORS
-from tests.pipeline.violations import MIXED, TRAINED, violation, with_mixed
+from stages.settings import RunSettings
+from tests.pipeline.violations import MIXED, TRAINED, edited, errors, violation, with_mixed
 
 EXPERT = "domains.sums.objective"
 
@@ -162,7 +167,7 @@ def test_a_critic_allows_groups_of_one(config: Path) -> None:
 @pytest.mark.parametrize(
     ("kl", "models"),
     [
-        ("{coefficient: 0.1, reference: first}", {"first": "first"}),
+        ("{coefficient: 0.1, reference: first}", {"sums": "first"}),
         ("{coefficient: 0.0, reference: first}", {}),
         ("{coefficient: 0.1, reference: cold_start}", {}),  # its parent, which it loads anyway
         ("{coefficient: 0.1, reference: ema}", {}),
@@ -177,6 +182,69 @@ def test_a_reference_is_an_input_of_its_stage(
     stage = next(each for each in compile_graph(settings) if each.name == "experts.sums")
     assert stage.models == models
     assert stage.inputs == ("cold_start", *models.values())
+
+
+PENALTY = "objective.kl={coefficient: 0.1, reference: experts}"
+
+
+def mixed_of(config: Path, *overrides: str) -> tuple[Stage, RunSettings]:
+    """Return a stage that trains on both domains, from the merge of their experts."""
+    settings = load(config, [MIXED, "stages.mixed.from=merge", *overrides])
+    return next(each for each in compile_graph(settings) if each.name == "mixed"), settings
+
+
+@pytest.mark.parametrize("reference", ["experts", "'experts.{domain}'"])
+def test_a_block_is_the_reference_of_each_domain_s_own_stage(config: Path, reference: str) -> None:
+    """A stage on several domains, as with `teachers`."""
+    own = {"sums": "experts.sums", "words": "experts.words"}
+    kl = PENALTY.replace("experts", reference)
+    for stated in ([f"stages.mixed.{kl}"], [f"domains.{name}.{kl}" for name in own]):
+        cold = [] if len(stated) == 1 else ["stages.experts.objective={}"]  # else its own reference
+        stage, settings = mixed_of(config, *stated, *cold)
+        assert stage.models == own
+        assert stage.inputs == ("merge", *own.values())
+        assert compared_with(stage, settings) == (2, 0)
+
+
+def test_domains_may_differ_in_the_stage_that_is_their_reference(config: Path) -> None:
+    """A reference that the stage starts from is loaded once, by whatever name."""
+    kl = "{coefficient: 0.1, reference: cold_start}"
+    others = f"domains.words.objective.kl={kl}", "stages.mixed.from=experts.sums"
+    stage, settings = mixed_of(
+        config, *others, f"domains.sums.{PENALTY}", "stages.experts.objective={}"
+    )
+    assert (stage.parent, stage.models) == ("experts.sums", {"words": "cold_start"})
+    assert compared_with(stage, settings) == (2, 0)
+
+
+def test_a_stage_with_references_by_domain_is_stale_where_one_of_them_changes(
+    config: Path, run: RunDirectory
+) -> None:
+    stage, _ = mixed_of(config, f"stages.mixed.{PENALTY}")
+    found = {name: Checkpoint(run.path, 1, name, {}) for name in stage.sources}
+    before = lineage_from(stage, found, {})
+    assert before.roles["models.words"] == "experts.words"
+    found["experts.words"] = Checkpoint(run.path, 1, "other", {})
+    assert [*changes(before, lineage_from(stage, found, {}))] == [
+        "the checkpoint of experts.words changed"
+    ]
+
+
+def test_a_reference_without_a_stage_of_the_domain_is_an_error_at_its_key(config: Path) -> None:
+    said = "    objective: {kl: {coefficient: 0.1, reference: experts}}"
+    edited(config, "{dataset: chain_sum}\n", "{dataset: chain_sum}\n" + said + "\n")
+    edited(config, "for_each: domain}", "for_each: domain, objective: {}}")
+    line = config.read_text().splitlines().index(said) + 1
+    third = "domains={third: {prompts: {dataset: chain_sum}, optimizer: {learning_rate: 1}, "
+    several = (f"{third}loop: {{steps: 1}}}}}}", "stages.experts.domains=[words, third]")
+    assert errors(config, MIXED, *several, "stages.merge.domains=[words, third]") == [
+        f"small.yaml:{line}: domains.sums.objective.kl.reference: experts has no stage of the "
+        "domain sums; it has experts.words, experts.third"
+    ]
+    assert errors(config, "domains.sums.objective.kl.reference=expert", MIXED) == [
+        "command line: domains.sums.objective.kl.reference: no such stage: expert; did you mean "
+        '"experts"?'
+    ]
 
 
 @pytest.mark.parametrize(
@@ -194,7 +262,8 @@ def test_a_correction_of_all_samples_is_reported(
     assert cli.main(["validate", str(config), override]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if "pi_old / mu" in line]
     assert bool(lines) == (why is not None)
-    assert not lines or lines[0].startswith("domains.sums.objective.correction: all samples are")
+    start = f"{config}:14: domains.sums.objective.correction: all samples are"  # its domain's line
+    assert not lines or lines[0].startswith(start)
     assert all(why is not None and f"since {why};" in line for line in lines)
 
 

@@ -110,7 +110,7 @@ def test_a_renamed_stage_repeats_its_random_numbers(
     assert braid("run", small / "run.yaml", "--from", "teachers.sums")[0] == 0
     for name in ("teachers.sums", "gates.teachers.sums"):
         job = json.loads((small / f"stages/{name}/attempt_1/job.json").read_text())
-        assert job["seed_name"] == name.replace("teachers", "experts")
+        assert job["seeded_as"] == name.replace("teachers", "experts")
 
 
 def test_back_again_states_no_seed(braid: Braid, small: Path) -> None:

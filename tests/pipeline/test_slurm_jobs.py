@@ -137,7 +137,11 @@ def test_too_few_cpus_of_a_node_are_found() -> None:
 def test_stages_wait_for_their_inputs(run: RunDirectory, settings: RunSettings) -> None:
     stages = compile_graph(settings)
     cluster = ClusterSettings(
-        account="lab", partition="gpu", gpus_per_node=8, experts_at_once=2, kinds={"export": EXPORT}
+        account="lab",
+        partition="gpu",
+        gpus_per_node=8,
+        array_task_throttle=2,
+        kinds={"export": EXPORT},
     )
     whole = Run(run.path, settings)
     found = submissions(whole, cluster, stages, whole.states)

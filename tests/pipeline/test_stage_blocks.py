@@ -56,7 +56,7 @@ def test_another_name_changes_nothing_that_a_stage_reads(graph: Graph) -> None:
     renamed = {"as": "policy.{domain}", "seeded_as": "experts.{domain}"}
     now = graph(experts=renamed)["policy.sums"]
     assert now.reads == before.reads
-    assert (before.seed_name, now.seed_name) == (None, "experts.sums")
+    assert before.seeded_as == now.seeded_as == "experts.sums"
 
 
 def test_a_stage_trains_as_its_domain_says_but_for_the_blocks_it_states(graph: Graph) -> None:
@@ -77,7 +77,7 @@ def test_a_kl_reference_outside_the_run_is_relative_to_the_file_that_names_it(
     graph: Graph, start: Path
 ) -> None:
     penalty = {"kl": {"coefficient": 0.1, "reference": "./start"}}
-    assert graph(experts={"objective": penalty})["experts.sums"].models == {str(start): str(start)}
+    assert graph(experts={"objective": penalty})["experts.sums"].models == {"sums": str(start)}
 
 
 def test_every_teacher_of_another_kind_of_reference_is_found(graph: Graph, start: Path) -> None:

@@ -59,11 +59,11 @@ def test_a_step_runs_and_moves_the_policy(name: str, ratio: str, tmp_path: Path)
 
 def test_the_reference_is_the_named_model(tmp_path: Path) -> None:
     policy, loaded = expert(tmp_path, {}).policy, []
-    origins = {"parent": tmp_path / "parent", "models": {"cold_start": tmp_path / "cold"}}
+    origins = {"parent": tmp_path / "parent", "models": {"sums": tmp_path / "cold"}}
     job = toy_job(tmp_path, toy_run(sums=toy_domain()), **origins)
     with mock.patch.object(load, "weights", lambda _, origin: loaded.append(origin)):
         for reference in ("parent", "cold_start"):
-            Reference(job, policy, KLSettings(coefficient=0.1, reference=reference))
+            Reference(job, policy, KLSettings(coefficient=0.1, reference=reference), "sums")
     assert loaded == [tmp_path / "parent", tmp_path / "cold"]
 
 
@@ -202,7 +202,7 @@ def test_the_average_of_a_bf16_policy_begins_at_the_parent_and_is_kept_in_fp32(
         parent=tmp_path / "step_1",
         settings=RunSettings.model_construct(model=low, layout=LayoutSettings()),
     )
-    reference = Reference(job, policy, KLSettings(reference="ema", ema_decay=0.999))
+    reference = Reference(job, policy, KLSettings(reference="ema", ema_decay=0.999), "sums")
     average = policy.averages["ema"].named_weights()
     before = {name: weight.clone() for name, weight in policy.named_weights().items()}
     for name, weight in average.items():

@@ -161,7 +161,6 @@ def job(directory: Path, bound: float = 1e9, domains: int = 1, **given: Any) -> 
         kind="sample",
         domain=None,
         domains=names,
-        seed_name=None,
         parent=directory / "step_2",
     )
 

@@ -112,7 +112,7 @@ def stage(directory: Path, sources: dict[str, Any], count: int = 6, **given: Any
     )
     shown = {"demonstrations": {"count": 30, "sequences_per_step": 5}}
     settings = toy_run(sums=toy_domain(**shown)).model_copy(update={"stages": {"tuned": block}})
-    fields = {"kind": "sft", "domain": None, "domains": ["sums"], "seed_name": None, **given}
+    fields = {"kind": "sft", "domain": None, "domains": ["sums"], **given}
     return Sft(toy_job(directory, settings, stage="tuned", block="tuned", **fields))
 
 

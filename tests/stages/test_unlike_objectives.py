@@ -17,7 +17,7 @@ from parallel.checkpoint import load
 from parallel.checkpoint.save import Saver
 from parallel.sample import Sample
 from stages.grpo import Expert
-from stages.kinds.grpo import GrpoSettings
+from stages.kinds.grpo import OWN_REFERENCES, GrpoSettings
 from stages.objectives.loss import Totals, policy_loss
 from stages.objectives.surrogate import Tokens
 from tests.fake_engines import toy_domain, toy_job, toy_run
@@ -42,8 +42,17 @@ FREE = {
 }
 
 
-def mixed(directory: Path, updates: int = 1, tokens: int = 64, **objectives: Objective) -> Expert:
-    """Return a stage that trains on a toy domain for each objective."""
+def mixed(
+    directory: Path,
+    updates: int = 1,
+    tokens: int = 64,
+    own: tuple[str, ...] = (),
+    **objectives: Objective,
+) -> Expert:
+    """Return a stage that trains on a toy domain for each objective.
+
+    The domains in `own` have a reference of no other domain, where they name one.
+    """
     domains = {
         name: toy_domain(prompts={"dataset": "chain_sum"}, objective=each)
         for name, each in objectives.items()
@@ -65,7 +74,11 @@ def mixed(directory: Path, updates: int = 1, tokens: int = 64, **objectives: Obj
     )
     settings = toy_run(**domains).model_copy(update={"stages": {"mixed": block}})
     named = {"stage": "mixed", "block": "mixed", "domain": None, "domains": [*domains]}
-    other = {"cold_start": directory / "cold"}
+    other = {
+        name: directory / (name if name in own else each["kl"]["reference"])
+        for name, each in objectives.items()
+        if each.get("kl", {}).get("reference", "parent") not in OWN_REFERENCES
+    }
     stage = opened(toy_job(directory, settings, **named, models=other))
     stage.policy.start_fresh(0)
     stage._version = 1
@@ -306,6 +319,19 @@ def test_references_are_loaded_once_each(tmp_path: Path) -> None:
     first = stage.step(1)
     assert {f"kl/{name}" for name in of if name != "free"} < first.keys()
     assert "kl/free" not in first
+
+
+def test_a_domain_s_own_reference_is_of_no_other_domain(tmp_path: Path) -> None:
+    """`reference: experts` is another model in every domain, though objectives are equal."""
+    kl = {"kl": {"coefficient": 0.1, "reference": "experts"}}
+    whole = mixed(tmp_path / "alike", sums=kl, words=kl)
+    assert only(whole).reference is not None  # one model for both
+    stage = mixed(tmp_path / "apart", own=("words",), sums=kl, words=kl)
+    of = {each.name: each.reference for each in stage.objectives}
+    assert list(of) == ["sums", "words"]
+    assert None is not of["sums"] is not of["words"] is not None
+    first = stage.step(1)
+    assert {"kl/sums", "kl/words"} < first.keys()
 
 
 def test_a_resumed_stage_repeats_an_undisturbed_one(tmp_path: Path) -> None:

@@ -156,7 +156,7 @@ def expert(
     settings = toy_run(sums=domain)
     if engine is not None:
         settings = settings.model_copy(update={"engine": engine})
-    stage = opened(toy_job(directory, settings, models={"cold_start": directory}))
+    stage = opened(toy_job(directory, settings, models={"sums": directory}))
     stage.policy.start_fresh(0)
     return stage
 
