@@ -13,7 +13,16 @@ from parallel.settings import MOST, Count, OptimizerSettings, RoutingLossSetting
 from stages.data.settings import ConversationFileSettings
 from stages.domains import LoopSettings
 from stages.guards.settings import GainGateSettings
-from stages.kinds.kind import MODEL, Found, Inputs, RunBlocks, StageKind, StageSettings, register
+from stages.kinds.kind import (
+    MODEL,
+    Found,
+    Inputs,
+    RunBlocks,
+    StageKind,
+    StageSettings,
+    register,
+    with_domains,
+)
 from stages.kinds.rules import At, too_few, under, warmup_rules
 
 
@@ -127,10 +136,15 @@ class SftSettings(StageSettings):
         return Inputs(parent=self.from_, data=collected)
 
     def read(self, run: RunBlocks, domains: Sequence[str]) -> dict[str, Any]:
-        # Without sources as before there were any: else every finished cold start would be stale.
-        return self.model_dump(
-            mode="json", exclude=None if self.data else {"data", "sequences_per_step"}
-        )
+        if not self.data:
+            # As before there were sources: else every finished cold start would be stale.
+            return self.model_dump(mode="json", exclude={"data", "sequences_per_step"})
+        # All that a mixture reads of domains that it does not name; it is the same in all of them.
+        held_out = run.domains[domains[0]].prompts.held_out_fraction
+        return {**self.model_dump(mode="json"), "held_out_fraction": held_out}
+
+    def run_keys(self, domains: Sequence[str]) -> Iterator[str]:
+        yield from with_domains(SFT.reads, self.demonstrated(domains))
 
     def trained_by(
         self, run: RunBlocks, domains: Sequence[str]
