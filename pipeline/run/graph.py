@@ -25,7 +25,7 @@ from typing import Any
 from pipeline.config.unroll import GATE, Blocks, Unrolled, is_path
 from stages.guards.settings import GateSettings, MergeGateSettings
 from stages.keys import NEUTRAL_KEYS, flatten, leaves, matches
-from stages.kinds.kind import KINDS, StageKind
+from stages.kinds.kind import KINDS, StageKind, with_domains
 from stages.settings import RunSettings
 
 PROBLEMS = ("domains.*.prompts", "domains.*.demonstrations", "data")
@@ -183,7 +183,7 @@ class _Compiler:
             steps=trained[1].steps if trained else 0 if _trains(of) else None,
             routing=block.replay(run, of.domains),
             seeded_as=of.seeded_as,
-            reads={**self._reads(block.kind, of.domains), **own},
+            reads={**self._values(block.run_keys(of.domains)), **own},
         )
 
     def _gate(self, name: str, stage: Stage, of: Unrolled) -> Stage:
@@ -205,7 +205,10 @@ class _Compiler:
             gated=stage.name,
             against=against,
             seeded_as=f"{GATE}{of.seeded_as}",
-            reads={**self._reads("gate", domains), **dict(flatten(own))},
+            reads={
+                **self._values(with_domains(KINDS["gate"].reads, domains)),
+                **dict(flatten(own)),
+            },
         )
 
     def _found(self, reference: str, domain: str | None) -> str:
@@ -218,14 +221,9 @@ class _Compiler:
         known = self._blocks.by_name
         yield from filter(None, (known[name].gate for name in names if name in known))
 
-    def _reads(self, kind: str, domains: Iterable[str]) -> dict[str, Any]:
-        """Return the keys of the run outside its blocks that a kind reads, with their values."""
-        patterns = dict.fromkeys(
-            pattern.replace("{domain}", domain)
-            for pattern in KINDS[kind].reads
-            for domain in (domains if "{domain}" in pattern else ("",))
-        )
-        return dict(chain.from_iterable(self._named(each).items() for each in patterns))
+    def _values(self, keys: Iterable[str]) -> dict[str, Any]:
+        """Return the values at and below keys of the run outside its blocks."""
+        return dict(chain.from_iterable(self._named(each).items() for each in keys))
 
 
 @cache  # all stages of a kind have the same keys, and matching them was 80 % of the time

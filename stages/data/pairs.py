@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 from pathlib import Path
@@ -11,8 +12,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from parallel.files import sha256
 from parallel.sample import Sample
-from stages.data.demonstrations import conversation_sample, response_sample
+from stages.data.demonstrations import PROBED, conversation_sample, response_sample
 from stages.data.index import Order, build_index
 from stages.data.problem import ASSISTANT, DataError, Message, content_key
 from stages.data.rows import ROWS, Row, RowError, column_of, messages_of, prompt_of
@@ -54,6 +56,9 @@ class PairRows(Protocol):
 
     def __len__(self) -> int: ...
 
+    def digest(self) -> str:
+        """Return a digest of the files' contents and of the choice of pairs from them."""
+
     def samples(self, row: int, tokenizer: Tokenizer, name: str) -> tuple[Sample, Sample]:
         """Return a pair's chosen and rejected sample, of the source `name`.
 
@@ -80,11 +85,15 @@ class FilePairs:
             whole = "\0".join(map(content_key, (pair.prompt, *pair.responses)))
             return pair, hashlib.sha256(whole.encode()).hexdigest(), split_key(pair.prompt)
 
+        self._columns = columns
         self._index = build_index(settings, "*", key, columns, parse)
         self._rows = self._index.split(False, held_out_fraction)
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    def digest(self) -> str:
+        return _digest(map(sha256, self._index.files), self._columns, self._rows)
 
     def samples(self, row: int, tokenizer: Tokenizer, name: str) -> tuple[Sample, Sample]:
         pair: Pair = self._index.read(int(self._rows[row]))
@@ -126,6 +135,10 @@ class CollectedPairs:
     def __len__(self) -> int:
         return len(self._rows)
 
+    def digest(self) -> str:
+        chosen = [each.places for each in self._rows]
+        return _digest([sha256(self._file)], [], np.array(chosen, np.int64))
+
     def samples(self, row: int, tokenizer: Tokenizer, name: str) -> tuple[Sample, Sample]:
         chosen, rejected = (self._sample(at, tokenizer, name) for at in self._rows[row].places)
         return chosen, rejected
@@ -149,6 +162,12 @@ class CollectedPairs:
             prompt=np.array(tokenizer.encode(prompt), np.int32),
             response=np.array(ids, np.int32),
         )
+
+
+def _digest(files: Iterable[str], columns: Sequence[str], rows: np.ndarray) -> str:
+    """Return the digest of files' digests, the columns that are read, and the rows."""
+    whole = json.dumps([list(files), list(columns), hashlib.sha256(rows.tobytes()).hexdigest()])
+    return hashlib.sha256(whole.encode()).hexdigest()
 
 
 @dataclass(slots=True)  # one for every prompt
@@ -186,9 +205,10 @@ class PairStream:
     """An endless stream of a source's pairs, each once an epoch in a seeded order.
 
     The next pair is a pure function of the source, the seed and `cursor`. `too_long` counts the
-    pairs skipped for a sequence of more than `limit` tokens; `digest` is of all other pairs' rows
-    and tokens. Every pair is tokenised once at the start, so that an unusable one is found there.
-    Raises DataError where all are too long, and TokenizerError for an unusable chat template.
+    pairs skipped for a sequence of more than `limit` tokens. A pair is tokenised when it is drawn,
+    and the first PROBED at the start, so that an unusable chat template is found there; `digest` is
+    of the pairs' contents, of the limit and of the tokens of those. Raises TokenizerError for such
+    a template.
     """
 
     name: str
@@ -201,20 +221,13 @@ class PairStream:
     too_long: int = 0
 
     def __post_init__(self) -> None:
-        digest = hashlib.sha256()
-        self._fits = np.zeros(len(self.rows), bool)
-        for row in range(len(self.rows)):
+        digest = hashlib.sha256(f"{self.rows.digest()}/{self.limit}".encode())
+        for row in range(min(PROBED, len(self.rows))):
             drawn = self._read(row)
-            if self._fitting(drawn):
-                self._fits[row] = True
-                digest.update(np.int64(row).tobytes())
-                for sample in (drawn.chosen, drawn.rejected):
-                    for ids in (sample.prompt, sample.response, sample.learned):
-                        digest.update(np.int64(len(ids)).tobytes() + ids.tobytes())
+            for sample in (drawn.chosen, drawn.rejected):  # of this tokenizer and its template
+                for ids in (sample.prompt, sample.response, sample.learned):
+                    digest.update(np.int64(len(ids)).tobytes() + ids.tobytes())
         self.digest = digest.hexdigest()
-        if not self._fits.any():
-            why = f"every pair has a sequence of more than {self.limit} tokens; raise it"
-            raise DataError(f"{self.key}.max_tokens", why)
         self._order = Order(np.arange(len(self.rows)), self.seed)
 
     def draw(self, step: int, count: int) -> list[DrawnPair]:
@@ -222,20 +235,37 @@ class PairStream:
         return [self.next() for _ in range(count)]
 
     def next(self) -> DrawnPair:
-        """Return the next pair that fits."""
-        while True:  # it ends: one of them fits
-            row = self._order.row(self.cursor)
+        """Return the next pair that fits.
+
+        Raises DataError where all are too long.
+        """
+        for _ in range(2 * len(self.rows)):  # consecutive rows that include a whole epoch
+            drawn = self._read(self._order.row(self.cursor))
             self.cursor += 1
-            if self._fits[row]:
-                return self._read(row)
+            if self._fits(drawn):
+                return drawn
             self.too_long += 1
+        raise self._all_too_long()
 
     def all(self) -> Iterator[DrawnPair]:
-        """Yield every pair that fits once, in the order of the source."""
-        return map(self._read, np.flatnonzero(self._fits).tolist())
+        """Yield every pair that fits once, in the order of the source.
 
-    def _fitting(self, drawn: DrawnPair) -> bool:
+        Raises DataError where all are too long.
+        """
+        found = False
+        for drawn in map(self._read, range(len(self.rows))):
+            if self._fits(drawn):
+                found = True
+                yield drawn
+        if not found:
+            raise self._all_too_long()
+
+    def _fits(self, drawn: DrawnPair) -> bool:
         return max(drawn.chosen.length, drawn.rejected.length) <= self.limit
+
+    def _all_too_long(self) -> DataError:
+        why = f"every pair has a sequence of more than {self.limit} tokens; raise it"
+        return DataError(f"{self.key}.max_tokens", why)
 
     def _read(self, row: int) -> DrawnPair:
         try:

@@ -126,6 +126,13 @@ class StageSettings(Settings):
         """Return all of the block that a stage's result may depend on, as plain values."""
         return self.model_dump(mode="json")
 
+    def run_keys(self, domains: Sequence[str]) -> Iterator[str]:
+        """Yield the keys of the run outside the block that the stage reads: by its kind's `reads`.
+
+        A key stands for everything below it.
+        """
+        yield from with_domains(KINDS[self.kind].reads, domains)
+
     def violations(self, key: str, run: RunBlocks, domains: Sequence[str]) -> Found:
         """Yield (dotted key, message) for each broken rule of the block at `key`."""
         yield from ()
@@ -176,6 +183,13 @@ MEASURED = (
     "domains.{domain}.rewards",
     "domains.{domain}.sampling.max_response_tokens",
 )
+
+
+def with_domains(keys: Sequence[str], domains: Sequence[str]) -> Iterator[str]:
+    """Yield keys, those with `{domain}` once for each of the domains."""
+    for key in keys:
+        for domain in domains if "{domain}" in key else ("",):
+            yield key.replace("{domain}", domain)
 
 
 def register(kind: StageKind) -> StageKind:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
@@ -10,7 +10,7 @@ from pydantic import Discriminator, Field, Tag
 from parallel.errors import hint
 from parallel.settings import Count, RoutingLossSettings
 from stages.data.settings import ConversationFileSettings
-from stages.kinds.kind import MODEL, Found, RunBlocks, StageKind, register
+from stages.kinds.kind import MODEL, Found, RunBlocks, StageKind, register, with_domains
 from stages.kinds.mixture import (
     MixtureStageSettings,
     SourceSettings,
@@ -88,10 +88,15 @@ class SftSettings(MixtureStageSettings):
         return [name for name in domains if name in named]
 
     def read(self, run: RunBlocks, domains: Sequence[str]) -> dict[str, Any]:
-        # Without sources as before there were any: else every finished cold start would be stale.
-        return self.model_dump(
-            mode="json", exclude=None if self.data else {"data", "sequences_per_step"}
-        )
+        if not self.data:
+            # As before there were sources: else every finished cold start would be stale.
+            return self.model_dump(mode="json", exclude={"data", "sequences_per_step"})
+        # All that a mixture reads of domains that it does not name; it is the same in all of them.
+        held_out = run.domains[domains[0]].prompts.held_out_fraction
+        return {**self.model_dump(mode="json"), "held_out_fraction": held_out}
+
+    def run_keys(self, domains: Sequence[str]) -> Iterator[str]:
+        yield from with_domains(SFT.reads, self.demonstrated(domains))
 
     def violations(self, key: str, run: RunBlocks, domains: Sequence[str]) -> Found:
         yield from super().violations(key, run, domains)

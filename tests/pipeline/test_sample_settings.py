@@ -146,11 +146,31 @@ def test_paths_of_sources_are_relative_to_the_file_that_states_them(sampled: Pat
         ("stages.tuned.data.own=null", {"tuned"}),
         ("stages.tuned.sequences_per_step=9", {"tuned"}),
         ("stages.tuned.after=[merge]", set()),
+        # Of the domains, a mixture reads those that it names.
+        ("domains.words.demonstrations.count=7", {"cold_start"}),
+        ("domains.sums.demonstrations.count=7", {"cold_start", "tuned"}),
     ],
 )
 def test_a_change_touches_what_it_decides(sampled: Path, override: str, stale: set[str]) -> None:
     before, after = stages(sampled), stages(sampled, override)
     assert {name for name in before if before[name].reads != after[name].reads} == stale
+
+
+def test_a_mixture_reads_no_domain_but_those_it_names(sampled: Path) -> None:
+    shown = '{"prompt": "a", "response": "b"}\n'
+    of_file = "{source: jsonl, path: words.jsonl, response: response}"
+    old = "prompts: {dataset: spell_backward}\n"
+    edited(sampled, old, f"{old}    demonstrations: {of_file}\n")
+    words = sampled.with_name("words.jsonl")
+    words.write_text(shown)
+    before = {name: fingerprints(stage.reads) for name, stage in stages(sampled).items()}
+    words.write_text(shown * 2)
+    after = {name: fingerprints(stage.reads) for name, stage in stages(sampled).items()}
+    assert {name for name in before if before[name] != after[name]} == {"cold_start"}
+    # But all domains hold the same fraction out of every source.
+    halves = [f"domains.{name}.prompts.held_out_fraction=0.5" for name in ("sums", "words")]
+    tuned = [stages(sampled, *halves)["tuned"].reads, stages(sampled)["tuned"].reads]
+    assert tuned[0]["held_out_fraction"] == 0.5 != tuned[1]["held_out_fraction"]
 
 
 def test_a_stated_sampling_does_not_read_the_domain_s(sampled: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pyarrow
@@ -15,7 +16,7 @@ from pydantic import TypeAdapter
 from parallel import batch
 from parallel.sample import Sample
 from stages.data.collected import write_part
-from stages.data.demonstrations import conversation_sample
+from stages.data.demonstrations import PROBED, conversation_sample
 from stages.data.pairs import CollectedPairs, FilePairs, PairStream
 from stages.data.problem import DataError, content_key
 from stages.data.tokenizer import CharacterTokenizer
@@ -136,8 +137,22 @@ def test_a_stream_has_each_pair_once_an_epoch_and_skips_long_ones(tmp_path: Path
     assert {each.row for each in one.all()} == {each.row for each in drawn}
     assert stream(pairs, limit=9, seed=1).digest == one.digest
     assert stream(pairs, limit=8).digest != one.digest
-    with pytest.raises(DataError, match=rf"{KEY}\.max_tokens: every pair has a sequence of more"):
-        stream(pairs, limit=1)
+    for draw in (stream(pairs, limit=1).next, lambda: list(stream(pairs, limit=1).all())):
+        with pytest.raises(DataError, match=rf"{KEY}\.max_tokens: every pair has a sequence of m"):
+            draw()
+
+
+def test_pairs_are_tokenised_when_they_are_drawn(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{n}", "chosen": "a", "rejected": "b"} for n in range(500)]
+    pairs = files(tmp_path / "p.jsonl", rows)
+    read = mock.Mock(wraps=pairs)
+    read.__len__ = lambda _: len(pairs)
+    one = stream(read)
+    assert read.samples.call_count == PROBED
+    one.next()
+    assert read.samples.call_count == PROBED + 1
+    changed = files(tmp_path / "q.jsonl", [*rows[:-1], {**rows[-1], "chosen": "c"}])
+    assert stream(changed).digest != one.digest == stream(pairs).digest
 
 
 def collected(path: Path, rows: list[tuple[str, str, float | None, bool]]) -> Path:
