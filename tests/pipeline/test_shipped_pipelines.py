@@ -35,7 +35,7 @@ RECIPES = REPOSITORY / "configs" / "recipes"
 
 @dataclass(frozen=True)
 class Completion:
-    """What a run adds to a template: blocks to train, and other keys."""
+    """The keys that a run adds to a template: blocks to train, and others."""
 
     trained: tuple[str, ...]
     keys: tuple[str, ...] = ()
