@@ -359,6 +359,20 @@ def nearest(node: Node, key: tuple[str | int, ...]) -> SourceLocation:
     return node.place
 
 
+def key_in(tree: Mapping, name: str) -> Key:
+    """Return a dotted key as the names in a tree, one of which may wrongly hold a dot itself."""
+    node: Node | None = tree
+    found: list[str] = []
+    rest = f"{name}."
+    while rest:
+        known = node.entries if isinstance(node, Mapping) else {}
+        fits = [each for each in known if rest.startswith(f"{each}.")]
+        part = max(fits, key=len, default=rest.partition(".")[0])
+        found.append(part)
+        node, rest = known.get(part), rest[len(part) + 1 :]
+    return tuple(found)
+
+
 def matching(tree: Mapping, pattern: Key) -> Iterator[Key]:
     """Yield the keys of a tree that match a pattern; `*` stands for every name."""
     first, *rest = pattern

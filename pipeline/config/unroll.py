@@ -7,11 +7,13 @@ contains a slash is the path of a model outside the run.
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 from parallel.errors import hint
 from stages.domains import PolicySettings
@@ -22,6 +24,8 @@ from stages.objectives.loss import ObjectiveSettings
 from stages.settings import RunSettings
 
 GATE = "gates."
+# Of BLOCK.DOMAIN; with "gates." and a suffix it stays below the 255 bytes of file systems.
+LONGEST_NAME = 201
 MOST_NAMED = 4  # stages of a block in one message
 # By what a stage leaves: what to do where nothing reads it.
 UNREAD = {
@@ -84,8 +88,11 @@ class Blocks:
 
     @cached_property
     def by_name(self) -> dict[str, Unrolled]:
-        """The stages by name; of two with one name the last."""
-        return {each.name: each for each in self.stages}
+        """The stages by name; of two with one name the first, so that references keep theirs."""
+        found: dict[str, Unrolled] = {}
+        for each in self.stages:
+            found.setdefault(each.name, each)
+        return found
 
     @cached_property
     def _by_block(self) -> dict[str, list[Unrolled]]:
@@ -175,8 +182,8 @@ def graph_rules(run: RunSettings) -> Found:
     if wrong:
         return
     blocks = Blocks(run)
-    yield from _name_rules(blocks)
-    broken = dict.fromkeys(_reference_rules(blocks))  # the stages of a block say the same
+    # The stages of a block say the same.
+    broken = dict.fromkeys(chain(_name_rules(blocks), _reference_rules(blocks)))
     yield from broken
     if not broken:
         yield from _cycle_rules(blocks)
@@ -212,7 +219,11 @@ def _block_rules(run: RunSettings) -> Found:
     for name, block in run.stages.items():
         key = f"stages.{name}"
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}", name):
-            yield key, "a block's name must be 1 to 100 letters, digits, _ or -"
+            yield (
+                key,
+                "a block's name must be 1 to 100 letters, digits, _ or -, and start with a letter "
+                "or digit; `as` may have dots",
+            )
         lists = {"domains": block.domains, "gate.domains": block.gated and block.gated.domains}
         own = run.domains_of(block)
         for where, named in lists.items():
@@ -241,16 +252,31 @@ def _block_rules(run: RunSettings) -> Found:
                     f"{template}.{{domain}}",
                 )
             elif not re.fullmatch(NAME, template.replace("{domain}", "domain")):
-                why = f"{template} must be letters, digits, _, - or ., since it names a directory"
+                said = template or '""'
+                why = f"{said} must be letters, digits, _, - or ., since it names a directory"
                 yield f"{key}.{where}", why
+        if block.as_ and "{domain}" in block.as_ and not block.for_each:
+            yield f"{key}.as", f"{block.as_} has no domain without for_each: domain; add that"
 
 
 def _name_rules(blocks: Blocks) -> Found:
-    """Yield every name that two stages have, at the later one's block."""
+    """Yield names that are too long, or that two stages have, at the later one's block.
+
+    Of several names that the same two blocks give, the first.
+    """
     first: dict[str, Unrolled] = {}
+    pairs: set[tuple[str, str]] = set()
     for stage in blocks.stages:
+        if len(stage.name) > LONGEST_NAME:
+            yield (
+                f"{stage.key}.as",
+                f"a stage would have a name of {len(stage.name)} characters, which names a "
+                f"directory; at most {LONGEST_NAME} are allowed",
+            )
         for name in filter(None, (stage.name, stage.gate)):
-            if (other := first.setdefault(name, stage)) is not stage:
+            other = first.setdefault(name, stage)
+            if other is not stage and (stage.key, other.key) not in pairs:
+                pairs.add((stage.key, other.key))
                 yield (
                     stage.key,
                     f"two stages would be named {name}, of this block and of {other.key}; rename "
@@ -277,18 +303,20 @@ def _unresolved(blocks: Blocks, reference: str, domain: str | None) -> str:
     if alike:
         return f"{reference} stands for {len(alike)} stages: name one of {', '.join(alike)}"
     known = dict.fromkeys([*blocks.by_name, *blocks.run.stages])
-    return f"no such stage: {reference}; {hint(reference, known)}"
+    return f"no such stage: {reference or json.dumps(reference)}; {hint(reference, known)}"
 
 
 def _cycle_rules(blocks: Blocks) -> Found:
-    """Yield each cycle once, at the reference of its first stage."""
+    """Yield a cycle once, at the reference of its first stage; of several at one key the first."""
     waits: dict[str, dict[str, str]] = {stage.name: {} for stage in blocks.stages}
     for stage in blocks.stages:
         for key, reference, domain, _ in blocks.references(stage):
             if (found := blocks.resolve(reference, domain)) and not is_path(found):
                 waits[stage.name].setdefault(found, key)
+    messages: dict[str, str] = {}
     for path in _cycles({name: [*found] for name, found in waits.items()}):
-        yield waits[path[0]][path[1]], f"dependency cycle: {' -> '.join(path)}"
+        messages.setdefault(waits[path[0]][path[1]], f"dependency cycle: {' -> '.join(path)}")
+    yield from messages.items()
 
 
 def _cycles(waits: Mapping[str, Sequence[str]]) -> Iterator[list[str]]:

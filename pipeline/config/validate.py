@@ -30,6 +30,7 @@ from pipeline.config.read import (
     apply_deletions,
     dotted,
     find,
+    key_in,
     matching,
     nearest,
     override_at,
@@ -40,6 +41,7 @@ from pipeline.config.unroll import REFERENCES, is_path
 from stages.domains import DomainSettings
 from stages.keys import STRUCTURE, flatten
 from stages.kinds import Kind
+from stages.kinds.kind import KINDS
 from stages.rewards.reward import RewardPoolSettings
 from stages.settings import RunSettings
 
@@ -183,7 +185,7 @@ def _check_rules(tree: Mapping, broken: Iterable[tuple[str, str]]) -> None:
 
 def _located(tree: Mapping, found: Iterable[tuple[str, str]]) -> list[Violation]:
     """Return every (dotted key, message) at its location, in reading order."""
-    pairs = ((nearest(tree, tuple(key.split("."))), key, message) for key, message in found)
+    pairs = ((nearest(tree, key_in(tree, key)), key, message) for key, message in found)
     return sorted((Violation(*each) for each in pairs), key=_reading_order)
 
 
@@ -383,6 +385,7 @@ def _message(root: type[Settings], error: ErrorDetails) -> str:
     if error["type"] == "bool_type":
         return f"should be true or false, not {given}"
     reason = error["msg"].removeprefix("Input ").replace("an object", MAPPING)
+    reason = reason.replace("a valid array", "a list")
     reason = reason.replace("a valid dictionary or object to extract fields from", MAPPING)
     return f"{reason[0].lower()}{reason[1:]}, not {given}"
 
@@ -395,7 +398,18 @@ def _renamed(root: type[Settings], location: tuple[str | int, ...]) -> str | Non
 def _unknown(annotation: Any, name: str, known: Collection[str]) -> str:
     if now := schema.renamed(annotation, name):
         return f"renamed to {now}"
+    if of := _kind_without(annotation, name):
+        return of
     return f"unknown key; {schema.alias_hint(name, known) or hint(name, known)}"
+
+
+def _kind_without(annotation: Any, name: str) -> str | None:
+    """Return that only stages of other kinds have a key, such as `gate`; None where none has."""
+    own = [kind.name for kind in KINDS.values() if kind.settings and kind.settings is annotation]
+    having = [kind.name for kind in KINDS.values() if name in schema.fields(kind.settings)]
+    if not own or not having:
+        return None
+    return f"stages of kind {own[0]} have no such key; only of {', '.join(sorted(having))}"
 
 
 def _reading_order(violation: Violation) -> tuple[str, int]:

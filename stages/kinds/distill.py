@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 
 from parallel.errors import hint
 from parallel.settings import Count
@@ -25,6 +26,15 @@ from stages.kinds.kind import (
 from stages.kinds.rules import sampling_rules, under, warmup_rules
 
 
+def _teachers(value: Any) -> Any:
+    """Reject what is neither form, in one message instead of one for each."""
+    by_domain = isinstance(value, dict) and all(isinstance(each, str) for each in value.values())
+    if not by_domain and not isinstance(value, str):
+        message = "should be a block, or a mapping of domains to blocks or stages"
+        raise PydanticCustomError("teachers", message)
+    return value
+
+
 class DistillSamplingSettings(SamplingSettings):
     """The rollouts of one step, for each domain, whose teacher grades each alone."""
 
@@ -35,7 +45,7 @@ class DistillSettings(TrainedStageSettings):
     """Multi-teacher on-policy distillation: each prompt is graded by its own domain's teacher."""
 
     kind: Literal["distill"] = "distill"
-    teachers: str | dict[str, str] = Field(
+    teachers: Annotated[str | dict[str, str], BeforeValidator(_teachers)] = Field(
         description="teachers by domain; or one block for all: with for_each: domain, each domain's"
         f" own stage of it. Each is {SOURCE}"
     )

@@ -208,12 +208,6 @@ def test_a_block_that_cannot_work_is_reported_with_file_and_line(
     assert any(each.startswith(f"small.yaml:{line}: {message}") for each in found), found
 
 
-def test_the_name_of_a_block_has_no_dot(config: Path) -> None:
-    with_block(config, "m.ore: {kind: export, from: merge}")
-    [found] = errors(config)
-    assert found.startswith("small.yaml:22: stages.m.ore: a block's name must be 1 to 100 letters")
-
-
 def test_a_block_without_a_stage_of_the_domain_is_no_teacher_of_it(config: Path) -> None:
     edited(config, "prompts: {dataset: chain_sum}", "prompts: {dataset: chain_sum}\n")
     third = "domains={third: {prompts: {dataset: chain_sum}, optimizer: {learning_rate: 1}, "
