@@ -108,7 +108,7 @@ class GrpoSettings(StageSettings):
     def read(self, run: RunBlocks, domains: Sequence[str]) -> dict[str, Any]:
         policy = self.policy(run, domains).model_dump(mode="json", include=set(TRAINING))
         own = self.objectives(run, domains)
-        if len(set(map(repr, own.values()))) > 1:
+        if len(own) > 1 and len(set(map(repr, own.values()))) > 1:
             del policy["objective"]
             policy["objectives"] = {
                 name: each.model_dump(mode="json") for name, each in own.items()
