@@ -91,6 +91,8 @@ CHECKED_BY = {
     "ModelSettings.max_positions": "pipeline/test_rules.py",
     "ModelSettings.tokenizer": "layouts/test_sft.py",
     "OptimizerSettings": "stages/test_critic.py",
+    "OptimizerSettings.cpu_offload": "layouts/host_state_cases.py",
+    "OptimizerSettings.precision_aware": "layouts/fake_ranks.py",
     "OverlongReward": "stages/test_rewards.py",
     "ParquetPairSettings": "stages/test_pairs.py",
     "ParquetSourceSettings": "stages/test_sft_mixture.py",
