@@ -184,7 +184,7 @@ def recorded(
 
 
 def test_unlike_objectives_of_a_stage_are_each_of_its_domain(tmp_path: Path) -> None:
-    kl = {"reference": "parent"}
+    kl = {"reference": "parent", "coefficient": 0.1}
     alike, other = ({"aggregation": each, "kl": kl} for each in ("token_mean", "constant"))
     domains = {name: {"objective": alike} for name in ("a", "b")} | {"c": {"objective": other}}
     block = {"kind": "grpo", "from": "base", **dict.fromkeys(("for_each", "as", "seeded_as"))}
@@ -199,3 +199,23 @@ def test_unlike_objectives_of_a_stage_are_each_of_its_domain(tmp_path: Path) -> 
         for name in ("mixed", "two")
     ]
     assert found == [[(name, (name,)) for name in "abc"], [("", ("a", "b"))]]
+
+
+def test_equal_objectives_with_a_reference_of_each_domain_are_apart(tmp_path: Path) -> None:
+    block = {"kind": "grpo", "from": "base", **dict.fromkeys(("for_each", "as", "seeded_as"))}
+    each = {**dict.fromkeys(OF_DOMAIN), **block, "domains": None}
+    objective = {"kl": {"reference": "experts", "coefficient": 0.1}}
+    stages = {
+        "base": each,
+        "experts": {**each, "for_each": "domain"},
+        "mixed": {**each, "objective": objective},
+    }
+    (tmp_path / "stages" / "mixed").mkdir(parents=True)
+    (tmp_path / "stages" / "mixed" / "manifest.json").write_text('{"settings": {}}')
+    domains: dict[str, Any] = {"a": {}, "b": {}}
+    run = RecordedRun(tmp_path, {"domains": domains, "stages": stages})
+    found = recorded_stage(run, "mixed").objectives
+    assert [(each.name, each.reference) for each in found] == [
+        ("a", "experts.a"),
+        ("b", "experts.b"),
+    ]
