@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from parallel.files import whole_checkpoints
 from pipeline.config.validate import load
-from pipeline.run.bundle import output_digest
+from pipeline.run.bundle import finished_output
 from pipeline.run.directory import RunDirectory
 from pipeline.run.run import Run
 
@@ -34,13 +34,8 @@ def outputs(run: Path) -> dict[str, str | None]:
 
     It covers collected samples, the results of evaluations and gates, and the exported files.
     """
-    stages = Run(run, load(RunDirectory(run).settings_file, to_start=False)).stages
-    directory = RunDirectory(run)
-    return {
-        stage.name: output_digest(stage, directory.stage(stage.name))
-        for stage in stages
-        if not stage.trains
-    }
+    whole = Run(run, load(RunDirectory(run).settings_file, to_start=False))
+    return {stage.name: finished_output(whole, stage) for stage in whole.stages if not stage.trains}
 
 
 def _digest(checkpoint: Path) -> str:
