@@ -202,7 +202,7 @@ def test_a_profile_s_nodes_are_checked_before_the_submission(
         ("options: [' --time=5']", "options.0: --time is set by Braid; see walltime"),
         (
             "options: [--exclusive, --array=0-3]",
-            "options.1: --array is set by Braid; see exp",
+            "options.1: --array is set by Braid; see array",
         ),
         (
             "kinds: {sft: {options: [-t60]}}",
