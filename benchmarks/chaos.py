@@ -98,10 +98,14 @@ def reference_run(directory: Path, config: Path) -> BaselineRun:
         launched.terminate()
     if launched.wait() != 0:
         sys.exit(log.read_text())
-    seconds = time.monotonic() - started
-    ledger = (directory / NAME / "ledger.jsonl").read_text().splitlines()
-    begun = [event["stage"] for event in map(json.loads, ledger) if event["state"] == "running"]
-    return BaselineRun(timeline, seconds, list(dict.fromkeys(begun)), left_by(directory / NAME))
+    return baseline(directory / NAME, time.monotonic() - started, timeline)
+
+
+def baseline(run: Path, seconds: float, timeline: Timeline) -> BaselineRun:
+    """Return a finished run as the one to compare with."""
+    events = map(json.loads, (run / "ledger.jsonl").read_text().splitlines())
+    begun = [event["stage"] for event in events if event["state"] == "running"]
+    return BaselineRun(timeline, seconds, list(dict.fromkeys(begun)), left_by(run))
 
 
 def killed(directory: Path, config: Path, reference: BaselineRun, seed: int, kills: int) -> Case:

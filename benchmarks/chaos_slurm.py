@@ -2,14 +2,14 @@
 
     python benchmarks/chaos_slurm.py [CONFIG] [--target node] [--cases 10] [--seed 0] [--minutes 30]
 
-The run of `chaos.py` runs undisturbed on this machine. Then it is submitted to a Slurm of three
-virtual nodes on this host (tests/slurm/cluster.sh, which needs root), each of the two ranks on a
-node of its own, again and again. Every time something is killed by kill -9 at a random moment: the
-controller or a node's daemon, which come back after some seconds, a whole node, a step's daemon,
-an srun, a stage's launcher, a rank, an engine; with `--target` always that one. Where jobs are
-lost by that, the run is submitted again, as a person would. What every stage left is compared with
-the local run's, bit for bit. Exits 1 unless all are the same. Writes
-benchmarks/kills/NAME_slurm.json.
+The run of `chaos.py` runs undisturbed on this machine, or --reference names such a run. Then it is
+submitted to a Slurm of three virtual nodes on this host (tests/slurm/cluster.sh, which needs
+root), each of the two ranks on a node of its own, again and again. Every time something is killed
+by kill -9 at a random moment: the controller or a node's daemon, which come back after some
+seconds, a whole node, a step's daemon, an srun, a stage's launcher, a rank, an engine; with
+`--target` always that one. Where jobs are lost by that, the run is submitted again, as a person
+would. What every stage left is compared with the local run's, bit for bit. Exits 1 unless all are
+the same. Writes benchmarks/kills/NAME_slurm.json.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from chaos import CONFIG, NAME, RESULTS, BaselineRun, difference, reference_run, words
+from chaos import CONFIG, NAME, RESULTS, BaselineRun, baseline, difference, reference_run, words
 from machine import measured
 
 from tests.end_to_end.moments import position
@@ -38,7 +38,13 @@ AWAY_SECONDS = 5.0  # that a daemon stays away which comes back
 NODE_AWAY_SECONDS = 20.0  # longer than Slurm takes to notice
 SUBMISSIONS = 6
 PATIENCE_SECONDS = 1800.0  # from the kill to the end
-PROFILE = "ranks_per_node: 1\nnetwork_interface: lo\nwarning_seconds: 60\n"
+# Stages of an array one after another: all nodes share this host's cores.
+PROFILE = """\
+ranks_per_node: 1
+network_interface: lo
+warning_seconds: 60
+array_task_throttle: 1
+"""
 # What tells the processes of a kind by their arguments.
 PROCESSES: dict[str, Callable[[tuple[str, ...]], bool]] = {
     "launcher": lambda words: words[2:3] == ("stage",) and words[1].endswith("braid"),
@@ -132,7 +138,10 @@ def _variables(process: TreeProcess) -> dict[str, str]:
 def strike(run: Submitted, target: str, generator: random.Random) -> bool:
     """Kill it; whether there was one."""
     cluster = run.cluster
-    node = f"n{generator.randint(1, 3)}"
+    busy = cluster.call("squeue", "--noheader", "--states=running", "--format=%N").split()
+    if not busy:
+        return False
+    node = generator.choice(cluster.call("scontrol", "show", "hostnames", ",".join(busy)).split())
     if target == "slurmctld":
         _kill(int((cluster.directory / "slurmctld.pid").read_text()))
         time.sleep(AWAY_SECONDS)
@@ -185,6 +194,17 @@ def killed(
     return case
 
 
+def compared_with(arguments: argparse.Namespace, directory: Path) -> BaselineRun:
+    """Return the run that was left alone, which runs in `directory` unless one is named."""
+    if arguments.reference is not None:
+        minutes = json.loads((arguments.reference / "results.json").read_text())["minutes"]
+        return baseline(arguments.reference, 60 * sum(minutes.values()), [])
+    print("the reference run, on this machine", flush=True)
+    reference = reference_run(directory, arguments.config)
+    print(f"{reference.seconds:.0f} s", flush=True)
+    return reference
+
+
 def tell(case: SlurmCase) -> None:
     """A line for the run."""
     where = f"at {case.seconds:.0f} s in {case.stage} after step {case.step}"
@@ -197,15 +217,14 @@ def main() -> None:
     """Kill, print, write, judge."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("config", type=Path, nargs="?", default=CONFIG)
+    parser.add_argument("--reference", type=Path, help="a finished deterministic run of CONFIG")
     parser.add_argument("--target", choices=TARGETS, help="what is killed; default: each in turn")
     parser.add_argument("--cases", type=int, default=10, help="runs, each with one kill")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=30, help="after which no run is begun")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="slurm-", dir="/tmp") as folder:
-        print("the reference run, on this machine", flush=True)
-        reference = reference_run(Path(folder) / "reference", arguments.config)
-        print(f"{reference.seconds:.0f} s", flush=True)
+        reference = compared_with(arguments, Path(folder) / "reference")
         (Path(folder) / "slurm").mkdir()
         cluster = Cluster(Path(folder) / "slurm")
         cluster.control("up")
