@@ -70,6 +70,7 @@ REFERENCES: tuple[Key, ...] = (
     ("domains", "*", "objective", "kl", "reference"),
     ("stages", "*", "data", "*", "stage"),
     ("stages", "*", "reference"),
+    ("stages", "*", "method", "start"),
 )
 
 
