@@ -14,12 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from parallel.settings import Settings
-from stages.objectives import (  # noqa: F401  they register
-    advantages,
-    distillation,
-    preference,
-    ratios,
-)
+from stages.objectives import advantages, preference, ratios  # noqa: F401  they register
 from stages.objectives.advantages.grpo import GrpoAdvantageSettings
 from stages.objectives.graded import AdvantageBase
 from stages.objectives.kl import KLSettings
@@ -64,7 +59,7 @@ else:
 
 REGISTRIES: tuple[Registry, ...] = (
     *(ADVANTAGES, RATIOS, AGGREGATIONS, KL_ESTIMATORS, CORRECTIONS),
-    *(PREFERENCES, METHODS),
+    *(PREFERENCES, METHODS),  # the kind `distill` imports the methods
 )
 
 

@@ -1,4 +1,4 @@
-"""What the methods of a merge share: the tokens that they compare, and the base of their settings.
+"""The tokens that the methods of a merge compare, and the base of the methods' settings.
 
 A method returns a loss for every token. With a divergence over the vocabulary its gradient is
 exact; a method that `samples` has only the sampled token's log-probabilities, and its gradient is

@@ -45,6 +45,7 @@ WITHOUT_TORCH = {
     "stages.domains",
     "stages.keys",
     "stages.kinds",
+    "stages.kinds.distill",
     "stages.kinds.dpo",
     "stages.objectives.kl",
     "stages.kinds.evaluate",

@@ -228,7 +228,7 @@ def test_a_method_without_keys_is_its_name_in_every_dump(tmp_path: Path) -> None
 
 
 def test_rewards_give_advantages_to_a_method_that_reads_them(tmp_path: Path) -> None:
-    """Of each domain by its own rewards; without a reward a sample learns from its teacher."""
+    """A domain's are by its own rewards; without a reward a sample learns from its teacher."""
     stage = merge(tmp_path, method="opd_reward", sampling={"group_size": 2})
     drawn = [
         Sample("sums", np.zeros(1, np.int32), np.zeros(2, np.int32), reward=reward)

@@ -39,7 +39,7 @@ def sampled(name: str, **keys: Any) -> dict[str, Any]:
 
 
 def batch() -> MicroBatch:
-    """Three responses, one with a token that is not learned, and advantages."""
+    """Return three responses with advantages; a token of one is not learned."""
     draw = np.random.default_rng(0)
     drawn = [
         Sample(
