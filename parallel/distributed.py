@@ -276,6 +276,19 @@ def sum_over_data(values: dict[str, float]) -> dict[str, float]:
     return values
 
 
+def sum_over_shards(values: torch.Tensor) -> torch.Tensor:
+    """Return values summed over the ranks that share a data-parallel rank's tokens and logits.
+
+    These are the tensor- and context-parallel ranks of one pipeline stage. Collective.
+    """
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_tensor_and_context_parallel_group()
+    if group.size() > 1:
+        dist.all_reduce(values, group=group)
+    return values
+
+
 def max_over_ranks(value: float) -> float:
     """Return the largest of all ranks' values."""
     largest = torch.tensor(value, dtype=torch.float64)

@@ -4,25 +4,32 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from parallel.batch import MicroBatch, Responses
 from parallel.checkpoint import load
-from parallel.distributed import sum_over_data
+from parallel.device import device
+from parallel.distributed import sum_over_data, sum_over_shards
 from parallel.model.policy import Policy
+from parallel.model.vocabulary import HeadLogits
 from parallel.sample import Sample
 from stages.data.settings import NoCurriculumSettings
 from stages.domains import RolloutSettings
 from stages.kinds.distill import DistillSettings
 from stages.loop import train
-from stages.objectives.groups import Batch
+from stages.objectives.groups import Batch, assign_advantages
+from stages.objectives.kl import KLSettings
 from stages.objectives.loss import Totals, token_mean
+from stages.objectives.models import Reference
+from stages.objectives.registry import METHODS
+from stages.objectives.surrogate import CorrectionSettings
+from stages.objectives.teaching import TaughtTokens
 from stages.sampling.step import OnPolicyStage, StepSamples
 from stages.settings import StageJob
 
-# KL(student || teacher) over the whole vocabulary.
-DIVERGENCES = {"full_vocab_reverse_kl": Responses.kl}
+GAP_DECAY = 0.9  # of the moving averages of `teacher_kl` that `averaged_over: gap` weighs by
 
 
 def run(job: StageJob) -> None:
@@ -33,10 +40,11 @@ def run(job: StageJob) -> None:
 
 
 class Merge(OnPolicyStage):
-    """The stage that minimises the full-vocabulary reverse KL on student samples.
+    """The stage that brings a student to the teachers of its domains, on its own samples.
 
-    Student and teacher are compared at temperature 1, whatever the sampling temperature. Source:
-    DeepSeek-V4, Eq. 29.
+    Over the vocabulary student and teacher are compared at temperature 1, whatever the sampling
+    temperature; a method of sampled tokens compares what was sampled from. `teacher_kl` is the
+    full-vocabulary reverse KL (DeepSeek-V4, Eq. 29), whatever the method.
     """
 
     def __init__(self, job: StageJob) -> None:
@@ -50,7 +58,11 @@ class Merge(OnPolicyStage):
             for domain, expert in job.own_domains.items()
         }
         super().__init__(job, settings, rollout, domains, settings.loop.steps)
-        self.divergence = DIVERGENCES[settings.method]
+        self.method = settings.method
+        self.gaps: dict[str, float] = {}  # nats a token that each domain was from its teacher
+        self.start: Reference | None = None
+        if (start := self.method.start_model) is not None:
+            self.start = Reference(job, self.policy, KLSettings(reference=start), start)
         self.teachers = {}
         for domain, checkpoint in job.teachers.items():
             self.teachers[domain] = teacher = Policy(job.settings.model, job.settings.layout)
@@ -58,7 +70,14 @@ class Merge(OnPolicyStage):
             load.weights(teacher, checkpoint)
 
     def split_updates(self, batch: Batch) -> StepSamples:
-        """Return all samples as one update; their rewards are only logged."""
+        """Return all samples as one update, with advantages if the method reads them.
+
+        A sample whose reward failed has an advantage of 0: its teacher grades it all the same.
+        """
+        for name, domain in self.domains.items() if self.method.needs_rewards else ():
+            own = [group for group in batch.groups if group.problem.domain == name]
+            weights = {part: reward.weight for part, reward in domain.rewards.items()}
+            assign_advantages(own, domain.objective.advantage, weights)
         return StepSamples([[sample for group in batch.groups for sample in group.samples]], {})
 
     def packed_together(self, samples: list[Sample]) -> dict[str, list[Sample]]:
@@ -67,55 +86,127 @@ class Merge(OnPolicyStage):
             domain: [each for each in samples if each.domain == domain] for domain in self.domains
         }
 
+    def correction(self, part: MicroBatch) -> CorrectionSettings:
+        """Return how the method weighs sampled tokens by pi / mu."""
+        return self.method.weighing
+
     def gradients(self, samples: list[Sample], batches: list[MicroBatch]) -> dict[str, float]:
-        """Accumulate the gradients of the KL to each domain's teacher; return the metrics."""
+        """Accumulate the gradients of each domain's loss to its teacher; return the metrics."""
+        self._grade(batches)
+        tokens = Counter(dict.fromkeys(self.domains, 0))
+        for sample in samples:
+            tokens[sample.domain] += len(sample.learned)
+        shares = weights_of(self.own, tokens, self.gaps)
+        slopes = {domain: torch.zeros((), device=device()) for domain in self.domains}
+
+        def loss(responses: Responses) -> tuple[torch.Tensor, tuple[str, float, float]]:
+            part = responses.batch
+            taught = self._taught(responses)
+            mean = Totals(len(samples), tokens[part.domain])
+            value = token_mean(METHODS[self.method.name](taught, self.method), part.mask, mean)
+            kl = value
+            if not self.method.is_kl:
+                with torch.no_grad():
+                    kl = token_mean(responses.kl(taught.teacher), part.mask, mean)
+            _add_slope(slopes[part.domain], responses.logits)
+            return shares[part.domain] * value, (part.domain, value.item(), kl.item())
+
+        read = sum(sample.length for sample in samples)
+        losses, kls = (dict.fromkeys(self.domains, 0.0) for _ in range(2))
+        for domain, value, kl in self.policy.accumulate(batches, loss, read):
+            losses[domain] += value
+            kls[domain] += kl
+        losses, kls = sum_over_data(losses), sum_over_data(kls)
+        return {
+            "loss": sum(shares[domain] * value for domain, value in losses.items()),
+            "teacher_kl": sum(shares[domain] * kl for domain, kl in kls.items()),
+            **{f"teacher_kl/{domain}": kl for domain, kl in kls.items()},
+            **{f"token_share/{domain}": n / tokens.total() for domain, n in tokens.items()},
+            **gradient_shares(slopes),
+        }
+
+    def after_update(self, measured: dict[str, float]) -> dict[str, float]:
+        """Move each domain's gap towards the KL of this update."""
+        for domain in self.domains:
+            if measured[f"token_share/{domain}"] > 0:
+                kl = max(measured[f"teacher_kl/{domain}"], 0.0)
+                gap = self.gaps.get(domain, kl)
+                self.gaps[domain] = GAP_DECAY * gap + (1 - GAP_DECAY) * kl
+        return {}
+
+    def state(self) -> dict[str, Any]:
+        """Return the state of the prompts, and the gaps that weights follow."""
+        by_gap = self.own.averaged_over == "gap"
+        return {**super().state(), **({"gaps": self.gaps} if by_gap else {})}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from a saved state."""
+        super().restore(state)
+        if self.own.averaged_over == "gap":
+            self.gaps = state["gaps"]
+
+    def score(self, metrics: dict[str, float]) -> float:
+        """Return minus the KL to the teachers."""
+        return -metrics["teacher_kl"]
+
+    def _grade(self, batches: list[MicroBatch]) -> None:
+        """Set each domain's teacher in its batches, and the start if the method reads it."""
         for domain, teacher in self.teachers.items():  # they choose their own routes
             parts = [part for part in batches if part.domain == domain]
             logits = teacher.response_logits([part.without_routes() for part in parts])
             # `logits` is empty except on the last pipeline stage.
             for part, theirs in zip(parts, logits, strict=False):
                 part.teacher = theirs
-        tokens = Counter(dict.fromkeys(self.domains, 0))
-        for sample in samples:
-            tokens[sample.domain] += len(sample.learned)
-        shares = weights_of(self.own, tokens)
+        if self.start is not None:
+            self.start.compute_logprobs(batches, self.sampling.temperature, logits=True)
 
-        def loss(responses: Responses) -> tuple[torch.Tensor, tuple[str, float]]:
-            part = responses.batch
-            assert part.teacher is not None
-            with torch.no_grad():
-                self.remember(part, responses.logprobs(self.sampling.temperature))
-            mean = Totals(len(samples), tokens[part.domain])
-            value = token_mean(self.divergence(responses, part.teacher), part.mask, mean)
-            return shares[part.domain] * value, (part.domain, value.item())
-
-        read = sum(sample.length for sample in samples)
-        means = dict.fromkeys(self.domains, 0.0)
-        for domain, value in self.policy.accumulate(batches, loss, read):
-            means[domain] += value
-        means = sum_over_data(means)
-        total = sum(shares[domain] * mean for domain, mean in means.items())
-        return {
-            "loss": total,
-            "teacher_kl": total,
-            **{f"teacher_kl/{domain}": mean for domain, mean in means.items()},
-            **{f"token_share/{domain}": n / tokens.total() for domain, n in tokens.items()},
-        }
-
-    def score(self, metrics: dict[str, float]) -> float:
-        """Return minus the KL to the teachers."""
-        return -metrics["teacher_kl"]
+    def _taught(self, responses: Responses) -> TaughtTokens:
+        """Return what the method compares; remember the student's log-probabilities as pi_old."""
+        part, temperature = responses.batch, self.sampling.temperature
+        assert part.teacher is not None
+        with torch.set_grad_enabled(self.method.samples):
+            logprobs = responses.logprobs(temperature)
+        self.remember(part, logprobs)
+        return TaughtTokens(responses, part.teacher, part.reference, logprobs, temperature)
 
 
-def weights_of(merge: DistillSettings, tokens: Mapping[str, int]) -> dict[str, float]:
+def weights_of(
+    merge: DistillSettings, tokens: Mapping[str, int], gaps: Mapping[str, float]
+) -> dict[str, float]:
     """Return each domain's weight in the loss; the weights sum to 1.
 
-    `tokens` counts the update's learned tokens by domain. A domain without any has weight 0.
+    `tokens` counts the update's learned tokens by domain. A domain without any has weight 0. `gaps`
+    are nats a token to each teacher; until one is above 0, `gap` weighs domains alike.
     """
-    by_tokens = merge.averaged_over == "tokens"
-    weights = {
-        domain: merge.domain_weights.get(domain, 1.0) * (count if by_tokens else count > 0)
-        for domain, count in tokens.items()
-    }
+    by = {domain: float(count > 0) for domain, count in tokens.items()}
+    if merge.averaged_over == "tokens":
+        by = dict(tokens)
+    elif merge.averaged_over == "gap" and any(gaps.values()):
+        by = {domain: present * gaps.get(domain, 0.0) for domain, present in by.items()}
+    weights = {domain: merge.domain_weights.get(domain, 1.0) * by[domain] for domain in tokens}
     total = sum(weights.values())
     return {domain: weight / max(total, 1e-9) for domain, weight in weights.items()}
+
+
+def gradient_shares(slopes: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """Return `gradient_share` by domain, of this rank's sums by domain. Collective.
+
+    The sums are of |d loss / d logit| over tokens and vocabulary. A share of the weights' gradient
+    would need a backward pass and a gradient buffer for each domain; this one is exact for the
+    gradient that enters the model, costs one read of it, and knows no cancellation between tokens.
+    """
+    names = list(slopes)
+    own = sum_over_shards(torch.stack([slopes[name] for name in names]))
+    whole = sum_over_data(dict(zip(names, own.tolist(), strict=True)))
+    total = sum(whole.values())
+    return {f"gradient_share/{name}": whole[name] / (total or 1.0) for name in names}
+
+
+def _add_slope(total: torch.Tensor, logits: torch.Tensor | HeadLogits) -> None:
+    """Add the logits' gradient, when it is computed, to `total` as the sum of absolute values."""
+
+    def add(gradient: torch.Tensor) -> None:
+        total.add_(torch.linalg.vector_norm(gradient, 1, dtype=torch.float32))
+
+    assert isinstance(logits, torch.Tensor)
+    logits.register_hook(add)

@@ -54,6 +54,9 @@ _TABLE = {
         " `lambda` | as `length_exponent`, which is logged where all domains share it",
         "token_share/NAME": "share of the step's tokens that domain NAME has | what the domain"
         " would weigh with `averaged_over: tokens`",
+        "gradient_share/NAME": "share of domain NAME in the gradient that enters the merge's model:"
+        " |d loss / d logit|, summed over its tokens and the vocabulary | near its weight; one at"
+        " 0.9 decides alone what the merge learns",
         "mismatch_max": "largest |log mu - log pi| under the same weights, nats; where older"
         " weights sampled, of probes | about 1e-5 in fp32; at most `engine.max_logprob_difference`,"
         " only reported in bf16",
@@ -168,8 +171,8 @@ _TABLE = {
     },
     "domains": {
         "teacher_kl": "mean `teacher_kl/NAME`, by `merge.averaged_over` and"
-        " `merge.domain_weights`; the loss | falls; at first 0.04 is a near teacher, 0.2 a foreign"
-        " one",
+        " `merge.domain_weights`; of `method: full_vocab_reverse_kl` the loss | falls; at first"
+        " 0.04 is a near teacher, 0.2 a foreign one",
     },
     "pairs": {
         "reward_chosen": "mean of beta * (log pi - log ref) of the chosen responses, by"

@@ -42,6 +42,10 @@ class HeadLogits:
     hidden: Tensor
     weight: Tensor
 
+    def rows(self, rows: slice) -> Tensor:
+        """Return the logits of some rows, [rows, vocabulary / TP]."""
+        return self.hidden[rows] @ self.weight.T
+
 
 Logits = Tensor | HeadLogits
 
@@ -61,13 +65,13 @@ def logprobs(
     if kept is not None:
         has_set = (kept >= 0).any(1, keepdim=True)
         kept = torch.cat([kept, columns.where(has_set, -1)], 1)
-    how = _How(temperature, kept)
-    return _LogProbs.apply(*_parts(logits), columns, how).reshape(targets.shape)
+    how = How(temperature, kept)
+    return _LogProbs.apply(*parts_of(logits), columns, how).reshape(targets.shape)
 
 
 def entropy(logits: Logits, temperature: float = 1.0, kept: Tensor | None = None) -> Tensor:
     """Return the entropy of softmax(logits / temperature) over `kept` (see logprobs), nats [n]."""
-    return _Entropy.apply(*_parts(logits), _How(temperature, kept))
+    return _Entropy.apply(*parts_of(logits), How(temperature, kept))
 
 
 def kl(
@@ -79,7 +83,7 @@ def kl(
     renormalised. For equal logits the value and both gradients are exactly 0. Dtypes may differ.
     With the student first this is the reverse KL of DeepSeek-V4's Eq. 29.
     """
-    return _KL.apply(*_parts(first), *_parts(second), _How(temperature, kept))
+    return _KL.apply(*parts_of(first), *parts_of(second), How(temperature, kept))
 
 
 @torch.no_grad()
@@ -89,30 +93,30 @@ def top_k(logits: Logits, k: int, temperature: float = 1.0) -> tuple[Tensor, Ten
     Sorted by probability; ties by the lower id. Takes no gradient. Raises ValueError if the
     vocabulary has fewer than k ids.
     """
-    tensor, head = _parts(logits)
-    size = _size(tensor, head)
+    tensor, lazy = parts_of(logits)
+    size = _size(tensor, lazy)
     ranks = parallel_state.get_tensor_model_parallel_world_size()
     if k > size * ranks:
         raise ValueError(f"top_k: k = {k} exceeds the vocabulary's {size * ranks} ids; lower k")
-    partials = _empty(tensor, 2, len(tensor))
+    partials = empty_wide(tensor, 2, len(tensor))
     largest, total = partials
-    best = _empty(tensor, len(tensor), min(k, size))
+    best = empty_wide(tensor, len(tensor), min(k, size))
     ids = torch.empty_like(best, dtype=torch.int64)
-    for rows, x in _chunks(tensor, head, _How(temperature, None)):
+    for rows, x in chunks_of(tensor, lazy, How(temperature, None)):
         ids[rows] = _largest_columns(x, best.shape[1])
         best[rows] = x.gather(1, ids[rows])
-        largest[rows] = _shift(x)
+        largest[rows] = subtract_maximum(x)
         total[rows] = x.exp_().sum(1)
     ids += parallel_state.get_tensor_model_parallel_rank() * size
-    top, _, total = _normaliser(*_across_ranks(partials).unbind(1))
-    best, ids = (torch.cat([*_across_ranks(part)], 1) for part in (best, ids))
+    top, _, total = normaliser(*across_ranks(partials).unbind(1))
+    best, ids = (torch.cat([*across_ranks(part)], 1) for part in (best, ids))
     # The sort is stable and ranks stand in the order of their ids: ties keep the lower id first.
     best, order = best.sort(dim=1, descending=True, stable=True)
     best = best[:, :k] - top.unsqueeze(1) - total.log().unsqueeze(1)
     return best, ids.gather(1, order[:, :k])
 
 
-class _How(NamedTuple):
+class How(NamedTuple):
     """The parameters of a pass over the rows."""
 
     temperature: float
@@ -124,17 +128,17 @@ class _LogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, head: Tensor | None, targets: Tensor, how: _How
+        ctx: Any, logits: Tensor, lazy: HeadLogits | None, targets: Tensor, how: How
     ) -> Tensor:
-        partials = _empty(logits, 2 + targets.shape[1], len(logits))
+        partials = empty_wide(logits, 2 + targets.shape[1], len(logits))
         largest, total, chosen = partials[0], partials[1], partials[2:]
-        columns, mine = _own(targets, _size(logits, head))
-        for rows, x in _chunks(logits, head, how):
+        columns, mine = own_columns(targets, _size(logits, lazy))
+        for rows, x in chunks_of(logits, lazy, how):
             chosen[:, rows] = x.gather(1, columns[rows]).where(mine[rows], 0).T
-            largest[rows] = _shift(x)
+            largest[rows] = subtract_maximum(x)
             total[rows] = x.exp_().sum(1)
-        parts = _across_ranks(partials)
-        top, _, total = _normaliser(parts[:, 0], parts[:, 1])
+        parts = across_ranks(partials)
+        top, _, total = normaliser(parts[:, 0], parts[:, 1])
         chosen = parts[:, 2:].sum(0)
         ctx.save_for_backward(logits, targets, top, total)
         ctx.how = how
@@ -145,12 +149,12 @@ class _LogProbs(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         logits, targets, top, total = ctx.saved_tensors
         gradient = torch.empty_like(logits)
-        columns, mine = _own(targets, logits.shape[1])
+        columns, mine = own_columns(targets, logits.shape[1])
         upstream = upstream / ctx.how.temperature
         factor = (-upstream.sum(1) / total).unsqueeze(1)
         upstream = upstream.where(mine, 0)
-        for rows, x in _chunks(logits, None, ctx.how):
-            _relative(x, top[rows]).exp_().mul_(factor[rows])
+        for rows, x in chunks_of(logits, None, ctx.how):
+            relative_to(x, top[rows]).exp_().mul_(factor[rows])
             gradient[rows] = x.scatter_add_(1, columns[rows], upstream[rows])
         return gradient, None, None, None
 
@@ -159,15 +163,15 @@ class _Entropy(torch.autograd.Function):
     """The function log sum e - mean, mean = sum p (x - max x); gradient -g p (x - max x - mean)."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, head: Tensor | None, how: _How) -> Tensor:
-        partials = _empty(logits, 3, len(logits))
+    def forward(ctx: Any, logits: Tensor, lazy: HeadLogits | None, how: How) -> Tensor:
+        partials = empty_wide(logits, 3, len(logits))
         largest, total, moment = partials
-        for rows, x in _chunks(logits, head, how):
-            largest[rows] = _shift(x)
+        for rows, x in chunks_of(logits, lazy, how):
+            largest[rows] = subtract_maximum(x)
             e = x.exp()
             total[rows], moment[rows] = e.sum(1), x.mul_(e).sum(1)
-        largest, total, moment = _across_ranks(partials).unbind(1)
-        top, moved, whole = _normaliser(largest, total)
+        largest, total, moment = across_ranks(partials).unbind(1)
+        top, moved, whole = normaliser(largest, total)
         mean = ((moment + total * moved) * moved.exp()).sum(0) / whole
         ctx.save_for_backward(logits, top, whole, mean)
         ctx.how = how
@@ -180,8 +184,8 @@ class _Entropy(torch.autograd.Function):
         gradient = torch.empty_like(logits)
         factor = (-upstream / ctx.how.temperature / whole).unsqueeze(1)
         mean = mean.unsqueeze(1)
-        for rows, x in _chunks(logits, None, ctx.how):
-            e = _relative(x, top[rows]).exp()
+        for rows, x in chunks_of(logits, None, ctx.how):
+            e = relative_to(x, top[rows]).exp()
             gradient[rows] = x.sub_(mean[rows]).mul_(e).mul_(factor[rows])
         return gradient, None, None
 
@@ -196,41 +200,41 @@ class _KL(torch.autograd.Function):
     def forward(
         ctx: Any,
         first: Tensor,
-        first_head: Tensor | None,
+        first_lazy: HeadLogits | None,
         second: Tensor,
-        second_head: Tensor | None,
-        how: _How,
+        second_lazy: HeadLogits | None,
+        how: How,
     ) -> Tensor:
-        partials = _empty(first, 5, len(first))
+        partials = empty_wide(first, 5, len(first))
         largest, total, moment, largest_y, total_y = partials
-        xs, ys = _chunks(first, first_head, how), _chunks(second, second_head, how)
+        xs, ys = chunks_of(first, first_lazy, how), chunks_of(second, second_lazy, how)
         for (rows, x), (_, y) in zip(xs, ys, strict=True):
-            largest[rows], largest_y[rows] = _shift(x), _shift(y)
+            largest[rows], largest_y[rows] = subtract_maximum(x), subtract_maximum(y)
             e, d, e_y = _compare(x, y)
             total[rows], total_y[rows], moment[rows] = e.sum(1), e_y.sum(1), d.mul_(e).sum(1)
-        largest, total, moment, largest_y, total_y = _across_ranks(partials).unbind(1)
-        top, moved, whole = _normaliser(largest, total)
-        top_y, moved_y, whole_y = _normaliser(largest_y, total_y)
+        largest, total, moment, largest_y, total_y = across_ranks(partials).unbind(1)
+        top, moved, whole = normaliser(largest, total)
+        top_y, moved_y, whole_y = normaliser(largest_y, total_y)
         mean = ((moment + total * (moved - moved_y)) * moved.exp()).sum(0) / whole
         sums = (top, top_y, whole, whole_y, mean)
-        ctx.save_for_backward(first, first_head, second, second_head, *sums)
-        ctx.how = how
+        ctx.save_for_backward(first, second, *sums)
+        ctx.lazy, ctx.how = (first_lazy, second_lazy), how
         return mean + (whole_y / whole).log()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        first, first_head, second, second_head, *sums = ctx.saved_tensors
-        top, top_y, whole, whole_y, mean = sums
-        how: _How = ctx.how
+        first, second, top, top_y, whole, whole_y, mean = ctx.saved_tensors
+        first_lazy, second_lazy = ctx.lazy
+        how: How = ctx.how
         gradient = torch.empty_like(first) if ctx.needs_input_grad[0] else None
         gradient_y = torch.empty_like(second) if ctx.needs_input_grad[2] else None
         factor = (upstream / how.temperature / whole).unsqueeze(1)
         factor_y = (upstream / how.temperature / whole_y).unsqueeze(1)
         mean = mean.unsqueeze(1)
-        xs, ys = _chunks(first, first_head, how), _chunks(second, second_head, how)
+        xs, ys = chunks_of(first, first_lazy, how), chunks_of(second, second_lazy, how)
         for (rows, x), (_, y) in zip(xs, ys, strict=True):
-            e, d, e_y = _compare(_relative(x, top[rows]), _relative(y, top_y[rows]))
+            e, d, e_y = _compare(relative_to(x, top[rows]), relative_to(y, top_y[rows]))
             e_scaled = e.mul_(factor[rows])
             if gradient is not None:
                 gradient[rows] = d.sub_(mean[rows]).mul_(e_scaled)
@@ -239,27 +243,27 @@ class _KL(torch.autograd.Function):
         return gradient, None, gradient_y, None, None
 
 
-def _parts(logits: Logits) -> tuple[Tensor, Tensor | None]:
-    """Return (logits, None), or (hidden states, head) of HeadLogits."""
+def parts_of(logits: Logits) -> tuple[Tensor, HeadLogits | None]:
+    """Return (logits, None), or (hidden states, the lazy logits), which take no gradient."""
     if isinstance(logits, HeadLogits):
-        return logits.hidden.detach(), logits.weight.detach()
+        return logits.hidden.detach(), logits
     return logits, None
 
 
-def _size(logits: Tensor, head: Tensor | None) -> int:
+def _size(logits: Tensor, lazy: HeadLogits | None) -> int:
     """Return the number of vocabulary ids on this rank."""
-    return logits.shape[1] if head is None else head.shape[0]
+    return logits.shape[1] if lazy is None else lazy.weight.shape[0]
 
 
-def _chunks(logits: Tensor, head: Tensor | None, how: _How) -> Iterator[tuple[slice, Tensor]]:
+def chunks_of(logits: Tensor, lazy: HeadLogits | None, how: How) -> Iterator[tuple[slice, Tensor]]:
     """Yield chunks of rows with their x, LOWEST outside the kept sets; callers may overwrite x."""
-    size = _size(logits, head)
+    size = _size(logits, lazy)
     step = max(1, LOSS_CHUNK_BYTES[logits.device.type] // (4 * size))
-    buffer = _empty(logits, min(step, len(logits)), size)
+    buffer = empty_wide(logits, min(step, len(logits)), size)
     for start in range(0, len(logits), step):
         rows = slice(start, min(start + step, len(logits)))
         x = buffer[: rows.stop - start]
-        x.copy_(logits[rows] if head is None else logits[rows] @ head.T)
+        x.copy_(logits[rows] if lazy is None else lazy.rows(rows))
         if how.temperature != 1.0:
             x.div_(how.temperature)
         if how.kept is not None:
@@ -270,7 +274,7 @@ def _chunks(logits: Tensor, head: Tensor | None, how: _How) -> Iterator[tuple[sl
 def _drop_others(x: Tensor, kept: Tensor) -> None:
     """Set ids outside their row's kept set, if it has one, to LOWEST."""
     size = x.shape[1]
-    columns, mine = _own(kept, size)
+    columns, mine = own_columns(kept, size)
     # The extra column absorbs the kept ids of other ranks and the padding.
     dropped = torch.ones((len(x), size + 1), dtype=torch.bool, device=x.device)
     dropped.scatter_(1, columns.where(mine, size), False)
@@ -278,20 +282,20 @@ def _drop_others(x: Tensor, kept: Tensor) -> None:
     x.masked_fill_(dropped[:, :size], LOWEST)
 
 
-def _own(ids: Tensor, size: int) -> tuple[Tensor, Tensor]:
+def own_columns(ids: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Return the ids' columns in this rank's part, clamped, and a mask of the ids in it."""
     columns = ids - parallel_state.get_tensor_model_parallel_rank() * size
     return columns.clamp(0, size - 1), (columns >= 0) & (columns < size)
 
 
-def _shift(x: Tensor) -> Tensor:
+def subtract_maximum(x: Tensor) -> Tensor:
     """Subtract each row's maximum in place and return the maxima, [rows]."""
     largest = x.amax(1).clamp_(min=LOWEST)
-    _relative(x, largest)
+    relative_to(x, largest)
     return largest
 
 
-def _relative(x: Tensor, top: Tensor) -> Tensor:
+def relative_to(x: Tensor, top: Tensor) -> Tensor:
     """Subtract `top` from the rows in place; logits of -inf become LOWEST."""
     return x.sub_(top.unsqueeze(1)).clamp_(min=LOWEST)
 
@@ -317,13 +321,13 @@ def _largest_columns(x: Tensor, k: int) -> Tensor:
     return columns.gather(1, order)
 
 
-def _empty(logits: Tensor, *shape: int) -> Tensor:
+def empty_wide(logits: Tensor, *shape: int) -> Tensor:
     """Return an empty tensor to compute in: fp64 for fp64 (tests use it), else fp32."""
     wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
     return logits.new_empty(shape, dtype=wide)
 
 
-def _across_ranks(part: Tensor) -> Tensor:
+def across_ranks(part: Tensor) -> Tensor:
     """Gather a tensor from the tensor-parallel ranks, [TP, ...].
 
     Sums over ranks are then computed locally, in rank order. An all-reduce adds the ranks in
@@ -337,7 +341,7 @@ def _across_ranks(part: Tensor) -> Tensor:
     return gathered
 
 
-def _normaliser(largest: Tensor, total: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def normaliser(largest: Tensor, total: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the maximum [n], each rank's maximum minus it [TP, n], and the sum of e [n]."""
     top = largest.amax(0)
     moved = largest - top

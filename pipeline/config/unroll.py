@@ -43,6 +43,7 @@ REFERENCES: tuple[tuple[str, ...], ...] = (
     ("domains", "*", "objective", "kl", "reference"),
     ("stages", "*", "data", "*", "stage"),
     ("stages", "*", "reference"),
+    ("stages", "*", "method", "start"),
 )
 
 

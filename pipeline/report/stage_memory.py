@@ -6,6 +6,7 @@ from parallel.memory import RankMemory, reading_memory, training_memory
 from parallel.settings import OptimizerSettings
 from pipeline.run.graph import Stage
 from stages.domains import LoopSettings, PolicySettings
+from stages.kinds.distill import DistillSettings
 from stages.kinds.grpo import GrpoSettings
 from stages.objectives.advantages.gae import GaeSettings
 from stages.objectives.kl import AVERAGE
@@ -60,12 +61,18 @@ def compared_with(stage: Stage, settings: RunSettings) -> tuple[int, int]:
     A reference that several domains name, or an average of one decay, is kept once.
     """
     if rewarded(stage, settings) is None:
-        return len(stage.teachers), 0
+        return len(stage.teachers) + _starts(stage, settings), 0
     own = {name: each.kl for name, each in objectives(stage, settings).items()}
     penalties = {name: kl for name, kl in own.items() if kl.coefficient > 0}
     averages = {kl.ema_decay for kl in penalties.values() if kl.reference == AVERAGE}
     others = [name for name, kl in penalties.items() if kl.reference != AVERAGE]
     return len({stage.models.get(name, stage.parent) for name in others}), len(averages)
+
+
+def _starts(stage: Stage, settings: RunSettings) -> int:
+    """Return 1 for a merge that also loads the model that its teachers started from, else 0."""
+    block = settings.stages[stage.block] if stage.block is not None else None
+    return int(isinstance(block, DistillSettings) and block.method.start_model is not None)
 
 
 def objectives(stage: Stage, settings: RunSettings) -> dict[str, ObjectiveSettings]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from stages.audit.model import Model, Read
-from stages.audit.recorded import RecordedSample
+from stages.audit.recorded import NotAuditable, RecordedSample
 from stages.audit.rows import Comparison, kept_sets, mismatch, number
 from stages.audit.update import Optimizer, take_update
 
@@ -46,7 +46,14 @@ def merge_step(
     """Recompute KL(student || teacher of the domain) at temperature 1, and update the policy.
 
     It is over the whole vocabulary, the mean over tokens by domain, weighted by domain.
+
+    Raises:
+        NotAuditable: the loss or the weights of domains are others.
     """
+    if settings["method"] != "full_vocab_reverse_kl":
+        raise NotAuditable(f"method {settings['method']['name']} is not audited")
+    if settings["averaged_over"] == "gap":
+        raise NotAuditable("averaged_over: gap follows earlier steps, and is not audited")
     counts = {
         name: sum(len(sample.learned) for sample in samples if sample.domain == name)
         for name in teachers

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, field_validator
 from pydantic_core import PydanticCustomError
 
 from parallel.errors import hint
@@ -23,7 +23,11 @@ from stages.kinds.kind import (
     TrainedStageSettings,
     register,
 )
-from stages.kinds.rules import sampling_rules, under, warmup_rules
+from stages.kinds.rules import At, sampling_rules, under, warmup_rules
+from stages.objectives.distillation import MethodSettings
+from stages.objectives.distillation.reverse_kl import ReverseKLSettings
+from stages.objectives.distillation.top_k import TopKReverseKLSettings
+from stages.objectives.teaching import PARENT
 
 
 def _teachers(value: Any) -> Any:
@@ -49,13 +53,14 @@ class DistillSettings(TrainedStageSettings):
         description="teachers by domain; or one block for all: with for_each: domain, each domain's"
         f" own stage of it. Each is {SOURCE}"
     )
-    method: Literal["full_vocab_reverse_kl"] = Field(
-        default="full_vocab_reverse_kl", description="loss"
+    method: MethodSettings = Field(
+        default=ReverseKLSettings(), description="loss of a token; its name, or a block with keys"
     )
-    averaged_over: Literal["domains", "tokens"] = Field(
+    averaged_over: Literal["domains", "tokens", "gap"] = Field(
         default="domains",
         description="domains: mean over domains of each one's mean over tokens. tokens: mean over"
-        " all tokens, most of them of the domain with the longest responses",
+        " all tokens, most of them of the domain with the longest responses. gap: as domains, each"
+        " weighted by the `teacher_kl` that is left, a moving average of the steps before",
     )
     domain_weights: dict[str, Annotated[float, Field(gt=0)]] = Field(
         default={}, description="relative weights of domains in that mean; of the others 1"
@@ -67,12 +72,34 @@ class DistillSettings(TrainedStageSettings):
         default=None, description="gate that it must pass before dependent stages start"
     )
 
+    @field_validator("method", mode="before")
+    @classmethod
+    def _block_of_name(cls, given: Any) -> Any:
+        return {"name": given} if isinstance(given, str) else given
+
     def inputs(self, run: RunBlocks, domains: Sequence[str]) -> Inputs:
-        return Inputs(parent=self.from_, teachers=self.teachers_of(domains))
+        start = self.method.start_model
+        models = {start: start} if start not in (None, PARENT, self.from_) else {}
+        return Inputs(parent=self.from_, teachers=self.teachers_of(domains), models=models)
 
     def key_of(self, role: str, name: str = "") -> str:
+        if role == "models":
+            return "method.start"
         one = role == "teachers" and isinstance(self.teachers, str)
         return "teachers" if one else super().key_of(role, name)
+
+    def read(self, run: RunBlocks, domains: Sequence[str]) -> dict[str, Any]:
+        """Return the block, and the domains' rewards and advantages where the method reads them."""
+        found = super().read(run, domains)
+        if self.method.needs_rewards:
+            found["graded_by"] = {
+                name: {
+                    "advantage": run.domains[name].objective.advantage.model_dump(mode="json"),
+                    **run.domains[name].model_dump(mode="json", include={"rewards"}),
+                }
+                for name in domains
+            }
+        return found
 
     def teachers_of(self, domains: Sequence[str]) -> Mapping[str, str]:
         """Return the teacher of each domain that has one, as it is named."""
@@ -100,8 +127,34 @@ class DistillSettings(TrainedStageSettings):
         for block, named in (("teachers", self.teachers), ("domain_weights", self.domain_weights)):
             for name in sorted(set(named) - set(known)) if isinstance(named, dict) else ():
                 yield at(f"{block}.{name}"), f"no such domain: {name}; {hint(name, known)}"
+        yield from self._method_violations(under(f"{key}.method"), at, run, domains)
         yield from warmup_rules(at, self.optimizer, self.loop)
         yield from sampling_rules(at, self.sampling, self.rollout, run)
+
+    def _method_violations(
+        self, method: At, at: At, run: RunBlocks, domains: Sequence[str]
+    ) -> Found:
+        """Check the method's keys, and what it reads of the domains."""
+        for name, message in self.method.violations(self.sampling.group_size):
+            yield method(name), message
+        vocabulary = run.model.vocabulary_size
+        if isinstance(self.method, TopKReverseKLSettings) and self.method.k > vocabulary:
+            yield method("k"), f"{self.method.k} is more than model.vocabulary_size = {vocabulary}"
+        for name in domains if self.method.needs_rewards else ():
+            advantage = run.domains[name].objective.advantage
+            if advantage.baseline == "critic":
+                yield (
+                    method("name"),
+                    f"{self.method.name} reads advantages, but domains.{name}.objective.advantage"
+                    f" {advantage.name} needs a critic, which a merge does not train; use another"
+                    " advantage there, or a method without rewards",
+                )
+            elif advantage.baseline == "group" and self.sampling.group_size < 2:
+                yield (
+                    at("sampling.group_size"),
+                    f"{self.method.name} reads advantages, and a group of one has none: it is its"
+                    f" own mean; use 2 or more, or advantage reinforce_pp in domains.{name}",
+                )
 
 
 DISTILL = register(

@@ -24,6 +24,7 @@ from stages.objectives.registry import (
     AGGREGATIONS,
     CORRECTIONS,
     KL_ESTIMATORS,
+    METHODS,
     PREFERENCES,
     RATIOS,
     AboveZero,
@@ -58,7 +59,7 @@ else:
 
 REGISTRIES: tuple[Registry, ...] = (
     *(ADVANTAGES, RATIOS, AGGREGATIONS, KL_ESTIMATORS, CORRECTIONS),
-    PREFERENCES,
+    *(PREFERENCES, METHODS),  # the kind `distill` imports the methods
 )
 
 

@@ -27,8 +27,9 @@ CRITIC = "critic"  # its name in a checkpoint, as AVERAGE is that of an average
 class Reference:
     """The stage's parent, another model, or an exponential moving average of the policy (`ema`).
 
-    Another model is the one of `domain`'s penalty. The average is kept in fp32, since bf16 would
-    round small steps away, and is saved with the policy's checkpoints, under `name`.
+    Another model is the job's of the name `known_as`: a penalty's is known by its domain. The
+    average is kept in fp32, since bf16 would round small steps away, and is saved with the policy's
+    checkpoints, under `name`.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class Reference:
         job: StageJob,
         policy: TrainedPolicy,
         settings: KLSettings,
-        domain: str,
+        known_as: str,
         name: str = AVERAGE,
     ) -> None:
         self._settings, self._trained = settings, policy
@@ -44,7 +45,7 @@ class Reference:
         if settings.reference == AVERAGE:
             model = model.model_copy(update={"precision": "fp32"})
         elif settings.reference != "parent":
-            origin = job.models.get(domain, job.parent)
+            origin = job.models.get(known_as, job.parent)
         self._policy = Policy(model, job.settings.layout)
         policy.residency.share.add(self._policy.residency)
         assert origin is not None

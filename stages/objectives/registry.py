@@ -95,6 +95,7 @@ AGGREGATIONS = Registry("objective.aggregation")
 KL_ESTIMATORS = Registry("objective.kl.estimator")
 CORRECTIONS = Registry("objective.correction")
 PREFERENCES = Registry("stages.NAME.loss")
+METHODS = Registry("stages.NAME.method")
 
 advantage = ADVANTAGES.register
 ratio = RATIOS.register
@@ -102,6 +103,7 @@ aggregation = AGGREGATIONS.register
 kl_estimator = KL_ESTIMATORS.register
 correction = CORRECTIONS.register
 preference = PREFERENCES.register
+method = METHODS.register
 
 
 def import_modules(package: str, path: Iterable[str]) -> None:

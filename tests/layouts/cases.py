@@ -206,8 +206,6 @@ def differences(
     model: ModelSettings = MODEL,
 ) -> list[dict[str, Any]]:
     """Return this layout's differences from the reference, for every batching."""
-    from parallel.model.gpt import global_name, shard, tensor_split
-
     layout = layout.model_copy(update={"distributed_optimizer": False})  # it scatters gradients
     policy, teacher = (build(layout, SGD, seed, losses, model) for seed in (0, 1))
     found = []
@@ -216,13 +214,6 @@ def differences(
         parts = prepared(loss, drawn, teacher, count=count, padded=padded, replay=replay)
         values = accumulate(policy, loss, drawn, parts)
         expected, gradients = torch.load(Path(directory) / f"{loss}{replay}.pt")
-        worst = (0.0, "")
-        for chunk in policy.chunks:
-            for name, parameter in chunk.named_parameters():
-                whole = gradients[global_name(chunk, name)]
-                ours = shard(name, whole, *tensor_split(name))
-                error = (parameter.main_grad - ours).norm() / max(ours.norm(), 1e-6)
-                worst = max(worst, (error.item(), name))
         found.append(
             {
                 "case": f"{loss} count={count} padded={padded} replay={replay}",
@@ -231,10 +222,24 @@ def differences(
                     abs(values[name] - expected[name]) / max(1.0, abs(expected[name]))
                     for name in expected
                 ),
-                "gradient": worst,
+                "gradient": worst_gradient(policy, gradients),
             }
         )
     return found
+
+
+def worst_gradient(policy: Any, gradients: dict[str, torch.Tensor]) -> tuple[float, str]:
+    """Return the largest relative error of this rank's gradients from one process's, by name."""
+    from parallel.model.gpt import global_name, shard, tensor_split
+
+    worst = (0.0, "")
+    for chunk in policy.chunks:
+        for name, parameter in chunk.named_parameters():
+            whole = gradients[global_name(chunk, name)]
+            ours = shard(name, whole, *tensor_split(name))
+            error = (parameter.main_grad - ours).norm() / max(ours.norm(), 1e-6)
+            worst = max(worst, (error.item(), name))
+    return worst
 
 
 def train(policy: Any, steps: range) -> Iterator[tuple[float, float]]:

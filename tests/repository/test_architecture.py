@@ -46,6 +46,8 @@ WITHOUT_TORCH = {
     "stages.keys",
     "stages.kinds",
     "stages.kinds.mixture",
+    "stages.kinds.distill",
+    "stages.kinds.dpo",
     "stages.objectives.kl",
     "stages.kinds.evaluate",
     "stages.kinds.grpo",

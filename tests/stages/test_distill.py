@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,8 +15,10 @@ from parallel.batch import RankPlace, collate
 from parallel.checkpoint import load
 from parallel.model.policy import Policy
 from parallel.sample import Sample
+from stages.data.problem import Problem
 from stages.distill import Merge, weights_of
 from stages.kinds.distill import DistillSettings
+from stages.objectives.groups import Batch, Group
 from tests.fake_engines import RefittedFleet, toy_domain, toy_job, toy_run
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -71,15 +74,17 @@ def samples() -> list[Sample]:
     ]
 
 
+def rows(policy: Policy, samples: list[Sample]) -> np.ndarray:
+    """Return log-probabilities of the whole vocabulary at every response token."""
+    parts = [collate([sample], RankPlace(), replay=False) for sample in samples]
+    heads = policy.evaluate(parts, lambda responses: responses.logits)
+    logits = torch.cat([head.hidden @ head.weight.t() for head in heads]).detach().double().numpy()
+    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+
 def expected(student: Policy, teacher: Policy, samples: list[Sample]) -> float:
     """Mean KL(student || teacher) over the tokens of the responses, by whole rows of logits."""
-    rows = []
-    for policy in (student, teacher):
-        parts = [collate([sample], RankPlace(), replay=False) for sample in samples]
-        heads = policy.evaluate(parts, lambda responses: responses.logits)
-        logits = torch.cat([head.hidden @ head.weight.t() for head in heads])
-        rows.append(logits.detach().double().numpy())
-    ours, theirs = (each - np.log(np.exp(each).sum(-1, keepdims=True)) for each in rows)
+    ours, theirs = rows(student, samples), rows(teacher, samples)
     return float((np.exp(ours) * (ours - theirs)).sum(-1).mean())
 
 
@@ -130,6 +135,111 @@ def test_domains_have_the_weights_of_the_settings(
 
 def test_a_domain_without_tokens_has_no_weight() -> None:
     settings = DistillSettings.model_construct(averaged_over="domains", domain_weights={"a": 2.0})
-    assert weights_of(settings, {"a": 3, "b": 4, "c": 0}) == pytest.approx(
+    assert weights_of(settings, {"a": 3, "b": 4, "c": 0}, {}) == pytest.approx(
         {"a": 2 / 3, "b": 1 / 3, "c": 0}
     )
+
+
+def test_weights_follow_the_gaps_that_are_left() -> None:
+    settings = DistillSettings.model_construct(averaged_over="gap", domain_weights={"a": 2.0})
+    tokens = {"a": 300, "b": 4, "c": 0}
+    alike = pytest.approx({"a": 2 / 3, "b": 1 / 3, "c": 0})
+    assert weights_of(settings, tokens, {}) == alike
+    assert weights_of(settings, tokens, {"a": 0.0, "b": 0.0}) == alike
+    gaps = {"a": 0.1, "b": 0.6, "c": 0.5}
+    assert weights_of(settings, tokens, gaps) == pytest.approx({"a": 0.25, "b": 0.75, "c": 0})
+
+
+def test_gaps_are_averages_that_a_resumed_stage_continues(
+    tmp_path: Path, samples: list[Sample]
+) -> None:
+    stage = merge(tmp_path, averaged_over="gap")
+    first = gradients(stage, samples)
+    assert first["loss"] == pytest.approx(first["teacher_kl/words"] / 2, rel=1e-5)
+    stage.after_update(first)
+    assert stage.gaps["words"] == pytest.approx(first["teacher_kl/words"])
+    later = {**first, "teacher_kl/words": 0.5, "token_share/sums": 0.0, "teacher_kl/sums": 0.0}
+    sums = stage.gaps["sums"]
+    stage.after_update(later)
+    expected = 0.9 * first["teacher_kl/words"] + 0.1 * 0.5
+    assert stage.gaps == {"words": pytest.approx(expected), "sums": sums}  # it had no token
+    resumed = merge(tmp_path, averaged_over="gap")
+    resumed.restore(json.loads(json.dumps(stage.state())))
+    assert resumed.gaps == stage.gaps
+    assert gradients(resumed, samples) == gradients(stage, samples)
+    assert "gaps" not in merge(tmp_path).state()
+
+
+def test_the_gradient_share_is_of_what_enters_the_model(
+    tmp_path: Path, samples: list[Sample]
+) -> None:
+    seeds = {"sums": 2, "words": 1}
+    with mock.patch.dict(SEEDS, seeds):
+        stage = merge(tmp_path, averaged_over="tokens")
+    found = gradients(stage, samples)
+    sums = {}
+    for domain, teacher in stage.teachers.items():
+        own = [sample for sample in samples if sample.domain == domain]
+        ours, theirs = rows(stage.policy, own), rows(teacher, own)
+        p, d = np.exp(ours), ours - theirs
+        sums[domain] = np.abs(p * (d - (p * d).sum(-1, keepdims=True))).sum()
+    share = sums["words"] / sum(sums.values())
+    assert found["gradient_share/words"] == pytest.approx(share, rel=1e-3)
+    assert found["gradient_share/words"] + found["gradient_share/sums"] == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "forward_kl",
+        {"name": "jsd", "beta": 0.3},
+        {"name": "top_k_reverse_kl", "k": 5, "tail": "lumped"},
+        {"name": "exopd", "lambda": 1.5, "extrapolate": "everywhere"},
+        {"name": "exopd", "lambda": 1.5, "extrapolate": "nucleus", "top_p": 0.5},
+        {"name": "exopd", "over": "sampled"},
+        "sampled_token",
+        {"name": "opd_reward", "teacher_weight": 2},
+        {"name": "iw_opd", "gamma": 0.7},
+    ],
+    ids=str,
+)
+def test_a_method_s_loss_is_the_one_trained_on_and_the_kl_is_logged(
+    method: Any, tmp_path: Path, samples: list[Sample]
+) -> None:
+    with mock.patch.dict(SEEDS, {"sums": 2}):
+        stage, plain = merge(tmp_path, method=method), merge(tmp_path)
+    for sample in samples:
+        sample.advantage = 0.5
+    found, usual = gradients(stage, samples), gradients(plain, samples)
+    for name in ("teacher_kl", "teacher_kl/sums", "teacher_kl/words", "token_share/words"):
+        assert found[name] == usual[name]
+    assert found["loss"] != usual["loss"]
+    assert stage.policy.step() != plain.policy.step()
+
+
+def test_a_method_without_keys_is_its_name_in_every_dump(tmp_path: Path) -> None:
+    """So that a finished merge of before, whose manifest has the name, is not stale."""
+    stage = merge(tmp_path, method="full_vocab_reverse_kl")
+    assert stage.own.model_dump(mode="json")["method"] == "full_vocab_reverse_kl"
+    assert stage.own == merge(tmp_path, method={"name": "full_vocab_reverse_kl"}).own
+    jsd = merge(tmp_path, method={"name": "jsd"}).own
+    assert jsd.model_dump(mode="json")["method"] == {"name": "jsd", "beta": 0.5}
+    assert DistillSettings.model_validate(jsd.model_dump(mode="json")) == jsd
+
+
+def test_rewards_give_advantages_to_a_method_that_reads_them(tmp_path: Path) -> None:
+    """A domain's are by its own rewards; without a reward a sample learns from its teacher."""
+    stage = merge(tmp_path, method="opd_reward", sampling={"group_size": 2})
+    drawn = [
+        Sample("sums", np.zeros(1, np.int32), np.zeros(2, np.int32), reward=reward)
+        for reward in (1.0, 0.0, None)
+    ]
+    group = Group(Problem("sums", 0, "p", "1"), 0, list(drawn), ended=1)
+    batch = Batch([group], [], 0, 0, 0)
+    [update] = stage.split_updates(batch).updates
+    assert update == drawn
+    assert drawn[0].advantage > 0 > drawn[1].advantage and drawn[2].advantage == 0
+    for each in drawn:
+        each.advantage = 0.0
+    merge(tmp_path).split_updates(batch)
+    assert not any(each.advantage for each in drawn)
