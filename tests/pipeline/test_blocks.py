@@ -311,6 +311,17 @@ def test_a_block_of_which_stages_nothing_reads_is_one_warning(braid: Braid, conf
     ]
 
 
+@pytest.mark.parametrize(("more", "end"), [("cd", "; name it"), ("cde", " and 1 more; name it")])
+def test_a_warning_names_the_first_four_stages(config: Path, more: str, end: str) -> None:
+    block = "collect: {kind: sample, from: merge, for_each: domain, prompts: 8, "
+    with_block(config, f"{block}keep: {{reward: null}}}}")
+    own = f"{{prompts: {{dataset: chain_sum}}, {TRAINED[1:]}\n"
+    edited(config, "stages:\n", "".join([*(f"  {name}: {own}" for name in more), "stages:\n"]))
+    [(_, message)] = unread(load(config))
+    named = "the data of collect.sums, collect.words, collect.c, collect.d"
+    assert message.startswith(f"no stage reads {named}{end}")
+
+
 @pytest.mark.parametrize(
     "path",
     [

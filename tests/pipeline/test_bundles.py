@@ -96,6 +96,11 @@ def test_a_bundle_has_digests_reasons_and_no_secret(archive: Path, tmp_path: Pat
         for member in packed:
             file = packed.extractfile(member)
             assert file is not None and b"s3cret" not in file.read()
+            assert (member.mtime, member.uid, member.uname) == (
+                0,
+                0,
+                "",
+            )  # equal files, equal bytes
 
 
 def test_a_bundle_runs_elsewhere_and_is_compared(
@@ -324,6 +329,26 @@ def test_early_stops_and_overrides_are_in_the_bundle(
     lines = (tmp_path / "runs/small/ledger.jsonl").read_text().splitlines()
     assert all(json.loads(lines[line - 1])["cause"] == cause for line, cause in causes.items())
     assert "braid gate override small gates.experts.sums --reason ..." in found["commands"]
+
+
+def test_a_gate_that_stopped_is_compared_with_its_verdict(
+    braid: Braid, config: Path, runs: Path, tmp_path: Path
+) -> None:
+    """What it measured would pass a lower bound, so the same scores give another verdict."""
+    short = {"gates.experts.sums": {"0": "fall_short"}}
+    given = (*RIGHT, "deterministic=true")
+    assert braid("run", config, *given, GATE, actions=short)[0] == 1
+    assert braid("bundle", "small", "--to", tmp_path / "b")[0] == 0
+    found = json.loads((tmp_path / "b/bundle.json").read_text())["stages"]
+    [gate] = [each for each in found if each["kind"] == "gate"]
+    assert gate["state"] == "failed"
+    assert gate["output"] is not None
+    shutil.rmtree(runs)
+    lower = GATE.replace("20", "20, min_gain: -1")
+    assert braid("run", config, *given, lower, actions=short)[0] == 0
+    err = braid("bundle", "--check", "small", tmp_path / "b")[2]
+    assert "gates.experts.sums is the first stage that differs from the bundle's" in err
+    assert "  setting gate.min_gain: 0.0 in the bundle, -1.0 here\n" in err
 
 
 def with_tuned(config: Path, source: str) -> Path:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from parallel.files import CHECKSUMS
+from parallel.files import CHECKSUMS, Checkpoint
 from pipeline.config.read import ConfigError
 from pipeline.config.validate import load
 from pipeline.run.graph import Stage, compile_graph
@@ -64,6 +64,25 @@ def test_data_loss_and_reference_make_it_stale(config: Path) -> None:
     assert loss == "loss.beta was 0.1 and is now 0.2"
     (config.parent / "pairs.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "d"}')
     assert list(changes(before, lineage())) == ["the files of data.files.path changed"]
+
+
+def test_collected_pairs_that_change_places_make_it_stale(config: Path) -> None:
+    """By their digests: the names of the stages are no settings of its own."""
+    with config.open("a") as file:
+        for name, start in (("one", "cold_start"), ("two", "merge")):
+            kept = "prompts: 9, keep: {reward: null}"
+            file.write(f"  {name}: {{kind: sample, from: {start}, {kept}}}\n")
+
+    def lineage(first: str, second: str) -> Any:
+        data = f"{{a: {{stage: {first}}}, b: {{stage: {second}}}}}"
+        stage = tuned(config, f"stages.tuned.data={data}")
+        found = {name: Checkpoint(Path(name), 0, name, {}) for name in stage.sources}
+        return lineage_from(stage, found, {})
+
+    assert list(changes(lineage("one", "two"), lineage("two", "one"))) == [
+        "data.a is another of its inputs",
+        "data.b is another of its inputs",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,24 @@ def test_a_renamed_block_with_other_settings_is_new(
     assert edit(braid, wanted)["renamed"] == []
 
 
+def test_a_renamed_block_with_other_data_is_new(
+    braid: Braid, config: Path, runs: Path, tmp_path: Path
+) -> None:
+    data = tmp_path / "shown.jsonl"
+    data.write_text('{"prompt": "a", "response": "b"}\n')
+    shown = f"domains.words.demonstrations={{source: jsonl, path: {data}, response: response}}"
+    assert braid("run", config, shown)[0] == 0
+    wanted = edited_copy(config, ("cold_start", "warm"))
+
+    def renamed() -> list:
+        found: list = json.loads(braid("plan", wanted, shown, "--json")[1])["edit"]["renamed"]
+        return found
+
+    assert renamed() == [["cold_start", "warm"]]
+    data.write_text('{"prompt": "a", "response": "c"}\n')
+    assert renamed() == []
+
+
 def test_a_deleted_leaf_stays(braid: Braid, config: Path, small: Path) -> None:
     wanted = edited_copy(config, ("  export: {kind: export, from: merge}\n", ""))
     found = edit(braid, wanted)

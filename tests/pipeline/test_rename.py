@@ -12,6 +12,7 @@ import yaml
 
 from pipeline.config.validate import load
 from pipeline.run.directory import RunDirectory
+from pipeline.run.graph import digest
 from pipeline.run.ledger import latest
 from pipeline.run.rename import Renaming, renaming
 from pipeline.run.run import Run
@@ -91,6 +92,7 @@ def test_a_parent_and_its_reference_in_a_penalty_are_renamed(braid: Braid, small
     assert list(settings["stages"]) == ["warm", "experts", "merge", "evaluate", "export"]
     solved = json.loads((small / "stages/experts.sums/manifest.json").read_text())
     assert solved["settings"]["objective.kl.reference"] == "warm"
+    assert solved["config"] == digest(solved["settings"])
 
 
 def test_an_own_reference_is_not_a_block(braid: Braid, config: Path, runs: Path) -> None:

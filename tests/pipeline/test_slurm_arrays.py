@@ -158,6 +158,16 @@ def test_the_gates_of_a_block_are_an_array_of_their_own(config: Path, run: RunDi
     assert found[0].script.name == "gate.sbatch"
 
 
+def test_a_gate_and_a_stage_of_one_block_are_no_array(config: Path, run: RunDirectory) -> None:
+    """Neither waits for a job where one expert is done and the other is not."""
+    edited(config, f"{EACH}}}", f"{EACH}, gate: {{problems: 20}}}}")
+    left = ["experts.words", "gates.experts.sums"]
+    found = submitted(config, run, done=("cold_start", "experts.sums"), only=left)
+    assert stages(found) == [[name] for name in left]
+    assert [each.script.name for each in found] == ["grpo.sbatch", "gate.sbatch"]
+    assert [each.after for each in found] == [(), ()]
+
+
 def test_an_array_of_samples_is_one_job_for_what_reads_it(config: Path, run: RunDirectory) -> None:
     found = submitted(
         config,

@@ -168,6 +168,26 @@ def test_a_manifest_from_before_a_key_makes_nothing_stale(
     assert states(run, settings) == before
 
 
+def test_a_manifest_keeps_its_values_of_later_keys(run: RunDirectory, config: Path) -> None:
+    settings = load(config, ["domains.sums.optimizer.cpu_offload=0.5"])
+    for stage in compile_graph(settings):
+        if stage.trains:
+            record(run, settings, stage, "done")
+    assert set(states(run, settings).values()) == {"done"}
+
+
+def test_a_manifest_from_before_roles_makes_nothing_stale(
+    run: RunDirectory, settings: RunSettings, trained: dict[str, Stage]
+) -> None:
+    before = states(run, settings)
+    for name in before:
+        manifest = run.stage(name).manifest
+        found = json.loads(manifest.read_text())
+        del found["roles"]
+        manifest.write_text(json.dumps(found))
+    assert states(run, settings) == before
+
+
 def test_teachers_that_change_places_make_their_merge_stale(
     run: RunDirectory, settings: RunSettings, trained: dict[str, Stage]
 ) -> None:

@@ -194,6 +194,7 @@ def test_each_prompt_s_best_and_worst_response_are_a_pair(tmp_path: Path) -> Non
         ("3+3=", "7777", -0.5, False),
         ("3+3=", "6", 0.5, True),
         ("3+3=", "8", None, True),
+        ("1+1=", "02", 1.0, True),
     ]
     found = CollectedPairs(collected(tmp_path / "c.parquet", rows), KEY, 1e-9)
     pairs = [texts(found.samples(row, CHARACTERS, "own")) for row in range(len(found))]
@@ -226,6 +227,16 @@ def test_the_digest_of_pairs_tells_apart_which_rows_they_are_in(tmp_path: Path) 
         for n, rows in enumerate([[first, second, long], [long, first, second]])
     }
     assert len(found) == 2
+
+
+def test_the_digest_of_files_tells_apart_which_columns_are_read(tmp_path: Path) -> None:
+    """Beyond the first PROBED pairs nothing else does."""
+    pairs = files(tmp_path / "p.jsonl", [{"prompt": "1", "chosen": "a", "rejected": "b", "c": "b"}])
+    source: Any = TypeAdapter(PairSource).validate_python(
+        {"source": "jsonl", "path": str(tmp_path / "p.jsonl")}
+    )
+    other = FilePairs(source, ("prompt", "chosen", "c"), KEY, 1e-9)
+    assert pairs.digest() != other.digest()
 
 
 def test_collected_tokens_of_another_tokenizer_are_refused(tmp_path: Path) -> None:

@@ -131,10 +131,13 @@ def test_sources_are_mixed_by_weights_and_continue_where_they_were(tmp_path: Pat
     }
     path = {"kept": collected(tmp_path, problems(False, 20))}
     first = stage(tmp_path, data, 5, data=path)
+    first.sources["own"].too_long = 3  # of earlier steps, which a step's metric leaves out
     steps, states = [], []
     for step in range(1, 13):
         states.append(json.loads(json.dumps(first.state())))
-        steps.append(responses(first.draw(step)[0]))
+        drawn, too_long = first.draw(step)
+        assert too_long == 0
+        steps.append(responses(drawn))
     kinds = Counter(text[0] for step in steps for text in step)
     assert (kinds["c"], kinds["f"], kinds["<"]) == (30, 10, 20)
     assert Counter(text for step in steps for text in step if text[0] == "c").total() == 30
