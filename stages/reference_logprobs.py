@@ -29,6 +29,8 @@ from stages.kinds.dpo import DpoSettings
 from stages.settings import StageJob
 
 KEY = "key"  # the array's name; sources have the prefix OF
+# The last two: a flipped bit names a place before the file, or a compression unknown to zipfile.
+DAMAGED = (ValueError, KeyError, EOFError, zipfile.BadZipFile, OSError, NotImplementedError)
 OF = "source/"
 PASSES = 8  # pairs that are evaluated together, in steps' pairs
 
@@ -135,7 +137,7 @@ def _read(path: Path, key: str) -> Logprobs | None:
         why = "of another reference, model or other pairs"
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+    except DAMAGED as error:
         why = f"damaged ({error})"
     report_notice(f"{path} is {why}; computing the reference's log-probabilities again")
     return None

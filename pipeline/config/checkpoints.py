@@ -45,8 +45,11 @@ def model_violation(path: Path, model: ModelSettings) -> str | None:
 def _other_model(settings: Path, model: ModelSettings) -> str | None:
     """Return the first difference between the model of another run and this one's."""
     try:
-        theirs = yaml.load(read_text(settings), Loader=CSafeLoader)["model"]
-    except (OSError, yaml.YAMLError, KeyError, TypeError, RecursionError) as error:
+        theirs = yaml.load(read_text(settings), Loader=CSafeLoader)["model"].copy()
+    # ValueError: no UTF-8, or a date that does not exist. AttributeError: `model` is no mapping.
+    except (OSError, yaml.YAMLError, LookupError, TypeError, ValueError, AttributeError) as error:
+        return f"{shown(settings)}: cannot be read: {error!r}"
+    except RecursionError as error:
         return f"{shown(settings)}: cannot be read: {error!r}"
     for key, ours in model.model_dump(mode="json").items():
         if key not in ANY_VALUE and theirs.get(key) != ours:

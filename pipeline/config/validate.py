@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -301,7 +302,8 @@ def _absolute(value: Any, place: SourceLocation, pattern: Key) -> Any:
     name = pattern in REFERENCES and isinstance(value, str) and not is_path(value)
     if not isinstance(value, str) or name or (pattern == TOKENIZER and value == CHARACTERS):
         return value
-    return str(place.beside(value).absolute())
+    # Not Path.absolute, which leaves a leading `..` of a relative path where it is.
+    return os.path.normpath(place.beside(value).absolute())
 
 
 def _validated(

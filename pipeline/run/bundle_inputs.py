@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -174,7 +175,12 @@ def _code(stages: Stages, tree: Tree, directory: Path) -> Iterator[BundleInput]:
         module = reward["function"].partition(":")[0]
         readers = _readers(stages, f"{key}.function")
         if (found := module_files(module, where)) is None:
-            continue  # compiled, or missing; `braid run` reports a missing one
+            if readers and where is None and find_spec(module.partition(".")[0]) is None:
+                raise UserError(
+                    f"{key}.function: no module {module}; set PYTHONPATH as for the run, or"
+                    f" {key}.path to the directory that it is imported from"
+                )
+            continue  # compiled
         inside = roots.setdefault(found.root, f"code/{len(roots)}")
         copied = not found.installed
         given = BundleInput(

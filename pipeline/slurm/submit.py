@@ -215,7 +215,10 @@ def _submission(
     alone = len(stages) == 1
     script = script_for(first)
     if not script.exists():
-        raise UserError(f"{shown(script)} is missing; install braid from a checkout")
+        raise UserError(
+            f"{shown(script)} is missing; install braid from a checkout, or, for a kind of another"
+            f" package, name the script that runs it: StageKind(script=...) of {first.kind}"
+        )
     logs = run.slurm.absolute() / ("%x-%j.out" if alone else "%x-%A_%a.out")
     options = [
         f"--job-name={run.name}.{first.name if alone else _array_name(first)}",

@@ -12,6 +12,7 @@ from stages.kinds.kind import (
     MEASURED,
     SAMPLED,
     SOURCE,
+    Found,
     Inputs,
     RunBlocks,
     StageKind,
@@ -49,6 +50,10 @@ class EvaluateSettings(StageSettings):
 
     def read(self, run: RunBlocks, domains: Sequence[str]) -> dict[str, Any]:
         return {"kind": self.kind}
+
+    def violations(self, key: str, run: RunBlocks, domains: Sequence[str]) -> Found:
+        if self.from_ is not None:
+            yield f"{key}.from", f"an evaluation starts from nothing; use models: [{self.from_}]"
 
 
 _MEASURING = ("seed", "model", *SAMPLED, *MEASURED)

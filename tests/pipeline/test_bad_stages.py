@@ -10,7 +10,7 @@ from tests.pipeline.violations import TRAINED, edited, errors
 
 LAST = "  export: {kind: export, from: merge}\n"
 NAME = "a block's name must be 1 to 100 letters, digits, _ or -, and start with a letter or digit"
-KINDS = "'distill', 'sft', 'dpo', 'evaluate', 'export', 'grpo', 'import' or 'sample'"
+KINDS = "'distill', 'dpo', 'evaluate', 'export', 'grpo', 'import', 'sample' or 'sft'"
 TRAINING = "only of distill, dpo, grpo, sft"
 MORE = f"data: {{x: {{stage: merge}}}}, sequences_per_step: 4, {TRAINED[1:-1]}"
 
@@ -42,6 +42,9 @@ BLOCKS = {
         "rename a block, or set `as`"
     ),
     "more: {kind: export, from: ''}": 'stages.more.from: no such stage: ""; known: cold_start',
+    "more: {kind: evaluate, from: merge}": (
+        "stages.more.from: an evaluation starts from nothing; use models: [merge]"
+    ),
     "more: {kind: export, from: evaluate}": (
         "stages.more.from: evaluate leaves results, and checkpoints are needed here"
     ),

@@ -423,3 +423,18 @@ def test_a_key_s_name_in_other_projects_is_understood(
 def test_an_alias_in_a_file_is_understood_as_on_the_command_line(config: Path) -> None:
     edited(config, "  layers: 4", "  num_hidden_layers: 4")
     assert 'model.num_hidden_layers: unknown key; did you mean "layers"?' in "".join(errors(config))
+
+
+def test_a_configuration_above_the_working_directory_has_absolute_paths(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its run compares run.yaml with them: `..` in one of the two would make every stage stale."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    rows = "{source: jsonl, path: rows.jsonl, answer: answer}"
+    edited(config, "{dataset: spell_backward}", rows)
+    edited(config, "kind: sft\n", "kind: sft\n    domains: [sums]\n")
+    graded = ["domains.words.rewards={right: {kind: math}}"]
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    above = load(Path("..") / config.relative_to(tmp_path), graded, to_start=False)
+    assert above == load(config, graded, to_start=False)
