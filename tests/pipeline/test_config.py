@@ -428,7 +428,7 @@ def test_an_alias_in_a_file_is_understood_as_on_the_command_line(config: Path) -
 def test_a_configuration_above_the_working_directory_has_absolute_paths(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its run compares run.yaml with them: `..` in one of the two would make every stage stale."""
+    """Stages are compared with run.yaml: `..` in one of the two would make every one stale."""
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     rows = "{source: jsonl, path: rows.jsonl, answer: answer}"
