@@ -334,7 +334,7 @@ def test_early_stops_and_overrides_are_in_the_bundle(
 def test_a_gate_that_stopped_is_compared_with_its_verdict(
     braid: Braid, config: Path, runs: Path, tmp_path: Path
 ) -> None:
-    """The same scores give another verdict under a lower bound, which they pass."""
+    """Scores that stop the run would pass a lower bound, so the verdict counts beside them."""
     short = {"gates.experts.sums": {"0": "fall_short"}}
     given = (*RIGHT, "deterministic=true")
     assert braid("run", config, *given, GATE, actions=short)[0] == 1
