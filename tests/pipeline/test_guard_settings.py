@@ -85,7 +85,10 @@ def test_a_wrong_setting_is_reported(config: Path, override: str, message: str) 
             "optimizer.warmup_steps=2",
             "stages.mixed.optimizer.warmup_steps: 2 must be less than the 2",
         ),
-        ("prompts.dataset=chain_sum", "stages.mixed.prompts: unknown key"),
+        (
+            "prompts.dataset=chain_sum",
+            "stages.mixed.prompts: stages of kind grpo have no such key; only of sample",
+        ),
     ],
 )
 def test_the_mixed_baseline_obeys_the_rules_of_a_domain(
