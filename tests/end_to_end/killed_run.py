@@ -91,6 +91,15 @@ class KilledRun:
         self._check_resumed_steps()
         self._set_outcomes()
 
+    def kill_at(self, moments: Sequence[Moment], order: Sequence[str]) -> None:
+        """Kill at every moment, wait for the run's end, and leave nothing running."""
+        try:
+            struck = [self.kill(moment, order) for moment in moments]
+            self.finish()
+        finally:
+            self.close()
+        assert all(struck), self.kills
+
     def output(self) -> str:
         """Return the output of the last command so far."""
         return self._log().read_text()

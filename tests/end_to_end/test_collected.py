@@ -106,12 +106,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
     ]
     with prepared(directory) as config:
         run = KilledRun(directory, "collected", ["run", str(config)], ["resume", "collected"])
-        try:
-            struck = [run.kill(moment, STAGES) for moment in moments]
-            run.finish()
-        finally:
-            run.close()
-    assert all(struck), run.kills
+        run.kill_at(moments, STAGES)
     return FinishedRun(run.path, graded_in(directory), run.output(), run.kills)
 
 

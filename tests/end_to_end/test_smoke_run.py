@@ -138,12 +138,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory, plan: RunPlan, peaceful: Sm
     moments.sort(key=lambda moment: (order.index(moment.stage), moment.step, moment.seconds))
     begin = ["run", *plan.arguments, "stages.merge.loop.checkpoint_every=2"]
     run = KilledRun(directory, plan.name, begin, ["resume", plan.name])
-    try:
-        struck = [run.kill(moment, order) for moment in moments]
-        run.finish()
-    finally:
-        run.close()
-    assert all(struck), run.kills
+    run.kill_at(moments, order)
     return SmokeRun(plan, run.path, run.output(), kills=run.kills)
 
 

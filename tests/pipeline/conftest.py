@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -170,4 +171,14 @@ echo "$number"
 def profile(tmp_path: Path) -> Path:
     path = tmp_path / "cluster.yaml"
     path.write_text("ranks_per_node: 2\n")
+    return path
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    """The rows of a domain of files."""
+    path = tmp_path / "data/rows.jsonl"
+    path.parent.mkdir()
+    lines = [json.dumps({"prompt": f"{n}+1=", "answer": str(n + 1)}) for n in range(40)]
+    path.write_text("\n".join(lines))
     return path

@@ -91,3 +91,13 @@ def judge(**changes: object) -> str:
     """Return an override that gives a domain one judge, called a."""
     settings = {"kind": "judge", "base_url": "http://x/v1", "model": "m", "rubric": "{response}?"}
     return rewards(json.dumps({**settings, **changes}))
+
+
+def with_data(config: Path, path: Path) -> Path:
+    """Make the domain `words` one of files."""
+    files = f"{{source: jsonl, path: '{path}', answer: answer}}"
+    text = config.read_text().replace("{dataset: spell_backward}", files)
+    text = text.replace("kind: sft\n", "kind: sft\n    domains: [sums]\n")
+    text += "evaluation: {problems: 4}\n"
+    config.write_text(text)
+    return config
