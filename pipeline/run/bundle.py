@@ -100,6 +100,9 @@ def finished_output(run: Run, stage: Stage) -> str | None:
 
     It is of weights, samples, results or an export. A gate that has stopped is finished too. Models
     from outside the run count by their content, since their paths differ from machine to machine.
+
+    Raises:
+        UserError: collected responses that are damaged.
     """
     state, directory = run.states[stage.name], run.stage(stage.name)
     judged = state.state == "failed" and state.cause.startswith(STOPPED_MARK)
@@ -109,6 +112,8 @@ def finished_output(run: Run, stage: Stage) -> str | None:
         return _results_digest(stage, directory)
     if stage.declared.leaves == "export":
         return files_digest(directory.exported.rglob("*"), whole=True)
+    if stage.declared.leaves == "data":
+        directory.check_collected()
     found = directory.output()
     return found.digest if found else None
 
