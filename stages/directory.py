@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from parallel.errors import UserError
 from parallel.files import (
     ENDED,
     RESTART_REQUEST,
@@ -16,6 +17,7 @@ from parallel.files import (
     numbered,
     read_checkpoint,
     read_text,
+    sha256,
     whole_checkpoints,
 )
 
@@ -82,6 +84,21 @@ class StageDirectory:
         except (OSError, ValueError, RecursionError, KeyError, TypeError):
             return None
         return Checkpoint(self.collected, 0, str(digest), {})
+
+    def check_collected(self) -> None:
+        """Read the collected responses whole.
+
+        Raises:
+            UserError: they are damaged or gone, or their stage has not finished.
+        """
+        found, here = self.output(), self.collected
+        if found is None or found.path != here or not here.is_file():
+            raise UserError(f"{here}: no collected responses; rerun the stage {self.path.name}")
+        if sha256(here) != found.digest:
+            raise UserError(
+                f"{here}: damaged: its SHA-256 differs from the one in {COLLECTION}; restore it, or"
+                f" rerun the stage {self.path.name}"
+            )
 
     def checkpoint(self, step: int) -> Checkpoint | None:
         """Return the whole checkpoint of a step."""

@@ -17,7 +17,7 @@ from stages.data.problem import seed_of
 from stages.data.tokenizer import Tokenizer
 from stages.kinds.dpo import REFERENCE, BestWorstPairSettings, DpoSettings
 from stages.loop import train
-from stages.mixture import MixtureStage
+from stages.mixture import MixtureStage, collected
 from stages.objectives.preference import PairLogprobs, PreferenceBase, preference_loss
 from stages.reference_logprobs import ReferenceLogprobs, samples_of, sequence_logprobs
 from stages.settings import StageJob
@@ -108,7 +108,7 @@ def _stream(job: StageJob, own: DpoSettings, name: str, tokenizer: Tokenizer) ->
     fraction = next(iter(job.settings.domains.values())).prompts.held_out_fraction
     rows: PairRows
     if isinstance(source, BestWorstPairSettings):
-        rows = CollectedPairs(job.data[name], key, fraction)
+        rows = CollectedPairs(collected(job, name), key, fraction)
     else:
         columns = (source.prompt, source.chosen, source.rejected)
         rows = FilePairs(source, columns, key, fraction)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from parallel.batch import MicroBatch
@@ -11,6 +12,7 @@ from parallel.model.policy import TrainedPolicy
 from parallel.sample import Sample
 from stages.data.mixture import Mixture
 from stages.data.tokenizer import load_tokenizer
+from stages.directory import StageDirectory
 from stages.kinds.mixture import MixtureStageSettings
 from stages.metrics import token_efficiency
 from stages.sampling.recording import record, samples_file
@@ -98,3 +100,14 @@ class MixtureStage(Generic[Drawn]):
             source.cursor = state["cursors"][name]
         if self.mixture.dealt:
             self.mixture.dealt = dict(state["dealt"])
+
+
+def collected(job: StageJob, name: str) -> Path:
+    """Return the file of the responses that the stage of a source collected.
+
+    Raises:
+        UserError: it is damaged.
+    """
+    path = job.data[name]
+    StageDirectory(path.parent).check_collected()
+    return path

@@ -1,7 +1,7 @@
 """Rejection sampling: responses to training prompts, graded, filtered, and written as data.
 
 What is drawn is saved part by part, with the filter's verdict on each response, and a resumed stage
-continues after the last whole part. A part has the prompts of one step of one domain.
+continues after the last whole part. A part has the prompts of one step of one domain, and a digest.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from stages.data.collected import (
     messages_type,
     prompt_columns,
     read_part,
+    whole_part,
     write_joined,
     write_part,
 )
@@ -152,6 +153,9 @@ class RejectionSampling:
         for part in self.parts:
             rows = read_part(self.file(part))
             if rows is None or not self._is_of(rows, part):
+                if self.file(part).exists():
+                    why = "damaged" if rows is None else "of other prompts"
+                    report_notice(f"{self.file(part)} is {why}; drawing it again, and all after it")
                 break
             whole += 1
         if self.job.files.drawn.is_dir():
@@ -229,7 +233,7 @@ class RejectionSampling:
                 **prompt,
                 **response_columns(sample, self.engines.tokenizer),
                 **shared,
-                "stage": self.job.stage,
+                "stage": self.job.seeded_as,  # after `braid mv` too, so that it repeats
                 "seed": group.seed + number,
             }
             for number, sample in enumerate(group.samples)
@@ -272,7 +276,7 @@ class RejectionSampling:
             why: Counter[str | None] = Counter()
             for part in self.parts:
                 if part.domain == name:
-                    why.update(row["dropped"] for row in read_part(self.file(part)) or ())
+                    why.update(row["dropped"] for row in whole_part(self.file(part)))
             found[name] = {
                 "prompts": self.own.prompts,
                 "drawn": why.total(),

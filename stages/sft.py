@@ -27,7 +27,7 @@ from stages.import_weights import look_for_held_out
 from stages.kinds.mixture import StageSourceSettings
 from stages.kinds.sft import DomainDemonstrationsSettings, SftSettings
 from stages.loop import train
-from stages.mixture import MixtureStage
+from stages.mixture import MixtureStage, collected
 from stages.objectives.loss import Totals, token_mean
 from stages.settings import StageJob
 
@@ -125,7 +125,7 @@ def _mixed(job: StageJob, name: str, tokenizer: Tokenizer) -> SequenceSource:
     if isinstance(source, DomainDemonstrationsSettings):
         return _demonstrated(job, source.domain, tokenizer)
     if isinstance(source, StageSourceSettings):
-        wanted: ConversationFileSettings = CollectedFileSettings(path=job.data[name])
+        wanted: ConversationFileSettings = CollectedFileSettings(path=collected(job, name))
     else:
         wanted = source
     first = job.settings.domains[job.domains[0]]

@@ -23,6 +23,7 @@ from pipeline.run.graph import Stage, digest
 from pipeline.run.ledger import Event
 from pipeline.run.lineage import read_manifest
 from pipeline.run.run import STOPPED_MARK, Run, read_verdict
+from pipeline.run.unfinished import unfinished
 from pipeline.text import shown
 from stages.directory import StageDirectory
 
@@ -35,25 +36,21 @@ def write_bundle(run: Run, to: Path, weights: Weights) -> Path:
     """Write the bundle of a run as a directory, or as an archive where `to` is named like one.
 
     Raises:
-        UserError: `to` exists, or an input of the run is missing.
+        UserError: `to` exists or is being written, or an input of the run is missing.
     """
-    if to.exists():
-        raise UserError(f"{shown(to)} exists; choose another path with --to")
-    archive = to.name.endswith(ARCHIVES)
-    unfinished = to.with_name(f".{to.name}.unfinished")  # complete bundles alone have the name
-    packed = unfinished.with_name(f"{unfinished.name}.tar.gz")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    try:
-        _fill(run, unfinished, weights)
-        if archive:
-            _pack(unfinished, packed)
+    # Complete bundles alone have the name. Two commands at once: the second is refused.
+    with unfinished(to, timeout=0) as place:
+        if to.exists():
+            raise UserError(f"{shown(to)} exists; choose another path with --to")
+        directory, packed = place / "bundle", place / "packed.tar.gz"
+        shutil.rmtree(directory, ignore_errors=True)  # of a killed process
+        directory.mkdir()
+        _fill(run, directory, weights)
+        if to.name.endswith(ARCHIVES):
+            _pack(directory, packed)
             packed.rename(to)
         else:
-            unfinished.rename(to)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        packed.unlink(missing_ok=True)  # such as on a full disk
+            directory.rename(to)
     return to
 
 
@@ -103,6 +100,9 @@ def finished_output(run: Run, stage: Stage) -> str | None:
 
     It is of weights, samples, results or an export. A gate that has stopped is finished too. Models
     from outside the run count by their content, since their paths differ from machine to machine.
+
+    Raises:
+        UserError: collected responses that are damaged.
     """
     state, directory = run.states[stage.name], run.stage(stage.name)
     judged = state.state == "failed" and state.cause.startswith(STOPPED_MARK)
@@ -112,6 +112,8 @@ def finished_output(run: Run, stage: Stage) -> str | None:
         return _results_digest(stage, directory)
     if stage.declared.leaves == "export":
         return files_digest(directory.exported.rglob("*"), whole=True)
+    if stage.declared.leaves == "data":
+        directory.check_collected()
     found = directory.output()
     return found.digest if found else None
 

@@ -167,7 +167,7 @@ class RunDirectory:
         path = self.stage(stage).lock if stage else self.lock_file
         try:
             with open_file(path) as file:
-                return not _try_lock(file.fileno(), fcntl.LOCK_SH)
+                return not try_lock(file.fileno(), fcntl.LOCK_SH)
         except FileNotFoundError:
             return False
 
@@ -183,7 +183,7 @@ def _locked(
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+b", buffering=0) as file:
         deadline = time.monotonic() + lock_timeout
-        while not _try_lock(file.fileno(), fcntl.LOCK_SH if shared else fcntl.LOCK_EX):
+        while not try_lock(file.fileno(), fcntl.LOCK_SH if shared else fcntl.LOCK_EX):
             # `is_running` in another process holds the lock for an instant.
             if time.monotonic() > deadline:
                 file.seek(0)
@@ -201,7 +201,8 @@ def _locked(
         yield file.fileno()
 
 
-def _try_lock(descriptor: int, mode: int) -> bool:
+def try_lock(descriptor: int, mode: int = fcntl.LOCK_EX) -> bool:
+    """Lock an open file unless another process has it; return whether it is locked."""
     try:
         fcntl.flock(descriptor, mode | fcntl.LOCK_NB)
     except BlockingIOError:

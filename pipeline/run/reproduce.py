@@ -20,12 +20,15 @@ from parallel.files import read_text, sha256, write_atomically
 from pipeline.config.unroll import is_path
 from pipeline.run.bundle import ARCHIVES, CONFIG, FORMAT, INDEX, finished_output, processor
 from pipeline.run.bundle_inputs import BundleInput, Tree, input_digest
+from pipeline.run.directory import PRIVATE
 from pipeline.run.lineage import Manifest, read_manifest
 from pipeline.run.run import Run
+from pipeline.run.unfinished import unfinished
 from pipeline.text import shown
 from stages.settings import RunSettings
 
 MOST_MEMBERS, PIECE = 1_000_000, 1 << 20
+UNPACKING_SECONDS = 600  # that a command waits for another one which unpacks the same archive
 UNPACKED = ".archive"  # the SHA-256 of the archive that a directory was unpacked from
 PLACES = ("path", "tokenizer", "initial_weights", "reference", "stage")  # keys of paths
 
@@ -152,32 +155,35 @@ def _unpacked(archive: Path) -> Path:
     """Unpack an archive into the directory of its name beside it, unless it was before."""
     name = next(archive.name.removesuffix(end) for end in ARCHIVES if archive.name.endswith(end))
     to, digest = archive.with_name(name), sha256(archive)
-    if to.exists():
-        mark = to / UNPACKED
-        if mark.is_file() and read_text(mark).strip() == digest:
-            return to
+    if not to.exists():
+        with unfinished(to, UNPACKING_SECONDS) as place:
+            if not to.exists():  # else another command has unpacked it while this one waited
+                _unpack_all(archive, digest, place / "bundle")
+                (place / "bundle").rename(to)
+    mark = to / UNPACKED
+    if not mark.is_file() or read_text(mark).strip() != digest:
         raise UserError(
             f"{shown(to)} exists and is not unpacked from {shown(archive)}; move it away, or run it"
         )
-    unfinished = to.with_name(f".{name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(mode=0o700)
+    return to
+
+
+def _unpack_all(archive: Path, digest: str, to: Path) -> None:
+    """Write an archive's files and its digest into a new directory."""
+    shutil.rmtree(to, ignore_errors=True)  # of a killed process
+    to.mkdir(mode=PRIVATE)
     try:
         with tarfile.open(archive, "r:gz") as packed:
             for count, member in enumerate(packed):
-                _unpack(packed, member, unfinished, archive, count)
+                _unpack(packed, member, to, archive, count)
             # To the end, where gzip's checksum is: tarfile takes a damaged header for the end.
             while packed.fileobj is not None and packed.fileobj.read(PIECE):
                 pass
-        if not (unfinished / INDEX).is_file():
+        if not (to / INDEX).is_file():
             raise UserError(f"{shown(archive)}: not a bundle: no {INDEX} in it")
-        write_atomically(unfinished / UNPACKED, f"{digest}\n")
-        unfinished.rename(to)
+        write_atomically(to / UNPACKED, f"{digest}\n")
     except (tarfile.TarError, EOFError, OSError, ValueError, zlib.error) as error:
         raise UserError(f"{shown(archive)}: cannot be unpacked: {error}") from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-    return to
 
 
 def _unpack(

@@ -5,9 +5,11 @@ Equal rows make equal files: row groups of a fixed size, and nothing of when or 
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from stages.data.problem import Message, Problem
 Row = dict[str, Any]
 
 ROW_GROUP = 1024  # rows
+DIGEST = b"rows"  # the key of a part's digest in its metadata
 MESSAGES = pyarrow.list_(pyarrow.struct({"role": pyarrow.string(), "content": pyarrow.string()}))
 # Of a response that was drawn; `messages` may have further keys in its messages.
 SCHEMA = pyarrow.schema(
@@ -57,7 +60,7 @@ def prompt_columns(problem: Problem) -> Row:
 
 
 def write_part(path: Path, rows: Sequence[Row]) -> None:
-    """Write rows as one file, atomically.
+    """Write rows as one file with their digest, atomically.
 
     Raises:
         OSError: such as a full disk.
@@ -66,8 +69,15 @@ def write_part(path: Path, rows: Sequence[Row]) -> None:
     messages = [(row["domain"], row["messages"]) for row in rows if row["messages"] is not None]
     place = SCHEMA.get_field_index("messages")
     schema = SCHEMA.set(place, pyarrow.field("messages", messages_type(messages)))
-    with _written(path, schema) as writer:
-        writer.write_table(pyarrow.Table.from_pylist(list(rows), schema), ROW_GROUP)
+    table = pyarrow.Table.from_pylist(list(rows), schema)
+    table = table.replace_schema_metadata({DIGEST: _digest(table.to_pylist())})
+    with _written(path, table.schema) as writer:
+        writer.write_table(table, ROW_GROUP)
+
+
+def _digest(rows: Sequence[Row]) -> bytes:
+    """Return the SHA-256 of rows as they are read, in hexadecimal."""
+    return sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest().encode()
 
 
 def messages_type(chats: Sequence[tuple[str, Sequence[Message]]]) -> pyarrow.DataType:
@@ -101,22 +111,40 @@ def read_part(path: Path) -> list[Row] | None:
     except FileNotFoundError:
         return None
     try:  # pyarrow raises OSError for damaged contents too
-        rows = parquet.ParquetFile(pyarrow.BufferReader(content)).read().to_pylist()
-    except (OSError, pyarrow.ArrowException):
+        table = parquet.ParquetFile(pyarrow.BufferReader(content)).read()
+        rows = table.to_pylist()
+        # Parquet notices few flipped bits; a digest of the rows notices each that changes one.
+        whole = (table.schema.metadata or {}).get(DIGEST) == _digest(rows)
+    except (OSError, ValueError, TypeError, OverflowError, pyarrow.ArrowException):
         return None
-    return rows if rows and rows[0].keys() == set(SCHEMA.names) else None
+    return rows if whole and rows and rows[0].keys() == set(SCHEMA.names) else None
+
+
+def whole_part(path: Path) -> list[Row]:
+    """Return the rows of a file of `write_part`.
+
+    Raises:
+        UserError: it is damaged or gone.
+    """
+    if (rows := read_part(path)) is None:
+        raise UserError(f"{path}: damaged; resume the stage, which draws it again")
+    return rows
 
 
 def write_joined(path: Path, parts: Sequence[Path], *, kept: bool) -> int:
     """Write the rows of all parts into one file, atomically; return their number.
 
     With `kept`, only those that were kept, without the column `dropped`. Reads one part at a time.
+
+    Raises:
+        UserError: a part is damaged or gone.
     """
     schema = pyarrow.unify_schemas(
         [parquet.read_schema(part) for part in parts], promote_options="permissive"
     )
     if kept:
         schema = schema.remove(schema.get_field_index("dropped"))
+    schema = schema.remove_metadata()  # the parts' digests
     count = 0
     with _written(path, schema) as writer:
         for rows in _groups(_rows(parts, kept)):
@@ -127,7 +155,7 @@ def write_joined(path: Path, parts: Sequence[Path], *, kept: bool) -> int:
 
 def _rows(parts: Iterable[Path], kept: bool) -> Iterator[Row]:
     for part in parts:
-        for row in parquet.ParquetFile(part).read().to_pylist():
+        for row in whole_part(part):
             if not kept or row.pop("dropped") is None:
                 yield row
 

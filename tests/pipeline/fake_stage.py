@@ -3,6 +3,7 @@
 python fake_stage.py JOB '{"STAGE": {"RANK": ACTION}}' ERROR_MARK
 """
 
+import hashlib
 import json
 import os
 import signal
@@ -43,6 +44,8 @@ def work(job: dict, rank: int) -> None:
         measure(directory, job, first=0.5 if job["kind"] == "evaluate" else 0.7)
     elif job["kind"] == "preview":
         preview(directory, job)
+    elif job["kind"] == "sample":
+        collect(directory)
     else:
         save(directory, job["stage"], 0 if job["kind"] == "import" else 2)
 
@@ -93,6 +96,13 @@ def preview(directory: Path, job: dict) -> None:
     ]
     found = {"groups": groups, "failures": [], "watch_failures": [], "parent": job["parent"]}
     (directory / "results.json").write_text(json.dumps(found))
+
+
+def collect(directory: Path) -> None:
+    rows = b"rows of Parquet"
+    (directory / "collected.parquet").write_bytes(rows)
+    found = {"digest": hashlib.sha256(rows).hexdigest(), "rows": 1, "drawn": 1, "dropped": {}}
+    (directory / "collection.json").write_text(json.dumps(found))
 
 
 def save(directory: Path, digest: str, step: int = 2) -> None:

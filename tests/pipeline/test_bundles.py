@@ -407,6 +407,28 @@ def test_collected_responses_of_another_run_are_copied(
     assert "its content differs; restore it; tuned is the first stage that reads it" in err
 
 
+def test_damaged_responses_are_neither_bundled_nor_compared(
+    braid: Braid, config: Path, runs: Path, tmp_path: Path
+) -> None:
+    block = "  collect: {kind: sample, from: merge, prompts: 9, keep: {reward: 1}}\n  evaluate:"
+    sampled = edited_copy(config, ("  evaluate:", block))
+    given = (*RIGHT, "deterministic=true")
+    assert braid("run", sampled, *given)[0] == 0  # it warns: nothing reads the responses
+    assert braid("bundle", "small", "--to", tmp_path / "b")[0] == 0
+    assert braid("bundle", "--check", "small", tmp_path / "b")[0] == 0
+    rows = runs / "small/stages/collect/collected.parquet"
+    rows.write_bytes(rows.read_bytes().replace(b"rows", b"rowz"))
+    for command in (["--check", "small", tmp_path / "b"], ["small", "--to", tmp_path / "c"]):
+        code, _, err = braid("bundle", *command)
+        assert code == 1
+        assert "collected.parquet: damaged: its SHA-256 differs from the one in collection" in err
+        assert err.endswith("or rerun the stage collect\n")
+    assert not (tmp_path / "c").exists()
+    rows.unlink()
+    err = braid("bundle", "--check", "small", tmp_path / "b")[2]
+    assert "collected.parquet: no collected responses; rerun the stage collect" in err
+
+
 def test_missing_demonstrations_that_no_stage_reads_are_left_out(
     braid: Braid, config: Path, tmp_path: Path
 ) -> None:

@@ -309,16 +309,35 @@ def test_a_stage_killed_at_any_part_ends_with_the_same_bytes(tmp_path: Path) -> 
 
 
 @pytest.mark.usefixtures("faked")
-def test_a_part_that_is_damaged_or_of_other_prompts_is_drawn_again(tmp_path: Path) -> None:
+def test_a_part_that_is_damaged_or_of_other_prompts_is_drawn_again(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     whole = run(job(tmp_path / "whole"))
     expected = (tmp_path / "whole" / "collected.parquet").read_bytes()
-    for number, content in enumerate([b"PAR1", whole.file(whole.parts[2]).read_bytes()]):
+    for number, (content, why) in enumerate(
+        [(b"PAR1", "damaged"), (whole.file(whole.parts[2]).read_bytes(), "of other prompts")]
+    ):
         directory = tmp_path / str(number)
         run(job(directory))
         (directory / "collection.json").unlink()
-        (directory / "drawn" / "part_000001.parquet").write_bytes(content)
+        part = directory / "drawn" / "part_000001.parquet"
+        part.write_bytes(content)
+        capfd.readouterr()
         assert len(run(job(directory)).missing) == 3
+        assert f"{part} is {why}; drawing it again, and all after it" in capfd.readouterr().err
         assert (directory / "collected.parquet").read_bytes() == expected
+
+
+@pytest.mark.usefixtures("faked")
+def test_a_renamed_stage_that_samples_again_ends_with_the_same_bytes(tmp_path: Path) -> None:
+    run(job(tmp_path / "old"))
+    of = job(tmp_path / "new")
+    block = of.settings.stages["collect"]
+    settings = of.settings.model_copy(update={"stages": {"renamed": block}})
+    new = {"stage": "renamed", "block": "renamed", "seeded_as": "collect", "settings": settings}
+    run(of.model_copy(update=new))
+    old, renamed = (tmp_path / name / "collected.parquet" for name in ("old", "new"))
+    assert renamed.read_bytes() == old.read_bytes()
 
 
 @pytest.mark.usefixtures("faked")
@@ -430,6 +449,24 @@ def test_chat_messages_keep_their_further_keys(tmp_path: Path) -> None:
     assert [each[0]["name"] for each in found[1:]] == [None, "ann", None]
     with pytest.raises(UserError, match=r"domains\.chat\.prompts\.path: its chat messages do not"):
         write_part(tmp_path / "mixed.parquet", [chat_row(1, name="ann"), chat_row(2, name=[1])])
+
+
+def test_a_flipped_bit_of_a_part_changes_no_row_unnoticed(tmp_path: Path) -> None:
+    part = tmp_path / "part.parquet"
+    write_part(part, [chat_row(number, name=f"user{number}") for number in range(1, 9)])
+    content, rows = part.read_bytes(), read_part(part)
+    assert rows is not None and len(rows) == 8
+    noticed = 0
+    for place in range(len(content)):
+        flipped = bytearray(content)
+        flipped[place] ^= 1 << place % 8
+        part.write_bytes(flipped)
+        noticed += (found := read_part(part)) is None
+        assert found in (None, rows), place
+    assert noticed > len(content) // 2
+    with pytest.raises(UserError, match=r"part\.parquet: damaged"):
+        part.write_bytes(content.replace(b"user", b"uzer"))
+        write_joined(tmp_path / "all.parquet", [part], kept=True)
 
 
 def test_row_groups_do_not_depend_on_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

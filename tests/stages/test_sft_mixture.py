@@ -11,11 +11,15 @@ from typing import Any
 
 import pytest
 
+from parallel.errors import UserError
+from parallel.files import sha256
 from stages.data.collected import prompt_columns, write_joined, write_part
 from stages.data.mixture import Mixture
 from stages.data.problem import DomainError, Problem
 from stages.data.prompts import is_held_out
 from stages.data.tokenizer import CharacterTokenizer
+from stages.dpo import _stream
+from stages.kinds.dpo import DpoSettings
 from stages.kinds.sft import SftSettings
 from stages.sft import Sft
 from tests.fake_engines import toy_domain, toy_job, toy_run
@@ -85,8 +89,10 @@ def collected(directory: Path, problems: list[Problem]) -> Path:
         for number, problem in enumerate(problems)
     ]
     write_part(directory / "part.parquet", rows)
-    write_joined(directory / "collected.parquet", [directory / "part.parquet"], kept=True)
-    return directory / "collected.parquet"
+    path = directory / "collected.parquet"
+    write_joined(path, [directory / "part.parquet"], kept=True)
+    (directory / "collection.json").write_text(json.dumps({"digest": sha256(path)}))
+    return path
 
 
 def problems(held_out: bool, count: int, messages: bool = False) -> list[Problem]:
@@ -163,6 +169,21 @@ def test_held_out_prompts_never_come_in(tmp_path: Path, messages: bool) -> None:
     only = collected(tmp_path / "alone", problems(True, 3, messages))
     with pytest.raises(DomainError, match=r"stages\.tuned\.data\.kept\.path: none of the 3 usable"):
         stage(tmp_path, data, data={"kept": only})
+
+
+@pytest.mark.usefixtures("without_policy")
+def test_damaged_responses_are_not_trained_on(tmp_path: Path) -> None:
+    path = collected(tmp_path, problems(False, 8))
+    path.write_bytes(path.read_bytes()[:-20] + b"x" + path.read_bytes()[-19:])
+    with pytest.raises(UserError, match=r"collected\.parquet: damaged: its SHA-256 differs"):
+        stage(tmp_path, {"kept": {"stage": "collect"}}, data={"kept": path})
+    pairs = {"kind": "dpo", "from": "x", "data": {"kept": {"stage": "collect"}}}
+    own = DpoSettings.model_validate(
+        {**pairs, "optimizer": {"learning_rate": 1}, "loop": {"steps": 4}}
+    )
+    job = toy_job(tmp_path, toy_run(sums=toy_domain()), kind="dpo", block="b", data={"kept": path})
+    with pytest.raises(UserError, match=r"collected\.parquet: damaged: its SHA-256 differs"):
+        _stream(job, own, "kept", TOKENIZER)
 
 
 @pytest.mark.usefixtures("without_policy")
