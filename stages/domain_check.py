@@ -42,6 +42,7 @@ from stages.data.settings import (
 from stages.data.tokenizer import Tokenizer, TokenizerError, tokenizer_named
 from stages.domains import DomainSettings
 from stages.rewards.kinds.math import MathReward
+from stages.rewards.kinds.reasoning_gym import ReasoningGymReward
 from stages.rewards.pool import RewardPool
 from stages.rewards.reward import Response
 from stages.settings import DomainCheckJob
@@ -109,7 +110,9 @@ def checked(job: DomainCheckJob) -> dict[str, Any]:
 def reference(problem: Problem, settings: DomainSettings) -> str | None:
     """Return the response that states the problem's reference answer, or None without one."""
     if problem.fields.get("dataset") in FORMATS and settings.prompts.source == "reasoning_gym":
-        return demonstrate(problem, worked=True, random=Random(0)).response
+        own = (e for e in settings.rewards.values() if isinstance(e, ReasoningGymReward))
+        worked = all(each.working != "forbidden" for each in own)
+        return demonstrate(problem, worked, Random(0), right=True).response
     boxed = any(isinstance(each, MathReward) and each.boxed for each in settings.rewards.values())
     if boxed and problem.answer and "\\boxed" not in problem.answer:
         return f"\\boxed{{{problem.answer}}}"

@@ -51,7 +51,10 @@ ADDED: dict[str, dict[str, Any]] = {
     "algorithm": {"precision_aware": False, "cpu_offload": 0.0},  # of optimizers
     "max_model_tokens": {"weights": "model"},  # of the engine
     "function": {"path": None},  # of Python rewards
+    "worked_fraction": {"unworked": "wrong"},  # of generated demonstrations
 }
+# The same of blocks that only their kind tells from others.
+ADDED_TO_KINDS: dict[str, dict[str, Any]] = {"reasoning_gym": {"working": "optional"}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +148,13 @@ def _completed(recorded: dict[str, Any]) -> dict[str, Any]:
         if each.endswith(f".{known}")
         for key, value in others.items()
     }
-    return {**added, **recorded}
+    of_kinds = {
+        f"{each.removesuffix('kind')}{key}": value
+        for each, kind in recorded.items()
+        if each.endswith(".kind") and isinstance(kind, str)
+        for key, value in ADDED_TO_KINDS.get(kind, {}).items()
+    }
+    return {**added, **of_kinds, **recorded}
 
 
 def changes(recorded: Lineage, now: Lineage) -> Iterator[str]:

@@ -34,7 +34,7 @@ Shown = tuple[str, str] | list[Message]  # a prompt's text and a response's, or 
 
 @dataclass(frozen=True)
 class Demonstration:
-    """A problem and a response to imitate: right where it is `worked`, else wrong."""
+    """A problem and a response to imitate, which shows work where it is `worked`."""
 
     problem: Problem
     response: str
@@ -51,16 +51,23 @@ def demonstrations(
     """
     random = Random(f"{seed}/{prompts.domain}/demonstrations")
     return [
-        demonstrate(problem, random.random() < settings.worked_fraction, random)
+        demonstrate(
+            problem,
+            random.random() < settings.worked_fraction,
+            random,
+            right=settings.unworked == "right",
+        )
         for problem in prompts.take(settings.count)
     ]
 
 
-def demonstrate(problem: Problem, worked: bool, random: Random) -> Demonstration:
-    """Return `<working>answer` where `worked`, else `<>` and a careless, wrong answer."""
+def demonstrate(
+    problem: Problem, worked: bool, random: Random, *, right: bool = False
+) -> Demonstration:
+    """Return `<working>answer` where `worked`, else `<>` and an answer, careless if not `right`."""
     form = FORMATS[problem.fields["dataset"]]
     working = form.working(problem.fields["entry"]) if worked else ""
-    answer = problem.answer if worked else form.careless(problem.answer, random)
+    answer = problem.answer if worked or right else form.careless(problem.answer, random)
     return Demonstration(problem, f"<{working}>{answer}", worked)
 
 

@@ -77,6 +77,26 @@ def _hand_in_numbers(answer: str) -> str | None:
     return json.dumps(numbers) if all(map(NUMBER.fullmatch, numbers)) else None
 
 
+def _hand_in_list(answer: str) -> str | None:
+    """Return a list as Python prints it, which the scorer compares as text; `.` is an empty one."""
+    if answer == ".":
+        return "[]"
+    numbers = answer.split(",")
+    return str(numbers) if all(map(NUMBER.fullmatch, numbers)) else None
+
+
+def _off_by_some(answer: str, random: Random) -> str:
+    return str(int(answer) + random.choice([-3, -2, -1, 1, 2, 3]))
+
+
+def _filter_sign(entry: Entry) -> str:
+    """Return the sign of the numbers that are kept: `>`, `<`, or `>=` and `<=` of a removal."""
+    keep, bound = entry["metadata"]["operation"].split("_")
+    if keep == "keep":
+        return ">" if bound == "larger" else "<"
+    return "<=" if bound == "larger" else ">="
+
+
 def _swap_neighbours(items: Sequence[str], random: Random) -> list[str]:
     """Return `items` with two unequal neighbours swapped; where all are equal, without the last."""
     places = [i for i in range(len(items) - 1) if items[i] != items[i + 1]]
@@ -92,7 +112,16 @@ FORMATS: dict[str, Format] = {
         prompt=lambda entry: f"c{entry['metadata']['expression'].replace(' ', '')}=",
         working=_running_totals,
         answer=lambda entry: entry["answer"],
-        careless=lambda answer, random: str(int(answer) + random.choice([-3, -2, -1, 1, 2, 3])),
+        careless=_off_by_some,
+        hand_in=lambda answer: answer if NUMBER.fullmatch(answer) else None,
+    ),
+    # With no decimal places, sums and differences of integers, as chain_sum's.
+    "decimal_chain_sum": Format(
+        module="arithmetic.decimal_chain_sum",
+        prompt=lambda entry: f"s{entry['metadata']['expression'].replace(' ', '')}=",
+        working=lambda entry: str(entry["metadata"]["num_terms"]),
+        answer=lambda entry: entry["answer"],
+        careless=_off_by_some,
         hand_in=lambda answer: answer if NUMBER.fullmatch(answer) else None,
     ),
     "spell_backward": Format(
@@ -102,6 +131,25 @@ FORMATS: dict[str, Format] = {
         answer=lambda entry: entry["answer"].lower(),
         careless=lambda answer, random: "".join(_swap_neighbours(answer, random)),
         hand_in=lambda answer: answer,
+    ),
+    "palindrome_generation": Format(
+        module="algorithmic.palindrome_generation",
+        prompt=lambda entry: f"p{''.join(entry['metadata']['letters'])}=",
+        working=lambda entry: "".join(sorted(entry["metadata"]["letters"])),
+        answer=lambda entry: entry["answer"],
+        careless=lambda answer, random: answer[:-1],  # letters are missing: never right
+        hand_in=lambda answer: answer,
+    ),
+    "number_filtering": Format(
+        module="algorithmic.number_filtering",
+        prompt=lambda entry: (
+            f"f{_filter_sign(entry)}{entry['metadata']['filter_value']}:"
+            f"{','.join(entry['metadata']['original_numbers'])}="
+        ),
+        working=lambda entry: str(len(entry["metadata"]["result"])),
+        answer=lambda entry: ",".join(entry["metadata"]["result"]) or ".",
+        careless=lambda answer, random: ",".join(_swap_neighbours(answer.split(","), random)),
+        hand_in=_hand_in_list,
     ),
     "number_sorting": Format(
         module="algorithmic.number_sorting",

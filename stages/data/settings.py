@@ -156,6 +156,11 @@ class GeneratedDemonstrationSettings(DrawSettings):
     worked_fraction: Fraction = Field(
         default=0.45, description="share of them that shows careful work"
     )
+    unworked: Literal["wrong", "right"] = Field(
+        default="wrong",
+        description="answers of the others. wrong: careless, to be unlearned. right: the same"
+        " answers without the work",
+    )
 
 
 class ConversationFileSettings(FileSettings):

@@ -105,6 +105,24 @@ def test_a_manifest_of_before_has_no_seed_that_could_differ(
     assert (code, json.loads(out)["edit"]) == (0, None)
 
 
+def test_a_manifest_of_before_has_no_keys_of_demonstrations_and_rewards_that_could_differ(
+    braid: Braid, config: Path, small: Path
+) -> None:
+    removed: set[str] = set()
+    for path in (small / "stages").glob("*/manifest.json"):
+        manifest = json.loads(path.read_text())
+        later = [key for key in manifest["settings"] if key.endswith((".unworked", ".working"))]
+        removed |= {key.rpartition(".")[2] for key in later}
+        for key in later:
+            del manifest["settings"][key]
+        path.write_text(json.dumps(manifest))
+    assert removed == {"unworked", "working"}
+    assert edit(braid, config) is None
+    other = "domains.sums.rewards={exact: {kind: reasoning_gym, working: forbidden}}"
+    code, out, _ = braid("plan", config, other, "--json")
+    assert (code, "experts.sums" in json.loads(out)["edit"]["stale"]) == (0, True)
+
+
 def test_another_as_is_recognised(braid: Braid, config: Path, runs: Path) -> None:
     first = edited_copy(config, ("experts: {", "experts: {as: 'a.{domain}', "))
     assert braid("run", first)[0] == 0

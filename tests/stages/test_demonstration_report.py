@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from stages.data.problem import DomainError
+from stages.data.prompts import PromptStream
 from stages.data.tokenizer import CharacterTokenizer
-from stages.domain_check import demonstration_report
+from stages.domain_check import demonstration_report, reference
 from stages.domains import DomainSettings
 
 CHARACTERS = CharacterTokenizer()
@@ -88,3 +89,13 @@ def test_generated_demonstrations_are_checked() -> None:
 def test_prompts_of_files_have_no_generated_demonstrations(rows: Path) -> None:
     prompts = {"source": "jsonl", "path": str(rows)}
     assert demonstration_report(domain(prompts=prompts), CHARACTERS, "words", 8) is None
+
+
+@pytest.mark.parametrize(("working", "response"), [("required", "<3>"), ("forbidden", "<>")])
+def test_the_reference_shows_work_unless_that_is_forbidden(working: str, response: str) -> None:
+    asked = domain(
+        prompts={"dataset": "spell_backward", "config": {"min_word_len": 3, "max_word_len": 3}},
+        rewards={"exact": {"kind": "reasoning_gym", "working": working}},
+    )
+    [problem] = PromptStream(asked.prompts, CHARACTERS, "words", 0, "check").take(1)
+    assert reference(problem, asked) == response + problem.answer

@@ -1,9 +1,10 @@
-"""Problems, splits, demonstrations and scorers of the three reasoning-gym domains."""
+"""Problems, splits, demonstrations and scorers of reasoning-gym's datasets."""
 
 import re
 from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
+from operator import ge, gt, le, lt
 from random import Random
 from typing import Any
 
@@ -24,6 +25,22 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "chain_sum": {"min_terms": 3, "max_terms": 4, "min_digits": 1, "max_digits": 1},
     "spell_backward": {"min_word_len": 4, "max_word_len": 8},
     "number_sorting": {
+        "min_numbers": 3,
+        "max_numbers": 6,
+        "max_decimals": 0,
+        "min_value": 0,
+        "max_value": 99,
+    },
+    "decimal_chain_sum": {
+        "min_terms": 3,
+        "max_terms": 4,
+        "min_digits": 1,
+        "max_digits": 1,
+        "min_decimal_places": 0,
+        "max_decimal_places": 0,
+    },
+    "palindrome_generation": {"min_length": 4, "max_length": 8},
+    "number_filtering": {
         "min_numbers": 3,
         "max_numbers": 6,
         "max_decimals": 0,
@@ -56,6 +73,9 @@ def problem_of(dataset: str, accepts: Callable[[Problem], bool] = lambda problem
         ("chain_sum", r"c\d([+-]\d){2,3}=", r"<(-?\d+,){1,2}-?\d+>-?\d+"),
         ("spell_backward", r"r[a-z0-9]{4,8}=", r"<[4-8]>[a-z0-9]{4,8}"),
         ("number_sorting", r"[ad]\d+(,\d+){2,5}=", r"<[3-6]>\d+(,\d+){2,5}"),
+        ("decimal_chain_sum", r"s\d([+-]\d){2,3}=", r"<[34]>-?\d+"),
+        ("palindrome_generation", r"p[a-z]{4,8}=", r"<[a-z]{4,8}>[a-z]{4,8}"),
+        ("number_filtering", r"f[<>]=?\d+:\d+(,\d+){2,5}=", r"<0>\.|<[1-6]>\d+(,\d+)*"),
     ],
 )
 def test_prompts_and_worked_responses_read_as_the_recipe(
@@ -76,6 +96,27 @@ def test_a_sum_is_worked_left_to_right() -> None:
     terms = [int(term) for term in re.findall(r"[+-]?\d", problem.prompt)]
     assert totals == [sum(terms[:2]), sum(terms[:3]), sum(terms[:4])]
     assert problem.answer == str(totals[-1])
+
+
+def test_what_is_filtered_is_what_the_sign_keeps() -> None:
+    holds = {">": gt, "<": lt, ">=": ge, "<=": le}
+    signs = set()
+    for problem in stream("number_filtering").take(500):
+        sign, bound, numbers = re.findall(r"[<>]=?|[\d,]+", problem.prompt)
+        signs.add(sign)
+        kept = [each for each in numbers.split(",") if holds[sign](int(each), int(bound))]
+        assert problem.answer == (",".join(kept) or ".")
+    assert signs == set(holds)
+
+
+def test_a_palindrome_is_worked_by_sorting_and_any_of_its_letters_is_right() -> None:
+    problem = problem_of("palindrome_generation", lambda problem: len(problem.prompt) == 6)
+    letters = problem.prompt[1:-1]
+    assert FORMATS["palindrome_generation"].working(problem.fields["entry"]) == "".join(
+        sorted(letters)
+    )
+    inside_out = problem.answer[1] + problem.answer[0]
+    assert exact(problem, f"<>{inside_out}{inside_out[::-1]}") == 1.0
 
 
 @every_dataset
@@ -211,6 +252,14 @@ def test_demonstrations_are_worked_and_right_or_careless_and_wrong(dataset: str)
     for example in shown:
         assert exact(example.problem, example.response) == float(example.worked)
         assert example.response.startswith("<>") != example.worked
+
+
+@every_dataset
+def test_demonstrations_without_work_may_be_right(dataset: str) -> None:
+    asked = GeneratedDemonstrationSettings(count=500, worked_fraction=0.5, unworked="right")
+    shown = demonstrations(asked, stream(dataset), seed=0)
+    assert all(exact(each.problem, each.response) == 1.0 for each in shown)
+    assert {each.response.startswith("<>") for each in shown} == {True, False}
 
 
 def test_demonstrations_are_a_function_of_the_seed() -> None:

@@ -81,6 +81,22 @@ def test_reasoning_gym_gives_partial_credit_where_it_is_set() -> None:
 
 
 @pytest.mark.parametrize(
+    ("working", "scores"),
+    [("optional", (1.0, 1.0, 1.0)), ("required", (1.0, 0.0, 0.0)), ("forbidden", (0.0, 1.0, 1.0))],
+)
+def test_reasoning_gym_may_require_or_forbid_shown_work(
+    working: str, scores: tuple[float, ...]
+) -> None:
+    prompts = ReasoningGymPromptSettings(dataset="chain_sum", config={"min_terms": 3})
+    [asked] = PromptStream(prompts, CharacterTokenizer(), "math", 0, "rl").take(1)
+    made = reward("reasoning_gym", working=working)
+    shown = (f"<1,2>{asked.answer}", f"<>{asked.answer}", f"< >{asked.answer}")
+    assert tuple(score(made, text, asked) for text in shown) == scores
+    for wrong in (f"<1,2>{asked.answer}1", f"<>{asked.answer}1", asked.answer, *GARBAGE):
+        assert score(made, wrong, asked) == 0.0
+
+
+@pytest.mark.parametrize(
     ("answer", "response", "right"),
     [
         (r"\frac{1}{2}", "Half of it, so $0.5$", 1),

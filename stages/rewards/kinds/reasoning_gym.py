@@ -11,10 +11,10 @@ from pydantic import Field
 
 from stages.data.problem import Problem
 from stages.data.reasoning_gym import score
-from stages.rewards.reward import Reward, RewardBase, RewardContext, register
+from stages.rewards.reward import Response, Reward, RewardBase, RewardContext, register
 
 CORRECT = 0.999  # the scorers give partial credit, even for merely containing the answer
-RESPONSE = re.compile(r"<[^>]*>(?P<answer>.*)", re.DOTALL)
+RESPONSE = re.compile(r"<(?P<working>[^>]*)>(?P<answer>.*)", re.DOTALL)
 
 
 class ReasoningGymReward(RewardBase):
@@ -24,6 +24,11 @@ class ReasoningGymReward(RewardBase):
     credit: Literal["whole", "partial"] = Field(
         default="whole",
         description="whole: 1 for a right answer, else 0; partial: the scorer's number",
+    )
+    working: Literal["optional", "required", "forbidden"] = Field(
+        default="optional",
+        description="required: a response without working, `<>answer`, scores 0; forbidden: one"
+        " with any does",
     )
 
     def rules(self, at: RewardContext) -> Iterator[tuple[str, str]]:
@@ -36,7 +41,20 @@ class ReasoningGymReward(RewardBase):
 def make(settings: ReasoningGymReward, _directory: Path) -> Reward:
     """Return the reward."""
     scored = exact if settings.credit == "whole" else partial
-    return lambda problem, response: scored(problem, response.text)
+    if settings.working == "optional":
+        return lambda problem, response: scored(problem, response.text)
+    worked = settings.working == "required"
+
+    def reward(problem: Problem, response: Response) -> float:
+        return scored(problem, response.text) if shows_work(response.text) == worked else 0.0
+
+    return reward
+
+
+def shows_work(response: str) -> bool:
+    """Return whether the working of `<working>answer` has more than white space."""
+    match = RESPONSE.fullmatch(response)
+    return match is not None and bool(match["working"].strip())
 
 
 def exact(problem: Problem, response: str) -> float:

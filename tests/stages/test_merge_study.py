@@ -1,0 +1,108 @@
+"""The arithmetic of benchmarks/merge_study.py, on accuracies whose results are known."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tests.runs import REPOSITORY
+
+DOMAINS = ("sum", "sort")
+
+
+@pytest.fixture
+def study(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(REPOSITORY / "benchmarks"))
+    import merge_study
+
+    return merge_study
+
+
+def accuracies(**models: tuple[float, float]) -> dict[str, dict[str, float]]:
+    """Return accuracies of a cold start at 20, experts 20 points above it, and some models."""
+    given = {
+        "cold_start": (20.0, 20.0),
+        "experts.sum": (40.0, 10.0),
+        "experts.sort": (20.0, 40.0),
+        **models,
+    }
+    return {model: dict(zip(DOMAINS, values, strict=True)) for model, values in given.items()}
+
+
+def test_headroom_is_0_at_the_cold_start_and_100_at_each_domain_s_own_expert(
+    study: ModuleType,
+) -> None:
+    seed = study.Seed(accuracies(opd=(40.0, 40.0), exopd=(50.0, 35.0), ties=(10.0, 30.0)))
+    recovered = {
+        arm: [seed.recovered(arm, domain) for domain in DOMAINS]
+        for arm in ("cold_start", "opd", "exopd", "ties", study.BEST_EXPERT)
+    }
+    assert recovered == {
+        "cold_start": [0, 0],
+        "opd": [100, 100],
+        "exopd": [150, 75],
+        "ties": [-50, 50],
+        study.BEST_EXPERT: [0, 100],  # sort's has the higher mean, 30 against 25
+    }
+    assert seed.mean_recovered("ties") == 0
+    assert seed.forgetting("ties") == 5  # 10 points on one domain of two
+    assert seed.forgetting("experts.sum", "sum") == 10  # on the only other one
+    assert seed.forgetting("experts.sort", "sort") == 0
+
+
+def test_a_domain_whose_expert_gains_little_has_no_headroom_to_recover(study: ModuleType) -> None:
+    less = 20 + study.LEAST_HEADROOM - 0.1
+    seed = study.Seed(accuracies(**{"experts.sum": (less, 10.0)}, opd=(80.0, 30.0)))
+    assert seed.recovered("opd", "sum") is None
+    assert seed.mean_recovered("opd") == seed.recovered("opd", "sort") == 50
+    other = study.Seed(accuracies(opd=(30.0, 30.0)))
+    assert study.of_domain([seed, other], "opd", "sum") == [50]
+    table = study.headroom_table([seed, other], ["opd"])
+    assert table.splitlines()[-1].startswith("| OPD, domains equal | 50 | 50 ± 0 | 50 ± 0 | 50 |")
+    assert "Without headroom: sum in 1 seeds." in study.aims(
+        [study.Seed(each.accuracies | {"exopd": each.accuracies["opd"]}) for each in (seed, other)]
+    )
+
+
+def test_wins_and_losses_are_whole_intervals_over_seeds(study: ModuleType) -> None:
+    assert study.verdict([1.0, 2.0, 1.5]) == "win"
+    assert study.verdict([-1.0, -2.0, -1.5]) == "loss"
+    assert study.verdict([-1.0, 2.0, 1.5]) == study.verdict([5.0]) == "tie"
+
+
+def test_the_aims_name_the_experts_that_lose_and_those_that_are_surpassed(
+    study: ModuleType,
+) -> None:
+    seeds = [
+        study.Seed(accuracies(opd=(39.0 + n, 39.0), exopd=(44.0 + n, 42.0 - 2 * n)))
+        for n in (0.0, 0.5, 1.0)
+    ]
+    first, second, third, fourth, _ = study.aims(seeds)
+    assert first.startswith("OPD, domains equal: 96 % of the headroom, 95 % on the worst domain;")
+    assert first.endswith("is reached.")
+    assert second.startswith("ExOPD: 114 % of the headroom, 105 % on the worst")
+    assert third == "ExOPD is above its teachers on 1 domains (sum); the aim of two is missed."
+    assert fourth == "Experts that lose elsewhere: sum on sort."
+
+
+def test_tokens_are_responses_times_their_mean_length(study: ModuleType, tmp_path: Path) -> None:
+    def stage(name: str, settings: dict[str, Any], *lines: dict[str, float]) -> Path:
+        directory = tmp_path / name
+        directory.mkdir()
+        (directory / "manifest.json").write_text(json.dumps({"settings": settings}))
+        (directory / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        return directory
+
+    two = {f"domains.{domain}.prompts.source": "reasoning_gym" for domain in DOMAINS}
+    drawn = {"sampling.prompts_per_step": 3, "sampling.group_size": 4}
+    trained = stage("mixed", two | drawn, {"response_tokens": 5.5}, {"response_tokens": 4.5})
+    assert study.sampled_tokens(trained) == 3 * 4 * 2 * (5.5 + 4.5)
+    collected = stage("collect", two, {"response_tokens": 5.0, "drawn": 7.0})
+    assert study.sampled_tokens(collected) == 35
+    assert study.sampled_tokens(stage("cold_start", two, {"loss": 1.0})) == 0
+    tokens = {"collect.sum": 1, "collect.sort": 2, "rejection_sft": 0, "experts.sum": 4, "opd": 8}
+    assert [study.total(tokens, arm) for arm in ("rejection_sft", "experts.", "opd")] == [3, 4, 8]
