@@ -165,7 +165,7 @@ def test_runs_that_cannot_be_compared_are_refused(braid: Braid, write: Callable[
     for named in (["apart/mrge"], ["mrge"], ["--start", "mrge"]):
         message = refused(braid, "small", *named)
         assert "no model mrge in " in message
-        assert "merge?" in message
+        assert 'did you mean "merge"?' in message
 
 
 def test_several_answers_to_a_problem(braid: Braid, write: Callable[..., None]) -> None:
