@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from contextlib import suppress
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -27,6 +28,14 @@ def backend() -> str:
 def device() -> torch.device:
     """Return the device of this rank's tensors."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU
+
+
+def peak_memory() -> dict[str, int]:
+    """Return the most bytes that this process has had resident, and torch has had on its GPU."""
+    status = Path("/proc/self/status").read_text()
+    resident = next(line for line in status.splitlines() if line.startswith("VmHWM:"))
+    on_gpu = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    return {"peak_bytes": int(resident.split()[1]) << 10, "peak_gpu_bytes": on_gpu}
 
 
 def synchronize(where: torch.device) -> None:

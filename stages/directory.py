@@ -55,6 +55,7 @@ class StageDirectory:
     results = Below("results.json")  # the accuracies that an evaluation or a gate measured
     measured = Below("models")  # those so far, one file per model
     solved = Below("solved")  # the problems that each model solved
+    problems = Below("problems.json")  # their keys, by domain
     verdict = Below("verdict.json")  # of a gate on what it measured
     drawn = Below("drawn")  # all responses that a stage of kind sample drew, part by part
     all_drawn = Below("drawn.parquet")  # the same in one file, where its filter left nothing
@@ -66,6 +67,10 @@ class StageDirectory:
     def job(self, attempt: int) -> Path:
         """Return the path of an attempt's job; the logs of its processes are beside it."""
         return self.path / f"attempt_{attempt}" / "job.json"
+
+    def memory(self, attempt: int) -> Path:
+        """Return the path of the peak memory of an attempt's ranks, written when it ends well."""
+        return self.job(attempt).with_name("memory.json")
 
     def attempts(self) -> int:
         """Return the number of attempts so far."""

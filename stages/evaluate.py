@@ -71,6 +71,8 @@ class Evaluation:
                 )
                 for domain, settings in self.domains.items()
             }
+            keys = {name: [each.key for each in found] for name, found in self.problems.items()}
+            write_atomically(job.files.problems, json.dumps(keys))
 
     def domains_of(self, name: str) -> list[str]:
         """Return the domains that a model is measured on."""
@@ -126,24 +128,23 @@ class Evaluation:
         """
         solved: list[int] = []
         for start in range(0, self.settings.problems, PROBLEMS_A_CALL):
-            right, failures, watch_failures = self._solved_from(name, domain, start)
+            right, counted = self._solved_from(name, domain, start)
             solved += right
             if is_main():
                 self.answered += len(right)
-                found = {
-                    "accuracy": sum(solved) / (len(solved) * self.settings.samples_per_problem),
-                    "reward_failures": float(failures),
-                    "watch_failures": float(watch_failures),
-                }
+                share = sum(solved) / (len(solved) * self.settings.samples_per_problem)
+                found = {"accuracy": share, **counted}
                 self.log.write(self.answered, found, model=name, domain=domain)
         return solved
 
-    def _solved_from(self, name: str, domain: str, start: int) -> tuple[list[int], int, int]:
+    def _solved_from(
+        self, name: str, domain: str, start: int
+    ) -> tuple[list[int], dict[str, float]]:
         """Request answers to the problems of a call, from number `start`. Collective.
 
-        Returns the right answers to each, the number of answers without a reward, and the failures
-        of rewards of weight 0. An answer without a reward counts as wrong: its text may be the
-        cause. Raises RewardError where too many have none.
+        Returns the right answers to each, and the call's counts for the metrics. An answer without
+        a reward counts as wrong: its text may be the cause. Raises RewardError where too many have
+        none.
         """
         groups: list[Group] = []
         if is_main():
@@ -152,19 +153,23 @@ class Evaluation:
             samples = self.settings.samples_per_problem
             groups = self._request(domain, problems, purpose, self.settings.temperature, samples)
 
-        def counted() -> tuple[list[int], int, int] | None:
+        def counted() -> tuple[list[int], dict[str, float]] | None:
             if not all(self.engines.rewards.graded(group) for group in groups):
                 return None
             failures = [failure for group in groups for failure in group.failures]
             self.engines.rewards.check_failures(failures, sum(len(group.drawn) for group in groups))
-            watch_failures = sum(len(group.watch_failures) for group in groups)
+            answers = [sample for group in groups for sample in group.samples]
+            found = {
+                "sampled_tokens": sum(len(sample.response) for sample in answers),
+                "reward_failures": len(failures),
+                "watch_failures": sum(len(group.watch_failures) for group in groups),
+            }
             if self.job.settings.logging.auditable:
                 path = self.job.files.samples / file_name(name) / f"{domain}_{start:06d}.jsonl"
-                answers = [sample for group in groups for sample in group.samples]
                 record(path, [answers], self.engines.tokenizer, auditable=True)
             rewards = self.domains[domain].rewards
             solved = [sum(is_right(each, rewards) for each in graded(group)) for group in groups]
-            return solved, len(failures), watch_failures
+            return solved, {metric: float(value) for metric, value in found.items()}
 
         return self.engines.wait(counted, self.version)
 

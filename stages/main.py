@@ -7,6 +7,7 @@ an error: one last line `braid-error: ...` for errors that the user can fix, els
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import sys
 import warnings
@@ -15,6 +16,7 @@ from pathlib import Path
 from parallel.capabilities import rank_environment
 from parallel.determinism import set_up_rank
 from parallel.errors import UserError, report_error, report_notice
+from parallel.files import write_atomically
 from parallel.settings import ModelSettings
 from stages.kinds import MODULES
 from stages.kinds.kind import KINDS
@@ -44,6 +46,7 @@ def main() -> None:
         try:
             empty_devices(job)
             importlib.import_module(MODULES[job.kind]).run(job)
+            record_memory(job)
         except (Exception, SystemExit) as error:
             _leave(error)
 
@@ -84,6 +87,16 @@ def empty_devices(job: StageJob) -> None:
         check_turns(job.settings)
     found = job.engine_addresses or job.idle_engines
     on_main(lambda: put_to_sleep(found, engine, wanted=bool(job.engine_addresses)))
+
+
+def record_memory(job: StageJob) -> None:
+    """Write the peak memory of the attempt's largest rank beside the attempt's logs. Collective."""
+    from parallel.device import peak_memory
+    from parallel.distributed import is_main, max_over_ranks
+
+    peaks = {name: int(max_over_ranks(value)) for name, value in peak_memory().items()}
+    if is_main():
+        write_atomically(job.files.memory(job.attempt), json.dumps(peaks) + "\n")
 
 
 def _leave(error: BaseException) -> None:

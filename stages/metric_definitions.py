@@ -57,6 +57,10 @@ _TABLE = {
         "gradient_share/NAME": "share of domain NAME in the gradient that enters the merge's model:"
         " |d loss / d logit|, summed over its tokens and the vocabulary | near its weight; one at"
         " 0.9 decides alone what the merge learns",
+        "sampled_tokens": "tokens of the sampled responses, also of replaced prompts, not of those"
+        " in `dropped_stale`; in evaluation, since the line before | equal in a fair comparison",
+        "trained_tokens": "tokens of the step's groups or demonstrations that are learned: without"
+        " prompts and masked tokens | equal in a fair comparison",
         "mismatch_max": "largest |log mu - log pi| under the same weights, nats; where older"
         " weights sampled, of probes | about 1e-5 in fp32; at most `engine.max_logprob_difference`,"
         " only reported in bf16",

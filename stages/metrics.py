@@ -113,6 +113,8 @@ def batch_metrics(
         **reward_metrics(sampled),
         "unfinished": sum(not sample.finished for sample in sampled) / len(sampled),
         "response_tokens": sum(len(sample.response) for sample in sampled) / len(sampled),
+        "sampled_tokens": float(sum(len(sample.response) for sample in sampled)),
+        "trained_tokens": trained_tokens(trained),
         **saturated(trained, sampling, vocabulary),
         "staleness_mean": sum(lag * n for lag, n in lags.items()) / len(trained),
         "staleness_max": float(max(lags)),
@@ -121,6 +123,11 @@ def batch_metrics(
         "reward_failures": float(batch.failures),
         "watch_failures": float(batch.watch_failures),
     }
+
+
+def trained_tokens(samples: Sequence[Sample]) -> float:
+    """Return the number of tokens that a step trains on."""
+    return float(sum(len(sample.learned) for sample in samples))
 
 
 def reward_metrics(samples: list[Sample]) -> dict[str, float]:

@@ -14,7 +14,7 @@ from stages.data.mixture import Mixture
 from stages.data.tokenizer import load_tokenizer
 from stages.directory import StageDirectory
 from stages.kinds.mixture import MixtureStageSettings
-from stages.metrics import token_efficiency
+from stages.metrics import token_efficiency, trained_tokens
 from stages.sampling.recording import record, samples_file
 from stages.settings import StageJob
 
@@ -80,6 +80,7 @@ class MixtureStage(Generic[Drawn]):
         return {
             **self.policy.routing_metrics(),
             **token_efficiency(batches),
+            "trained_tokens": trained_tokens(samples),
             "gradient_norm": norm,
             "learning_rate": rate,
         }

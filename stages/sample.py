@@ -215,6 +215,7 @@ class RejectionSampling:
             **reward_metrics(samples),
             "unfinished": sum(not sample.finished for sample in samples) / len(samples),
             "response_tokens": sum(len(sample.response) for sample in samples) / len(samples),
+            "sampled_tokens": float(sum(len(sample.response) for sample in samples)),
             "drawn": float(len(rows)),
             "kept": float(dropped[None]),
             **{f"dropped/{why}": float(dropped[why]) for why in REASONS if dropped[why]},

@@ -71,7 +71,7 @@ class Command:
 
 
 # Of commands, in the order of the help.
-MODULES = ("look", "run", "edit", "bundle", "domain", "slurm")
+MODULES = ("look", "compare", "run", "edit", "bundle", "domain", "slurm")
 COMMANDS: dict[str, Command] = {}  # `gate override` is the action `override` of `gate`
 GROUPS: dict[str, tuple[str, str]] = {}  # of commands with actions: summary and details
 

@@ -17,6 +17,7 @@ from pipeline.text import visible
 
 ANSI = {"bold": 1, "dim": 2, "red": 31, "green": 32, "yellow": 33, "blue": 34, "cyan": 36}
 DEEPEST = 12  # levels of indentation; every round of a run adds some more
+WRAPPED = 100  # columns of a table that wraps, also where nobody reads it on a terminal
 PLAIN_WIDTH = 1000  # where there is no terminal: whoever reads it breaks lines as they like
 # Experts have their own parallelism, so both lines of a layout multiply to all ranks.
 OF_DENSE_LAYERS = ("data", "tensor", "pipeline", "virtual_pipeline", "context")
@@ -60,6 +61,60 @@ def table(
             padded.append(gap + text if index in right else text + gap)
         lines.append("  ".join(padded).rstrip())
     return "\n".join(lines)
+
+
+def wrapped_table(
+    title: str,
+    headings: Sequence[str],
+    rows: Sequence[Sequence[str | Cell]],
+    right: Collection[int] = (),
+    width: int = WRAPPED,
+) -> str:
+    """Return a table whose columns beyond `width` continue in another one below.
+
+    Each begins with the first column; one that is too wide alone stays so.
+    """
+    columns = list(zip(headings, *rows, strict=True))
+    first, *widths = [max(len(visible(_text(cell))) for cell in column) for column in columns]
+    parts: list[list[int]] = [[]]
+    used = first
+    for index, wide in enumerate(widths, start=1):
+        if parts[-1] and used + 2 + wide > width:
+            parts.append([])
+            used = first
+        parts[-1].append(index)
+        used += 2 + wide
+    tables = []
+    for number, part in enumerate(parts):
+        picked = [0, *part]
+        tables.append(
+            table(
+                "" if number else title,
+                [headings[index] for index in picked],
+                [[row[index] for index in picked] for row in rows],
+                [place for place, index in enumerate(picked) if index in right],
+            )
+        )
+    return "\n\n".join(tables)
+
+
+def markdown_table(
+    title: str,
+    headings: Sequence[str],
+    rows: Sequence[Sequence[str | Cell]],
+    right: Collection[int] = (),
+) -> str:
+    """Return the title and the table in GitHub's Markdown."""
+    rule = ["---:" if index in right else "---" for index in range(len(headings))]
+    lines = [
+        [visible(_text(cell)).replace("|", "\\|") for cell in row] for row in (headings, *rows)
+    ]
+    table_lines = [f"| {' | '.join(line)} |" for line in (lines[0], rule, *lines[1:])]
+    return "\n".join([f"**{visible(title)}**", "", *table_lines])
+
+
+def _text(cell: str | Cell) -> str:
+    return cell if isinstance(cell, str) else cell.text
 
 
 def layout_text(layout: LayoutSettings) -> str:

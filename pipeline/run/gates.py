@@ -159,7 +159,7 @@ def _verdict(findings: Sequence[_Finding], gate: GateSettings) -> GateVerdict:
 
 def _gain(stage: Stage, gate: GainGateSettings, models: Models, domain: str, key: str) -> _Finding:
     gain = difference(*_accuracies(stage, models, domain))
-    said = f"{stage.gated} gains {_points(gain)} over {stage.against[domain]} on {domain}"
+    said = f"{stage.gated} gains {points(gain)} over {stage.against[domain]} on {domain}"
     if gain.low >= gate.min_gain:
         return _Finding("passed", said)
     least = f"{100 * gate.min_gain:+.1f}"
@@ -179,7 +179,7 @@ def _kept(stage: Stage, gate: MergeGateSettings, models: Models, domain: str) ->
         return _Finding("passed", said)
     least = f"stages.{stage.block}.gate.min_kept = {gate.min_kept:g} of that"
     return _Finding(
-        "warned" if beyond.high >= 0 else "stopped", f"{said}: {_points(beyond)} from {least}"
+        "warned" if beyond.high >= 0 else "stopped", f"{said}: {points(beyond)} from {least}"
     )
 
 
@@ -215,7 +215,7 @@ def _accuracies(stage: Stage, models: Models, domain: str) -> tuple[Accuracy, Ac
     return gated, other
 
 
-def _points(change: Difference) -> str:
+def points(change: Difference) -> str:
     """Return a difference with its 95 % interval, in percentage points."""
     low, high = (f"{100 * value:+.1f}" for value in (change.low, change.high))
     return f"{100 * change.difference:+.1f} points (95 %: {low} to {high})"

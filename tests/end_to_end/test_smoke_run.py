@@ -268,6 +268,25 @@ def test_a_gate_measures_an_expert_and_its_parent_on_its_own_domain(peaceful: Sm
     assert said in peaceful.output
 
 
+def test_the_models_are_compared_with_what_they_cost(peaceful: SmokeRun) -> None:
+    plan = peaceful.plan
+    found = json.loads(finish(braid(peaceful.path.parent, "compare", plan.name, "--json")))
+    assert found["start"] == "cold_start"
+    assert found["experts"] == {domain: f"experts.{domain}" for domain in plan.domains}
+    assert found["problems"] == dict.fromkeys(plan.domains, 20)
+    assert found["models"].keys() == set(plan.training)
+    for name, scores in peaceful.results["models"].items():
+        for domain, score in scores.items():
+            assert found["models"][name]["scores"][domain]["accuracy"] == score
+    costs = {cost["stage"]: cost for cost in found["stages"]}
+    assert list(costs) == plan.stages
+    assert all(cost["minutes"] > 0 and cost["peak_bytes"] > 100 << 20 for cost in costs.values())
+    for name in plan.training:
+        lines = metrics(peaceful.path, name)
+        assert costs[name]["trained_tokens"] == sum(line["trained_tokens"] for line in lines) > 0
+        assert (costs[name]["sampled_tokens"] is None) == (name == "cold_start")
+
+
 def test_a_domain_is_tried_on_a_finished_stage(peaceful: SmokeRun) -> None:
     domain = str(REPOSITORY / "configs" / "domains" / "spell_backward.yaml")
     asked = ("--run", peaceful.plan.name, "--stage", "cold_start", "--samples", "4")

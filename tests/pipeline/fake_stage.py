@@ -53,10 +53,20 @@ def work(job: dict, rank: int) -> None:
 def measure(directory: Path, job: dict, first: float) -> None:
     """Write results: the first model solves the share `first` of the problems, the others half."""
     models = {}
+    for folder in ("models", "solved"):
+        (directory / folder).mkdir(exist_ok=True)
     for name in job["models"]:
         domains = job["evaluated_on"].get(name, job["settings"]["domains"])
-        models[name] = dict.fromkeys(domains, score(0.5 if models else first))
-    (directory / "models").mkdir(exist_ok=True)
+        share = 0.5 if models else first
+        models[name] = dict.fromkeys(domains, score(share))
+        right = [int(number < 400 * share) for number in range(400)]
+        (directory / "models" / f"{name}.json").write_text(json.dumps(models[name]))
+        (directory / "solved" / f"{name}.json").write_text(
+            json.dumps(dict.fromkeys(domains, right))
+        )
+    numbers = list(map(str, range(400)))
+    keys = dict.fromkeys(job["settings"]["domains"], numbers)
+    (directory / "problems.json").write_text(json.dumps(keys))
     (directory / "results.json").write_text(json.dumps({"models": models}))
 
 

@@ -20,6 +20,9 @@ STAGE_KEYS = STATE_KEYS | {"name", "kind", "needs", "steps", "minutes"}
 WHY_KEYS = STATE_KEYS | {
     *("stage", "checkpoint", "inputs", "after", "code", "versions", "events"),
 }
+COMPARE_KEYS = {
+    *("run", "start", "problems", "experts", "models", "undefined", "stages", "notes"),
+}
 # Each command, its exit code and the keys of its document; CONFIG and PROFILE are files.
 DOCUMENTS = [
     ("validate CONFIG", 0, {"valid", "stages", "domains", "warnings"}),
@@ -29,6 +32,7 @@ DOCUMENTS = [
     ("status", 0, {"runs"}),
     ("status small", 0, RUN_KEYS),
     ("why small merge", 0, WHY_KEYS),
+    ("compare small", 0, COMPARE_KEYS),
     ("diff small other", 0, {"settings", "stages"}),
     ("doctor", 0, {"errors", "sections"}),
     ("resume small", 0, RUN_KEYS),

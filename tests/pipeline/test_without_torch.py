@@ -26,6 +26,7 @@ from tests.runs import REPOSITORY
         ["plan", "configs/quickstart.yaml", "--memory"],
         ["status"],
         ["status", "small"],
+        ["compare", "small"],
         ["run", "--help"],
     ],
 )

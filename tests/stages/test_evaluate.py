@@ -13,6 +13,8 @@ import torch
 from parallel.checkpoint import load
 from parallel.model.policy import Policy
 from stages import evaluate
+from stages.data.prompts import held_out_problems
+from stages.data.tokenizer import load_tokenizer
 from stages.kinds.evaluate import EvaluationSettings
 from stages.rewards.reward import RewardError, RewardPoolSettings
 from stages.sampling.logprob_check import MismatchError
@@ -174,6 +176,20 @@ def test_each_problem_s_score_is_kept_for_paired_comparisons(tmp_path: Path) -> 
     assert set(solved) == {0, 1}
     assert results(tmp_path)["cold_start"]["sums"]["accuracy"] == sum(solved) / 40
     assert "pass_at_k" not in results(tmp_path)["cold_start"]["sums"]
+
+
+def test_the_keys_of_the_problems_are_kept_for_comparisons_with_other_runs(tmp_path: Path) -> None:
+    evaluation = job(tmp_path)
+    evaluate.run(evaluation)
+    keys = json.loads((tmp_path / "problems.json").read_text())
+    settings = evaluation.settings
+    longest = settings.longest_prompt(settings.domains["sums"].sampling)
+    tokenizer = load_tokenizer(settings.model)
+    prompts = settings.domains["sums"].prompts
+    problems = held_out_problems(prompts, tokenizer, "sums", 40, longest)
+    assert keys == {"sums": [problem.key for problem in problems]}
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert all(line["sampled_tokens"] >= 40 for line in lines)
 
 
 def test_too_many_responses_without_a_reward_end_the_stage(tmp_path: Path) -> None:

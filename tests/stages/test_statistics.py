@@ -1,10 +1,22 @@
 """Intervals against the worked examples of Newcombe, Statistics in Medicine 17 (1998)."""
 
-from statistics import stdev
+from itertools import product
+from math import factorial, prod
+from statistics import NormalDist, stdev
 
+import numpy as np
 import pytest
 
-from stages.statistics import difference, of_problems, wilson
+from stages.statistics import (
+    Answers,
+    Headroom,
+    difference,
+    mean_headroom,
+    of_problems,
+    paired_difference,
+    recovered_headroom,
+    wilson,
+)
 from tests.runs import REPOSITORY
 
 
@@ -97,3 +109,104 @@ def test_intervals_of_learning_claims(monkeypatch: pytest.MonkeyPatch) -> None:
     assert over_seeds(values) == f"+3.0 ± {2.776 * stdev(values) / 5**0.5:.1f}"
     assert over_seeds([0.9, 1.1], ".3f") == "1.000 ± 1.271"
     assert over_seeds([2.0]) == "+2.0"
+
+
+def paired(both: int, first: int, second: int, neither: int) -> tuple[Answers, Answers]:
+    """Return the answers of two models: `both` problems are solved by both, `first` by the one."""
+    one = [1] * (both + first) + [0] * (second + neither)
+    other = [1] * both + [0] * first + [1] * second + [0] * neither
+    return Answers(one), Answers(other)
+
+
+@pytest.mark.parametrize(
+    ("table", "low", "high"),
+    [((20, 12, 2, 16), 0.0562, 0.3292), ((36, 12, 2, 0), 0.0569, 0.3404)],
+)
+def test_paired_difference(table: tuple[int, int, int, int], low: float, high: float) -> None:
+    """Values of method 10 for two tables of Newcombe's second paper of 1998."""
+    gain = paired_difference(*paired(*table))
+    assert gain.difference == pytest.approx(0.2)
+    assert (gain.low, gain.high) == pytest.approx((low, high), abs=5e-5)
+
+
+def test_a_paired_interval_nears_mcnemars_and_covers_where_that_does_not() -> None:
+    wide = paired_difference(*paired(400, 150, 90, 360))
+    half = 1.959964 * (0.24 - 0.06**2) ** 0.5 / 1000**0.5
+    assert wide.high - wide.low == pytest.approx(2 * half, rel=0.01)
+    apart = difference(wilson(550, 1000), wilson(490, 1000))
+    assert wide.high - wide.low < 0.9 * (apart.high - apart.low)
+    # Exact coverage by enumeration of all tables of 15 problems; Wald's has 0.70 here.
+    n, shares = 15, (0.85, 0.05, 0.02, 0.08)
+    covered = wald = 0.0
+    for table in product(range(n + 1), repeat=3):
+        if (neither := n - sum(table)) < 0:
+            continue
+        counts = (*table, neither)
+        chance = factorial(n) * prod(
+            share**count / factorial(count) for share, count in zip(shares, counts, strict=True)
+        )
+        gain = paired_difference(*paired(*counts))
+        covered += chance * (gain.low <= 0.03 <= gain.high)
+        spread = (table[1] + table[2]) / n - gain.difference**2
+        wald += chance * (abs(gain.difference - 0.03) <= 1.96 * (spread / n) ** 0.5)
+    assert wald < 0.8
+    assert covered > 0.95
+
+
+def test_equal_answers_leave_uncertainty_and_opposite_ones_more_than_independent_ones() -> None:
+    same = paired_difference(*paired(30, 0, 0, 20))
+    assert same.low < 0 < same.high
+    opposite = paired_difference(*paired(0, 25, 25, 0))
+    independent = difference(wilson(25, 50), wilson(25, 50))
+    assert opposite.high > independent.high
+    assert paired_difference(*paired(50, 0, 0, 0)).low < 0  # no spread, no correlation
+
+
+def skilled(seed: int, gain: float, samples: int = 1, problems: int = 1000) -> Answers:
+    """Return answers to problems of equal difficulty for every seed."""
+    noise = np.random.default_rng(seed)
+    chance = np.clip(np.random.default_rng(0).beta(1, 1, problems) + gain, 0, 1)
+    return Answers(noise.binomial(samples, chance).tolist(), samples)
+
+
+@pytest.mark.parametrize("samples", [1, 8])
+def test_recovered_headroom_is_fiellers_set_and_agrees_with_a_paired_bootstrap(
+    samples: int,
+) -> None:
+    start, model, expert = (skilled(n, gain, samples) for n, gain in enumerate((0.0, 0.16, 0.2)))
+    found = recovered_headroom(model, start, expert)
+    assert found is not None
+    m, s, e = (np.array(each.shares) for each in (model, start, expert))
+    assert found.recovered == pytest.approx((m - s).mean() / (e - s).mean())
+    for edge in (found.low, found.high):  # by its definition
+        contrast = m - s - edge * (e - s)
+        error = contrast.std(ddof=1) / len(m) ** 0.5
+        assert abs(contrast.mean()) == pytest.approx(NormalDist().inv_cdf(0.975) * error)
+    draws = np.random.default_rng(1).integers(0, len(m), (4000, len(m)))
+    ratios = (m - s)[draws].mean(1) / (e - s)[draws].mean(1)
+    low, high = np.percentile(ratios, [2.5, 97.5])
+    width = high - low
+    assert (found.low, found.high) == pytest.approx((low, high), abs=0.12 * width)
+
+
+def test_headroom_of_an_expert_is_one_and_of_the_start_nothing() -> None:
+    start, expert = skilled(0, 0.0), skilled(1, 0.2)
+    one, zero = recovered_headroom(expert, start, expert), recovered_headroom(start, start, expert)
+    assert one is not None
+    assert zero is not None
+    assert (one.recovered, one.low, one.high) == pytest.approx((1, 1, 1), abs=1e-6)
+    assert (zero.recovered, zero.low, zero.high) == pytest.approx((0, 0, 0), abs=1e-6)
+
+
+@pytest.mark.parametrize("gain", [-0.2, 0.0])
+def test_an_expert_that_gained_nothing_leaves_no_headroom(gain: float) -> None:
+    start, expert = skilled(0, 0.0), skilled(3, gain)
+    assert paired_difference(expert, start).low <= 0
+    assert recovered_headroom(skilled(2, 0.1), start, expert) is None
+    assert recovered_headroom(Answers([1]), Answers([0]), Answers([1])) is None
+
+
+def test_the_mean_of_headrooms_of_independent_domains() -> None:
+    found = mean_headroom([Headroom(0.9, 0.6, 1.3), Headroom(0.5, 0.1, 0.8)])
+    assert (found.recovered, found.low, found.high) == pytest.approx((0.7, 0.45, 0.95))
+    assert mean_headroom([Headroom(0.9, 0.6, 1.3)]) == Headroom(0.9, 0.6, 1.3)
