@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import hypot, sqrt
+from math import fsum, hypot, sqrt
 
 Z_95 = 1.959963984540054  # the standard normal's 97.5 % quantile
 
@@ -75,3 +75,23 @@ def difference(after: Accuracy, before: Accuracy, share: float = 1.0) -> Differe
     down = hypot(after.accuracy - after.low, share * above)
     up = hypot(after.high - after.accuracy, share * below)
     return Difference(gain, gain - down, gain + up)
+
+
+def paired_difference(after: Sequence[int], before: Sequence[int], samples: int = 1) -> Difference:
+    """Return after - before, of two models that answered the same problems `samples` times each.
+
+    Both have the number of correct answers to each problem. The interval is that of Agresti and
+    Min (Statistics in Medicine 24, 2005): the normal one after adding half a problem to each of the
+    four outcomes, so that two models that differ on no problem are still not shown to be equal.
+
+    Raises:
+        ValueError: there are no problems, or not equally many.
+    """
+    each = [(one - other) / samples for one, other in zip(after, before, strict=True)]
+    if not each:
+        raise ValueError("no difference: there are no problems")
+    total, n = fsum(each), len(each) + 2
+    centre = total / n
+    half_width = Z_95 * sqrt(fsum(one * one for one in each) + 1 - total * centre) / n
+    low, high = max(-1.0, centre - half_width), min(1.0, centre + half_width)
+    return Difference(total / len(each), low, high)

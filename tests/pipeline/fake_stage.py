@@ -53,6 +53,11 @@ def measure(directory: Path, job: dict, first: float) -> None:
     for name in job["models"]:
         domains = job["evaluated_on"].get(name, job["settings"]["domains"])
         models[name] = dict.fromkeys(domains, score(0.5 if models else first))
+    for name in models:
+        right = 0.5 if name != next(iter(models)) else first
+        solved = dict.fromkeys(models[name], [1] * int(400 * right) + [0] * int(400 * (1 - right)))
+        (directory / "solved").mkdir(exist_ok=True)
+        (directory / "solved" / f"{name}.json").write_text(json.dumps(solved))
     (directory / "models").mkdir(exist_ok=True)
     (directory / "results.json").write_text(json.dumps({"models": models}))
 
