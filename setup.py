@@ -24,6 +24,7 @@ STAGES = [
     "jsonschema>=4.26",  # whether a response is JSON of the asked shape
     "referencing>=0.37",  # the same, so that no schema is fetched from anywhere
     "setproctitle>=1.3",  # a forked rank or engine is found in `ps` by its own command
+    "nvidia-modelopt==0.47.*",  # calibrates the scales of `quantize`; the oracle of our KL losses
     "wandb>=0.26",  # metrics, offline by default
 ]
 

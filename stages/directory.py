@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
+from urllib.parse import quote
 
 from parallel.errors import UserError
 from parallel.files import (
@@ -109,9 +110,24 @@ class StageDirectory:
         """Return the whole checkpoint of a step."""
         return read_checkpoint(self.checkpoints / f"step_{step}")
 
+    def solved_by(self, model: str) -> dict[str, list[int]]:
+        """Return the number of right answers of a measured model to each problem, by domain.
+
+        Raises:
+            OSError: the model has not been measured here.
+            ValueError: the file is damaged.
+        """
+        found: Any = json.loads(read_text(self.solved / f"{file_name(model)}.json"))
+        return dict(found)
+
     def whole_checkpoints(self) -> list[Checkpoint]:
         """Return all whole checkpoints, the oldest first."""
         return whole_checkpoints(self.checkpoints)
+
+
+def file_name(model: str) -> str:
+    """Return the name of a model's files: of one outside the run, its path without slashes."""
+    return quote(model, safe="")
 
 
 def ended_early(checkpoint: Checkpoint | None) -> str | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from urllib.parse import quote
 
 from parallel.checkpoint import load
 from parallel.distributed import broadcast, is_main
@@ -17,6 +16,7 @@ from parallel.mismatch import bounds_of
 from parallel.model.policy import Policy
 from stages.data.problem import Problem, seed_of
 from stages.data.prompts import held_out_problems
+from stages.directory import file_name
 from stages.domains import SamplingSettings
 from stages.guards.measures import graded, is_right
 from stages.metrics import MetricsLog
@@ -193,8 +193,3 @@ class Evaluation:
 
     def _result_file(self, name: str) -> Path:
         return self.job.files.measured / f"{file_name(name)}.json"
-
-
-def file_name(model: str) -> str:
-    """Return the name of a model's files: of one outside the run, its path without slashes."""
-    return quote(model, safe="")

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from parallel.hugging_face.weights import fill_weights, forget_weights
 from parallel.model.policy import Policy
 from parallel.model.vocabulary import HeadLogits
 from parallel.sample import Sample
+from parallel.settings import ModelSettings
 from stages.data.tokenizer import load_tokenizer
 from stages.settings import StageJob
 
@@ -47,7 +49,7 @@ def export(policy: Policy, output: Path, shard_bytes: int = SHARD_BYTES) -> None
         OSError: the output cannot be written.
     """
     before = probe(policy)
-    with _beside(output) as unfinished:
+    with beside(output) as unfinished:
         if is_main():
             expected = expected_tensors(hugging_face_config(policy.settings))
             digests = write(unfinished, expected, policy.weights(), shard_bytes)
@@ -62,13 +64,25 @@ def export(policy: Policy, output: Path, shard_bytes: int = SHARD_BYTES) -> None
         if max_over_ranks(not all(torch.equal(old, new) for old, new in pairs)):
             raise WeightsError(f"{output}: verification failed", ["other logits than the policy's"])
         if is_main():
-            tokenizer = load_tokenizer(policy.settings)
-            config = hugging_face_config(policy.settings)
-            config.eos_token_id, config.pad_token_id = tokenizer.end_token, tokenizer.pad_token
-            config.save_pretrained(unfinished)
-            tokenizer.save(unfinished)
-            shutil.rmtree(output, ignore_errors=True)
-            unfinished.rename(output)
+            complete(policy.settings, unfinished, output)
+
+
+def complete(
+    settings: ModelSettings,
+    unfinished: Path,
+    output: Path,
+    quantization: dict[str, Any] | None = None,
+) -> None:
+    """Add configuration and tokenizer to written weights, and give the directory its name."""
+    tokenizer = load_tokenizer(settings)
+    config = hugging_face_config(settings)
+    config.eos_token_id, config.pad_token_id = tokenizer.end_token, tokenizer.pad_token
+    if quantization is not None:
+        config.quantization_config = quantization
+    config.save_pretrained(unfinished)
+    tokenizer.save(unfinished)
+    shutil.rmtree(output, ignore_errors=True)
+    unfinished.rename(output)
 
 
 def probe(policy: Policy) -> list[torch.Tensor]:
@@ -89,7 +103,7 @@ def probe(policy: Policy) -> list[torch.Tensor]:
 
 
 @contextmanager
-def _beside(output: Path) -> Iterator[Path]:
+def beside(output: Path) -> Iterator[Path]:
     """Yield, on every rank, a temporary directory beside `output`; remove it at the end."""
     if not is_main():
         yield broadcast(None)

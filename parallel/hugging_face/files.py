@@ -21,7 +21,14 @@ from parallel.hugging_face.config import TensorSpec
 
 SHARD_BYTES = 4 << 30  # of a file at most, unless a single tensor is larger
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-CODES = {dtype: code for code, dtype in DTYPES.items()}
+# Of quantized tensors, which no model is loaded from.
+PACKED = {
+    "F8_E4M3": torch.float8_e4m3fn,
+    "U8": torch.uint8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
+CODES = {dtype: code for code, dtype in (DTYPES | PACKED).items()}
 
 
 class WeightsError(UserError):
@@ -90,7 +97,7 @@ class WeightFiles:
             file, dtype, shape = self.stored[name]
             if shape != spec.shape:
                 wrong = f"{list(shape)}, but should be {list(spec.shape)}"
-            elif dtype not in DTYPES:
+            elif dtype not in DTYPES and dtype != CODES.get(spec.dtype):
                 wrong = f"{dtype}, but should be one of {', '.join(DTYPES)}"
             else:
                 continue
@@ -154,11 +161,11 @@ def verify(directory: Path, expected: Mapping[str, TensorSpec], digests: Mapping
     for name, spec in {} if errors else expected.items():
         file, dtype, _ = files.stored[name]
         tensor = files.read(name)
-        if DTYPES[dtype] != spec.dtype:
+        if dtype != CODES[spec.dtype]:
             errors.append(f"{file.name}: {name} is {dtype}, not {spec.dtype}")
         elif hashlib.sha256(_bytes(tensor)).hexdigest() != digests[name]:
             errors.append(f"{file.name}: {name} is not what was written")
-        elif not torch.stack(tensor.aminmax()).isfinite().all():  # without a mask of its size
+        elif dtype in DTYPES and not _is_finite(tensor):
             errors.append(f"{file.name}: {name} has NaN or infinite elements")
     if errors:
         raise WeightsError(f"{directory} was not written right", errors)
@@ -211,6 +218,10 @@ def _create(path: Path, tensors: Mapping[str, TensorSpec]) -> dict[str, tuple[Pa
         first = file.tell()
         file.truncate(first + end)
     return {name: (path, first + begin) for name, begin in begins.items()}
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    return bool(torch.stack(tensor.aminmax()).isfinite().all())  # without a mask of its size
 
 
 def _size(spec: TensorSpec) -> int:

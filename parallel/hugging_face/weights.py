@@ -103,6 +103,8 @@ def _errors(settings: ModelSettings, directory: Path) -> list[str]:
     try:
         given = dict(json.loads((directory / "config.json").read_text()))
         errors = contradictions(settings, given)
+        if "quantization_config" in given:
+            errors.append("config.json: its weights are quantized; name the checkpoint before that")
     except (OSError, ValueError, TypeError) as error:
         errors = [f"config.json: {error}"]
     if not errors and not files.errors:  # else errors of tensors would only be consequences

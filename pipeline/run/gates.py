@@ -8,6 +8,8 @@ measured accuracies, the expert's metrics and the settings.
   teach.
 - No number of problems proves that a merge equals its teachers. Below `min_kept` of a teacher's
   accuracy the gate warns; it stops if the upper bound of the 95 % interval is below that too.
+- A quantized model passes if the upper bound of the 95 % interval of the accuracy that it loses, by
+  the pairs of answers to each problem, is at most `max_loss`.
 """
 
 from __future__ import annotations
@@ -35,10 +37,16 @@ from pipeline.run.run import (
 )
 from pipeline.text import shown
 from stages.directory import ended_early
-from stages.guards.settings import GainGateSettings, GateSettings, MergeGateSettings
-from stages.statistics import Accuracy, Difference, difference
+from stages.guards.settings import (
+    GainGateSettings,
+    GateSettings,
+    LossGateSettings,
+    MergeGateSettings,
+)
+from stages.statistics import Accuracy, Answers, Difference, difference, paired_difference
 
 Steps = Sequence[Mapping[str, Any]]
+Solved = Mapping[str, Mapping[str, Sequence[int]]]  # right answers by model, domain and problem
 
 
 class GateStopped(UserError):
@@ -74,6 +82,11 @@ def judge_merge(stage: Stage, gate: MergeGateSettings, models: Models) -> GateVe
     return _verdict([_kept(stage, gate, models, domain) for domain in stage.against], gate)
 
 
+def judge_loss(stage: Stage, gate: LossGateSettings, solved: Solved) -> GateVerdict:
+    """Judge whether a quantized model answers as many problems of each domain as its parent."""
+    return _verdict([_lost(stage, gate, solved, domain) for domain in stage.against], gate)
+
+
 def ending(run: Run, stage: Stage) -> str:
     """Return why a stage whose attempt succeeded is done; this judges and writes a gate's verdict.
 
@@ -87,6 +100,8 @@ def ending(run: Run, stage: Stage) -> str:
     models: Models = json.loads(directory.results.read_text())["models"]
     if isinstance(gate, MergeGateSettings):
         verdict = judge_merge(stage, gate, models)
+    elif isinstance(gate, LossGateSettings):
+        verdict = judge_loss(stage, gate, {name: directory.solved_by(name) for name in models})
     else:
         assert isinstance(gate, GainGateSettings) and stage.gated is not None
         verdict = judge_gain(stage, gate, models, all_lines(run.stage(stage.gated).metrics))
@@ -181,6 +196,17 @@ def _kept(stage: Stage, gate: MergeGateSettings, models: Models, domain: str) ->
     return _Finding(
         "warned" if beyond.high >= 0 else "stopped", f"{said}: {points(beyond)} from {least}"
     )
+
+
+def _lost(stage: Stage, gate: LossGateSettings, solved: Solved, domain: str) -> _Finding:
+    assert stage.gated is not None
+    other = stage.against[domain]
+    lost = paired_difference(Answers(solved[other][domain]), Answers(solved[stage.gated][domain]))
+    said = f"{stage.gated} loses {points(lost)} of {other} on {domain}"
+    if lost.high <= gate.max_loss:
+        return _Finding("passed", said)
+    bound = f"stages.{stage.block}.gate.max_loss = {100 * gate.max_loss:+.1f}"
+    return _Finding("stopped", f"{said}; the upper 95 % bound must be at most {bound}")
 
 
 def _bounds(stage: Stage, gate: GainGateSettings, steps: Steps, key: str) -> Iterator[_Finding]:

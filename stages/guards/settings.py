@@ -94,3 +94,13 @@ class MergeGateSettings(GateSettings):
         description="minimum share of a teacher's accuracy; below it is a warning, and a stop where"
         " the whole 95 % interval is below",
     )
+
+
+class LossGateSettings(GateSettings):
+    """The gate of a quantized model: it loses little of its parent's accuracy on each domain."""
+
+    max_loss: Fraction = Field(
+        default=0.02,
+        description="maximum of the upper 95 % bound of the accuracy lost to the parent on the same"
+        " problems, as a fraction",
+    )

@@ -1,0 +1,66 @@
+"""The tensors that can be quantized, by the modules that vLLM loads them into; no torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from parallel.settings import ModelSettings
+from parallel.weights.names import EMBEDDING, HEAD, ModelWeights
+
+ROUTER = "mlp.router.weight"  # megatron-core's name of it
+# The last part of a Hugging Face name: of the module that vLLM fuses it into with others.
+FUSED = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
+    **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
+    **dict.fromkeys(("w1", "w3"), "w13"),
+    **dict.fromkeys(("q_a_proj", "kv_a_proj_with_mqa"), "fused_qkv_a_proj"),
+}
+EXPERT = re.compile(r"^(.*\.experts)\.\d+\.")
+
+
+@dataclass(frozen=True)
+class FusedTensors:
+    """The weights that vLLM stacks into one matrix, which have one global scale.
+
+    `name` is the matrix's, `module` that of the module, which is quantized as a whole: of experts,
+    all of a layer. `tensors` are the Hugging Face names and shapes.
+    """
+
+    name: str
+    module: str
+    tensors: tuple[tuple[str, tuple[int, ...]], ...]
+
+
+def quantizable(model: ModelSettings) -> Iterator[FusedTensors]:
+    """Yield the weights of all linear layers but routers and the head, in the model's order."""
+    description = ModelWeights(model)
+    for key in description.buckets:
+        if key in (EMBEDDING, HEAD):
+            continue
+        matrices = {
+            part.tensor
+            for weight in description.weights[description.kind(key)]
+            for part in weight.parts
+            if len(part.shape) == 2 and weight.parameter != ROUTER
+        }
+        prefix = f"model.layers.{key}."
+        fused: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
+        for name, shape in description.tensors(key):
+            own = name.removeprefix(prefix)
+            if re.sub(r"\.experts\.\d+\.", ".experts.{expert}.", own) in matrices:
+                fused.setdefault(_fused_name(name), []).append((name, shape))
+        for name, parts in fused.items():
+            expert = EXPERT.match(name)
+            yield FusedTensors(name, expert[1] if expert else name, tuple(parts))
+
+
+def module_name(tensor: str) -> str:
+    """Return the name of the linear layer that a weight belongs to."""
+    return tensor.removesuffix(".weight")
+
+
+def _fused_name(tensor: str) -> str:
+    parent, _, last = module_name(tensor).rpartition(".")
+    return f"{parent}.{FUSED.get(last, last)}"
