@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from io import BytesIO
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +20,11 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from torch import distributed as dist
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 
 from parallel.boxes import Box, intersect, within
 from parallel.checkpoint import state as checkpoint_state
@@ -65,11 +70,23 @@ class StoredWeights:
         self._directory = checkpoint
         self._shapes = tensors(model)
         self._places = where
-        self._metadata = CheckpointReader(checkpoint).read_metadata()
+        metadata = CheckpointReader(checkpoint).read_metadata()
+        self._files = metadata.storage_data
+        self._tensors = {
+            key: each
+            for key, each in metadata.state_dict_metadata.items()
+            if isinstance(each, TensorStorageMetadata)
+        }
+        self._chunks = {key: _by_first_row(each) for key, each in self._tensors.items()}
         self._last: tuple[Any, torch.Tensor] | None = None
-        for name in self._shapes:
-            for place in where[name]:
-                self._check(name, place)
+        for key, size in _sizes(where).items():
+            found = tuple(self._tensors[key].size) if key in self._tensors else None
+            if found != size:
+                held_ = f"{key} is {list(found)}" if found else f"{key} is missing"
+                raise CheckpointError(
+                    f"{checkpoint}: another model: {held_}, and {list(size)} in this run's model;"
+                    " merge models of one architecture and vocabulary"
+                )
 
     def read(self, name: str) -> torch.Tensor:
         """Return a whole tensor on the CPU, in the dtype that it is stored in.
@@ -77,30 +94,21 @@ class StoredWeights:
         Raises:
             UnreadableCheckpoint: a file cannot be read.
         """
-        stored = self._metadata.state_dict_metadata[self._places[name][0].key]
+        stored = self._tensors[self._places[name][0].key]
         whole = torch.empty(self._shapes[name], dtype=stored.properties.dtype)
         for place in self._places[name]:
             shape = whole[within(place.box)].shape
             whole[within(place.box)] = self._box(place).view(shape)
         return whole
 
-    def _check(self, name: str, place: Place) -> None:
-        described = self._metadata.state_dict_metadata.get(place.key)
-        size = tuple(getattr(described, "size", ()))
-        ends = [start + count for start, count in zip(*place.stored, strict=True)]
-        if len(size) != len(ends) or any(end > most for end, most in zip(ends, size, strict=True)):
-            held_ = f"{place.key} of the shape {list(size)}" if size else f"no {place.key}"
-            raise CheckpointError(
-                f"{self._directory}: another model: it has {held_}, where {name} of this run's"
-                " model is read from; merge models of one architecture and vocabulary"
-            )
-
     def _box(self, place: Place) -> torch.Tensor:
         """Return a box of a stored tensor, from all the chunks that it crosses."""
-        described = self._metadata.state_dict_metadata[place.key]
-        box = torch.empty(place.stored[1], dtype=described.properties.dtype)
+        box = torch.empty(place.stored[1], dtype=self._tensors[place.key].properties.dtype)
         missing = box.numel()
-        for chunk in described.chunks:
+        (first, *_), (count, *_) = place.stored
+        rows = self._chunks[place.key].items()
+        near = (own for row, (end, own) in rows if row < first + count and first < end)
+        for chunk in chain.from_iterable(near):
             there = (tuple(chunk.offsets), tuple(chunk.sizes))
             if (common := intersect(place.stored, there)) is None:
                 continue
@@ -115,9 +123,35 @@ class StoredWeights:
         """Return a stored chunk; the last one is kept, since a fused tensor is read in parts."""
         index = MetadataIndex(key, offsets)
         if self._last is None or self._last[0] != index:
-            stored = self._metadata.storage_data[index]
+            stored = self._files[index]
             self._last = index, _load(self._directory / stored.relative_path, stored)
         return self._last[1]
+
+
+def _by_first_row(
+    tensor: TensorStorageMetadata,
+) -> dict[int, tuple[int, list[ChunkStorageMetadata]]]:
+    """Return the chunks by their first row, with the end of the longest.
+
+    A model has tens of thousands of chunks of experts, and their first row is their layer.
+    """
+    found: dict[int, tuple[int, list[ChunkStorageMetadata]]] = {}
+    for chunk in tensor.chunks:
+        row, end = chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]
+        last, own = found.get(row, (0, []))
+        own.append(chunk)
+        found[row] = max(last, end), own
+    return found
+
+
+def _sizes(where: Places) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every stored tensor: the places fill it."""
+    found: dict[str, tuple[int, ...]] = {}
+    for place in (each for own in where.values() for each in own):
+        ends = tuple(start + size for start, size in zip(*place.stored, strict=True))
+        before = found.get(place.key, ends)
+        found[place.key] = tuple(map(max, before, ends))
+    return found
 
 
 def _own_places(policy: Policy) -> Iterator[tuple[str, Place]]:

@@ -78,6 +78,10 @@ class MergeWeightsSettings(StageSettings):
             return "models"
         return f"models.{name}" if role == "models" else super().key_of(role, name)
 
+    def read(self, run: RunBlocks, domains: Sequence[str]) -> dict[str, Any]:
+        """Return the block and its models' names: their order is that of the sums."""
+        return {**super().read(run, domains), "names": list(self.names(domains))}
+
     def run_keys(self, domains: Sequence[str]) -> Iterator[str]:
         """Yield the keys of the run that it reads: the seed only where the method draws."""
         yield from (key for key in super().run_keys(domains) if key != "seed" or self.method.draws)
@@ -91,6 +95,12 @@ class MergeWeightsSettings(StageSettings):
             yield f"{key}.models", f"{len(names)} model cannot be merged; name at least two"
         if isinstance(self.models, dict):
             yield from self._twice(key, self.models)
+        elif (block := run.stages.get(self.models)) and block.for_each is None:
+            yield (
+                f"{key}.models",
+                f"{self.models} is one stage, and at least two models are merged; name a block with"
+                " for_each: domain, or map free names to models",
+            )
         for name in sorted(set(self.weights) - set(names)):
             yield f"{key}.weights.{name}", f"no such model: {name}; {hint(name, names)}"
         if self.weights and not self.method.weighted:

@@ -79,6 +79,29 @@ def read_by_tensors(layout: LayoutSettings, model: str, checkpoint: str) -> list
     return [n for n, tensor in policy.weights() if not torch.equal(found.read(n), tensor)]
 
 
+def merge_another_model(paths: dict[str, str], directory: str, **changed: Any) -> str:
+    """Merge with a model of other settings; return the error, or what was left."""
+    from parallel.errors import UserError
+    from parallel.model.policy import Policy
+
+    other = MODELS["qwen3_moe"].model_copy(update=changed)
+    policy = Policy(other, LayoutSettings())
+    policy.start_fresh(0)
+    save(policy, Path(directory), 0, {})
+    output = f"{directory}/merged"
+    try:
+        merge(
+            LayoutSettings(),
+            "qwen3_moe",
+            output,
+            paths={**paths, "words": f"{directory}/step_0"},
+            method="ties",
+        )
+    except UserError as error:
+        return str(error).replace(directory, "")
+    return "merged"
+
+
 def _model(layout: LayoutSettings, model: str, name: str) -> Any:
     from parallel.model.policy import Policy
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +90,48 @@ def test_a_hugging_face_checkpoint_is_a_model_too(
         on(MATRIX["EP2"], _merge, MATRIX["EP2"], str(output), block, "glm4_moe")
         found += on(ONE, cases.weights, "glm4_moe", str(output / "checkpoints" / "step_0"))
     assert all(torch.equal(found[0][each], found[1][each]) for each in found[0])
+
+
+@pytest.mark.parametrize(
+    ("changed", "found"),
+    [
+        ({"vocabulary_size": 96}, "embedding.word_embeddings.weight is [96, 32], and [80, 32]"),
+        ({"layers": 5}, "decoder.layers.input_layernorm.weight is [5, 32], and [4, 32]"),
+        ({"family": "mixtral"}, "decoder.layers.self_attention.q_layernorm.weight is missing"),
+    ],
+)
+def test_another_model_is_refused(
+    changed: dict[str, Any],
+    found: str,
+    on: On,
+    saved: dict[str, dict[str, str]],
+    tmp_path: Path,
+) -> None:
+    call = partial(cases.merge_another_model, saved["qwen3_moe"], str(tmp_path), **changed)
+    [message] = on(ONE, call)
+    assert message.startswith(f"/step_0: another model: {found}"), message
+    assert not (tmp_path / "merged" / "checkpoints").exists()
+
+
+def test_a_damaged_model_is_refused_and_a_partial_merge_replaced(
+    on: On, saved: dict[str, dict[str, str]], tmp_path: Path
+) -> None:
+    partial_one = tmp_path / "merged" / "checkpoints" / "tmp_step_0"
+    partial_one.mkdir(parents=True)
+    (partial_one / "state.json").write_text("{}")
+    block = {"paths": saved["qwen3_moe"]}
+    on(ONE, _merge, ONE, str(tmp_path / "merged"), block, "qwen3_moe")
+    assert [each.name for each in partial_one.parent.iterdir()] == ["step_0"]
+    copied = tmp_path / "step_0"
+    shutil.copytree(saved["qwen3_moe"]["words"], copied)
+    file = next(copied.glob("*.distcp"))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    damaged = {"paths": {**saved["qwen3_moe"], "words": str(copied)}}
+    with pytest.raises(AssertionError, match="does not match its checksum"):
+        on(ONE, _merge, ONE, str(tmp_path / "again"), damaged, "qwen3_moe")
+    assert not (tmp_path / "again").exists()
 
 
 def _merge(layout: LayoutSettings, output: str, block: dict[str, Any], model: str = "bf16") -> None:
