@@ -92,13 +92,23 @@ def weights(policy: Policy, checkpoint: Path, head: bool = True) -> None:
     if (checkpoint / "config.json").is_file():
         policy.load_hugging_face(checkpoint)
         return
+    check_intact(checkpoint)
+    loaded = _read(checkpoint, "weights", checkpoint_state.weights(policy, head))
+    checkpoint_state.restore_weights(policy, loaded)
+
+
+def check_intact(checkpoint: Path) -> None:
+    """Compare the files of a checkpoint with their checksums. Collective.
+
+    Raises:
+        CheckpointError: it is damaged; the result of another stage has no substitute.
+        UnreadableCheckpoint: it cannot be read.
+    """
     if damage := _damage(checkpoint):
         raise CheckpointError(
             f"damaged checkpoint: {damage}; remove {checkpoint} and resume the run: its stage "
             "continues from the checkpoint before"
         )
-    loaded = _read(checkpoint, "weights", checkpoint_state.weights(policy, head))
-    checkpoint_state.restore_weights(policy, loaded)
 
 
 def _restore(policy: TrainedPolicy, checkpoint: Path, updates: int, prefix: str = "") -> None:

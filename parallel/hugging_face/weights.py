@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,10 +71,19 @@ def load_weights(
     Raises:
         WeightsError: the directory holds no such model; no weight is changed.
     """
+    fill_weights(bridge, chunks, checked_files(settings, directory))
+
+
+def checked_files(settings: ModelSettings, directory: Path) -> WeightFiles:
+    """Return the files of a Hugging Face checkpoint of the model. Collective over all ranks.
+
+    Raises:
+        WeightsError: the directory holds no such model.
+    """
     errors = broadcast(_errors(settings, directory) if is_main() else None)
     if errors:
         raise WeightsError(f"model.initial_weights: cannot start from {directory}", errors)
-    fill_weights(bridge, chunks, WeightFiles(directory))
+    return WeightFiles(directory)
 
 
 @torch.no_grad()
@@ -85,6 +94,34 @@ def fill_weights(bridge: Any, chunks: Sequence[GPTModel], files: WeightFiles) ->
     """
     for name, box, part in _parts(bridge, chunks):
         part.copy_(files.read(name, box))
+
+
+@torch.no_grad()
+def spread_weights(
+    bridge: Any, chunks: Sequence[GPTModel], compute: Callable[[str], torch.Tensor]
+) -> None:
+    """Fill every rank's shards with whole tensors that the ranks compute. Collective.
+
+    `compute` takes a Hugging Face name. Every tensor is computed on one rank, in the model's order
+    dealt to the ranks in turn, and sent to all: which rank computes it does not change it. A rank
+    holds two whole tensors at most, beside its shards.
+    """
+    settings = settings_of(bridge.hf_config)
+    ours: dict[str, list[tuple[Box, torch.Tensor]]] = {}
+    for name, box, part in _parts(bridge, chunks):
+        ours.setdefault(name, []).append((box, part))
+    shapes, ranks, rank = list(tensors(settings).items()), dist.get_world_size(), dist.get_rank()
+    for first in range(0, len(shapes), ranks):
+        dealt = shapes[first : first + ranks]
+        computed = compute(dealt[rank][0]) if rank < len(dealt) else None
+        for source, (name, shape) in enumerate(dealt):
+            dtype = torch.float32 if is_precise(name) else bridge.config.params_dtype
+            whole = torch.empty(shape, dtype=dtype, device=device())
+            if source == rank and computed is not None:
+                whole.copy_(computed)
+            dist.broadcast(whole, source)
+            for box, part in ours.get(name, ()):
+                part.copy_(whole[within(box)])
 
 
 @torch.no_grad()

@@ -124,6 +124,14 @@ def is_precise(tensor: str) -> bool:
     return tensor.endswith("e_score_correction_bias")
 
 
+def is_router(tensor: str) -> bool:
+    """Return true if a tensor is a router's weight or its experts' bias."""
+    return (
+        is_precise(tensor)
+        or re.search(r"(mlp|block_sparse_moe)\.gate\.weight$", tensor) is not None
+    )
+
+
 def tensor_prefix(key: int) -> str:
     """Return the prefix of a bucket's Hugging Face tensors."""
     return "" if key in (EMBEDDING, HEAD) else f"model.layers.{key}."

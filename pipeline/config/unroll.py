@@ -39,6 +39,7 @@ REFERENCES: tuple[tuple[str, ...], ...] = (
     ("stages", "*", "teachers"),
     ("stages", "*", "teachers", "*"),
     ("stages", "*", "models"),
+    ("stages", "*", "models", "*"),
     ("stages", "*", "objective", "kl", "reference"),
     ("domains", "*", "objective", "kl", "reference"),
     ("stages", "*", "data", "*", "stage"),
@@ -134,9 +135,11 @@ class Blocks:
         for domain, name in found.teachers.items():
             yield f"{key}.{block.key_of('teachers', domain)}", name, domain, "checkpoints"
         for domain, name in found.references.items():
-            where = "objective.kl.reference"  # in the block, or in its domain
             if isinstance(block, GrpoSettings):
+                where = "objective.kl.reference"  # in the block, or in its domain
                 yield block.keys(key, stage.domains, domain)(where), name, domain, "checkpoints"
+            else:
+                yield f"{key}.{block.key_of('references', domain)}", name, domain, "checkpoints"
         for known_as, name in found.models.items():
             at = f"{key}.{block.key_of('models', known_as)}"
             yield at, name, stage.domain, "checkpoints"

@@ -150,7 +150,8 @@ def _above(stage: Stage) -> str | None:
         return stage.parent
     if stage.gated:
         return stage.gated
-    loaded = (*stage.data.values(), *stage.teachers.values())
+    merged = stage.models.values() if stage.kind == "merge_weights" else ()
+    loaded = (*stage.data.values(), *stage.teachers.values(), *merged)
     return next((name for name in loaded if not is_path(name)), None)
 
 
@@ -159,6 +160,9 @@ def origin(stage: Stage) -> str:
     if stage.gated:
         return f"{stage.gated} against {_named(stage.against.values())}"
     parts = []
+    if stage.kind == "merge_weights":
+        start = f"{stage.parent} and " if stage.parent else ""
+        return f"{start}the weights of {_named(stage.models.values())}"
     if stage.parent:
         parts.append(stage.parent)
     elif stage.models:

@@ -27,6 +27,7 @@ from stages.objectives.registry import (
     METHODS,
     PREFERENCES,
     RATIOS,
+    WEIGHT_METHODS,
     AboveZero,
     Registry,
     aggregation,
@@ -59,7 +60,7 @@ else:
 
 REGISTRIES: tuple[Registry, ...] = (
     *(ADVANTAGES, RATIOS, AGGREGATIONS, KL_ESTIMATORS, CORRECTIONS),
-    *(PREFERENCES, METHODS),  # the kind `distill` imports the methods
+    *(PREFERENCES, METHODS, WEIGHT_METHODS),  # their kinds import the methods
 )
 
 

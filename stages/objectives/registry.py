@@ -96,6 +96,7 @@ KL_ESTIMATORS = Registry("objective.kl.estimator")
 CORRECTIONS = Registry("objective.correction")
 PREFERENCES = Registry("stages.NAME.loss")
 METHODS = Registry("stages.NAME.method")
+WEIGHT_METHODS = Registry("stages.NAME.method of merge_weights")
 
 advantage = ADVANTAGES.register
 ratio = RATIOS.register
@@ -104,6 +105,7 @@ kl_estimator = KL_ESTIMATORS.register
 correction = CORRECTIONS.register
 preference = PREFERENCES.register
 method = METHODS.register
+weight_method = WEIGHT_METHODS.register
 
 
 def import_modules(package: str, path: Iterable[str]) -> None:

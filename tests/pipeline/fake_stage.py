@@ -47,7 +47,7 @@ def work(job: dict, rank: int) -> None:
     elif job["kind"] == "sample":
         collect(directory)
     else:
-        save(directory, job["stage"], 0 if job["kind"] == "import" else 2)
+        save(directory, job["stage"], 0 if job["kind"] in ("import", "merge_weights") else 2)
 
 
 def measure(directory: Path, job: dict, first: float) -> None:

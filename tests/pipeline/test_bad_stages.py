@@ -10,7 +10,9 @@ from tests.pipeline.violations import TRAINED, edited, errors
 
 LAST = "  export: {kind: export, from: merge}\n"
 NAME = "a block's name must be 1 to 100 letters, digits, _ or -, and start with a letter or digit"
-KINDS = "'distill', 'dpo', 'evaluate', 'export', 'grpo', 'import', 'sample' or 'sft'"
+KINDS = (
+    "'distill', 'dpo', 'evaluate', 'export', 'grpo', 'import', 'merge_weights', 'sample' or 'sft'"
+)
 TRAINING = "only of distill, dpo, grpo, sft"
 MORE = f"data: {{x: {{stage: merge}}}}, sequences_per_step: 4, {TRAINED[1:-1]}"
 

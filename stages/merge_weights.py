@@ -1,0 +1,117 @@
+"""The merge of models by their weights: tensor by tensor, so that no second model is in memory."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import distributed as dist
+
+from parallel.checkpoint import load
+from parallel.checkpoint.save import Saver
+from parallel.checkpoint.tensors import Places, StoredWeights, places
+from parallel.distributed import gather
+from parallel.hugging_face.weights import checked_files, spread_weights
+from parallel.model.policy import Policy
+from parallel.settings import ModelSettings
+from parallel.weights.names import is_router, tensors
+from stages.kinds.merge_weights import MergeWeightsSettings
+from stages.objectives.registry import WEIGHT_METHODS
+from stages.settings import StageJob
+from stages.weight_merging.tensors import MergedTensor, overlap_counts
+
+
+class Source(Protocol):
+    """The weights of a model on a disk, under their Hugging Face names."""
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return a whole tensor on the CPU."""
+
+
+def run(job: StageJob) -> None:
+    """Write the merge of the job's models as the checkpoint of step 0.
+
+    A stage that is killed leaves none, and merges again from the beginning.
+
+    Raises:
+        CheckpointError: a model is damaged, or of another architecture or vocabulary.
+        WeightsError: a Hugging Face checkpoint is of another model.
+    """
+    policy = Policy(job.settings.model, job.settings.layout)
+    merge = Merge(job, places(policy))
+    spread_weights(policy.bridge, policy.chunks, merge.tensor)
+    policy.weights_changed()
+    Saver(job.files.checkpoints, asynchronous=False).begin(policy, 0, {})
+
+
+class Merge:
+    """The merge of a job: the models that are read, and what each tensor becomes."""
+
+    def __init__(self, job: StageJob, where: Places) -> None:
+        """Open and check every model. Collective."""
+        assert isinstance(job.own, MergeWeightsSettings)
+        self.settings = job.own
+        self._overlaps: list[tuple[int, int]] = []
+        self._seed = f"{job.settings.seed}/{job.seeded_as}"
+        model, self._names = job.settings.model, job.own.names(job.domains)
+        opened: dict[Path, Source] = {}
+
+        def source(path: Path | None) -> Source:
+            assert path is not None
+            if path not in opened:
+                opened[path] = _opened(path, model, where)
+            return opened[path]
+
+        # A model that is the start too is among the inputs once.
+        self._sources = [source(job.models.get(name, job.parent)) for name in self._names]
+        self._start = source(job.parent) if self.settings.reads_start else None
+        self._overlaps = self._counted(list(tensors(model)))
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return a merged tensor, in float64 or as it is stored in the start."""
+        if self._keeps(name):
+            assert self._start is not None
+            return self._start.read(name)
+        method = self.settings.method
+        return WEIGHT_METHODS[method.name](self._merged(name), method)
+
+    def _counted(self, names: list[str]) -> list[tuple[int, int]]:
+        """Return the overlaps of the models over all merged tensors, if the method reads them."""
+        if (threshold := self.settings.method.changed_above) is None:
+            return []
+        counts = torch.zeros(len(self._names), 2, dtype=torch.int64)
+        for name in names[dist.get_rank() :: dist.get_world_size()]:
+            if not self._keeps(name):
+                counts += overlap_counts(self._merged(name), threshold)
+        return [(shared, own) for shared, own in sum(gather(counts)).tolist()]
+
+    def _keeps(self, name: str) -> bool:
+        return self.settings.routers == "kept" and is_router(name)
+
+    def _merged(self, name: str) -> MergedTensor:
+        weights = [self.settings.weights.get(each, 1.0) for each in self._names]
+        read, generator = partial(self._read, name), partial(self._generator, name)
+        return MergedTensor(read, weights, generator, self._overlaps)
+
+    def _read(self, name: str, number: int) -> torch.Tensor:
+        source = self._start if number < 0 else self._sources[number]
+        assert source is not None
+        return source.read(name).double()
+
+    def _generator(self, name: str, number: int) -> np.random.Generator:
+        """Return the generator of a model's tensor, whatever rank and order it is merged in."""
+        text = f"{self._seed}/{self._names[number]}/{name}"
+        key = int.from_bytes(hashlib.sha256(text.encode()).digest()[:16])
+        return np.random.Generator(np.random.Philox(key=key))
+
+
+def _opened(path: Path, model: ModelSettings, where: Places) -> Source:
+    """Open a model and check that it is whole and of these settings. Collective."""
+    if (path / "config.json").is_file():
+        return checked_files(model, path)
+    load.check_intact(path)
+    return StoredWeights(path, model, where)

@@ -1,0 +1,121 @@
+"""The cases that ranks run with merges of weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parallel.settings import LayoutSettings
+from tests.layouts.checkpoint_cases import save
+from tests.layouts.hugging_face_cases import MODELS, _random
+
+SEEDS = {"sums": 6, "words": 7}  # of the models' weights
+CHANGED = 1e-2  # the largest difference of a model from the start
+
+
+def save_model(layout: LayoutSettings, model: str, name: str, directory: str) -> None:
+    """Save the start, or a model near it, as `directory`/NAME/step_0; equal under every layout."""
+    policy = _model(layout, model, name)
+    save(policy, Path(directory) / name, 0, {})
+
+
+def export_model(model: str, name: str, directory: str) -> None:
+    """Export the same model to `directory`/NAME_exported."""
+    from stages import export
+
+    policy = _model(LayoutSettings(), model, name)
+    export.export(policy, Path(directory) / f"{name}_exported")
+
+
+def merge(layout: LayoutSettings, model: str, output: str, **given: Any) -> None:
+    """Run the stage with a block and its models; it writes `output`/checkpoints/step_0."""
+    from stages import merge_weights
+    from stages.kinds.merge_weights import MergeWeightsSettings
+    from stages.settings import RunSettings, StageJob
+
+    paths = {name: Path(path) for name, path in given.pop("paths").items()}
+    block = MergeWeightsSettings.model_validate(
+        {"from": "start", "models": {name: name for name in paths if name != "start"}, **given}
+    )
+    settings = RunSettings.model_construct(
+        seed=0, model=MODELS[model], layout=layout, stages={"merged": block}
+    )
+    parent = paths.pop("start")
+    merge_weights.run(
+        StageJob.model_construct(
+            stage="merged",
+            block="merged",
+            seeded_as="merged",
+            directory=Path(output),
+            domains=[],
+            parent=parent,
+            models=paths,
+            settings=settings,
+        )
+    )
+
+
+def weights(model: str, checkpoint: str) -> dict[str, torch.Tensor]:
+    """Return every Hugging Face tensor of a checkpoint, loaded as by another stage on one rank."""
+    from parallel.checkpoint import load
+    from parallel.model.policy import Policy
+
+    policy = Policy(MODELS[model], LayoutSettings())
+    load.weights(policy, Path(checkpoint))
+    return {name: tensor.clone() for name, tensor in policy.weights()}
+
+
+def read_by_tensors(layout: LayoutSettings, model: str, checkpoint: str) -> list[str]:
+    """Return the tensors of a checkpoint that `StoredWeights` reads otherwise than a policy."""
+    from parallel.checkpoint import load
+    from parallel.checkpoint.tensors import StoredWeights, places
+    from parallel.model.policy import Policy
+
+    policy = Policy(MODELS[model], layout)
+    found = StoredWeights(Path(checkpoint), MODELS[model], places(policy))
+    load.weights(policy, Path(checkpoint))
+    return [n for n, tensor in policy.weights() if not torch.equal(found.read(n), tensor)]
+
+
+def merge_another_model(paths: dict[str, str], directory: str, **changed: Any) -> str:
+    """Merge with a model of other settings; return the error, or what was left."""
+    from parallel.errors import UserError
+    from parallel.model.policy import Policy
+
+    other = MODELS["qwen3_moe"].model_copy(update=changed)
+    policy = Policy(other, LayoutSettings())
+    policy.start_fresh(0)
+    save(policy, Path(directory), 0, {})
+    output = f"{directory}/merged"
+    try:
+        merge(
+            LayoutSettings(),
+            "qwen3_moe",
+            output,
+            paths={**paths, "words": f"{directory}/step_0"},
+            method="ties",
+        )
+    except UserError as error:
+        return str(error).replace(directory, "")
+    return "merged"
+
+
+def _model(layout: LayoutSettings, model: str, name: str) -> Any:
+    from parallel.model.policy import Policy
+
+    found = _random(layout, model)
+    if name != "start":
+        other = Policy(MODELS[model], layout)
+        other.start_fresh(SEEDS[name])
+        pairs = zip(found.named_weights().values(), other.named_weights().values(), strict=True)
+        with torch.no_grad():
+            for tensor, far in pairs:
+                # Norms are alike in all fresh models; of others some weights stay, as most do in
+                # reinforcement learning.
+                moved = tensor.float() * SEEDS[name] if tensor.dim() == 1 else far.float() * 50
+                moved = moved.frac() * CHANGED
+                tensor.add_(torch.where(moved.abs() > CHANGED / 2, moved, 0))
+        found.weights_changed()
+    return found

@@ -1,0 +1,138 @@
+"""Merges of weights: equal bits whatever layouts save the models and merge them."""
+
+from __future__ import annotations
+
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from parallel.settings import LayoutSettings
+from parallel.weights.names import is_router
+from tests.layouts import merge_weights_cases as cases
+from tests.layouts.cases import MATRIX
+from tests.ranks import On
+from tests.tiers import tiered
+
+ONE = LayoutSettings()
+# The layout that saves each model: none knows the other's.
+SAVED = {"start": "TP2 EP2 PP2", "sums": "EP2", "words": "1 rank"}
+METHODS: dict[str, dict[str, Any]] = {
+    "average": {"weights": {"words": 0.25}},
+    "task_arithmetic": {"method": {"name": "task_arithmetic", "lambda": 0.7}},
+    "ties": {"method": {"name": "ties", "density": 0.3}},
+    "dare": {"method": {"name": "dare", "drop": 0.4}},
+    "dare ties": {"method": {"name": "dare", "then": "ties"}, "routers": "kept"},
+    "sce": {"method": {"name": "sce", "density": 0.5}},
+    "ram": {"method": {"name": "ram", "rescale": 0.2}},
+}
+FAMILIES = ("qwen3_moe", "mixtral", "glm4_moe", "bf16")
+
+
+@pytest.fixture(scope="session")
+def saved(on: On, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
+    """The paths of the saved models of each family."""
+    found = {}
+    for family in FAMILIES:
+        directory = tmp_path_factory.mktemp(family)
+        for name, layout in SAVED.items():
+            on(MATRIX[layout], cases.save_model, MATRIX[layout], family, name, str(directory))
+        found[family] = {name: str(directory / name / "step_0") for name in SAVED}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    tiered(
+        [(family, name) for family in FAMILIES for name in ("1 rank", "TP2 EP2 PP2", "ETP2")],
+        {("qwen3_moe", "ETP2"), ("bf16", "TP2 EP2 PP2")},
+    ),
+)
+def test_tensors_are_read_from_checkpoints_of_any_layout(
+    family: str, layout: str, on: On, saved: dict[str, dict[str, str]]
+) -> None:
+    for checkpoint in saved[family].values():
+        for wrong in on(MATRIX[layout], cases.read_by_tensors, MATRIX[layout], family, checkpoint):
+            assert wrong == []
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_layout_merges_alike(
+    name: str, on: On, saved: dict[str, dict[str, str]], tmp_path: Path
+) -> None:
+    found = {}
+    for layout in ("1 rank", "TP2 EP2 PP2", "DP2"):
+        output = tmp_path / layout.replace(" ", "_")
+        block = {"paths": saved["bf16"], **METHODS[name]}
+        on(MATRIX[layout], _merge, MATRIX[layout], str(output), block)
+        [found[layout]] = on(ONE, cases.weights, "bf16", str(output / "checkpoints" / "step_0"))
+    first, *others = found.values()
+    for other in others:
+        assert other.keys() == first.keys()
+        assert all(torch.equal(first[each], other[each]) for each in first)
+    models = {each: on(ONE, cases.weights, "bf16", path)[0] for each, path in saved["bf16"].items()}
+    same = {each for each in first if torch.equal(first[each], models["start"][each])}
+    assert same == {each for each in first if name == "dare ties" and is_router(each)}
+
+
+def test_a_hugging_face_checkpoint_is_a_model_too(
+    on: On, saved: dict[str, dict[str, str]], tmp_path: Path
+) -> None:
+    on(ONE, cases.export_model, "glm4_moe", "words", str(tmp_path))
+    paths = saved["glm4_moe"]
+    found = []
+    for words in (paths["words"], str(tmp_path / "words_exported")):
+        block = {"paths": {**paths, "words": words}, "method": "ties"}
+        output = tmp_path / str(len(found))
+        on(MATRIX["EP2"], _merge, MATRIX["EP2"], str(output), block, "glm4_moe")
+        found += on(ONE, cases.weights, "glm4_moe", str(output / "checkpoints" / "step_0"))
+    assert all(torch.equal(found[0][each], found[1][each]) for each in found[0])
+
+
+@pytest.mark.parametrize(
+    ("changed", "found"),
+    [
+        ({"vocabulary_size": 96}, "embedding.word_embeddings.weight is [96, 32], and [80, 32]"),
+        ({"layers": 5}, "decoder.layers.input_layernorm.weight is [5, 32], and [4, 32]"),
+        ({"family": "mixtral"}, "decoder.layers.self_attention.q_layernorm.weight is missing"),
+    ],
+)
+def test_another_model_is_refused(
+    changed: dict[str, Any],
+    found: str,
+    on: On,
+    saved: dict[str, dict[str, str]],
+    tmp_path: Path,
+) -> None:
+    call = partial(cases.merge_another_model, saved["qwen3_moe"], str(tmp_path), **changed)
+    [message] = on(ONE, call)
+    assert message.startswith(f"/step_0: another model: {found}"), message
+    assert not (tmp_path / "merged" / "checkpoints").exists()
+
+
+def test_a_damaged_model_is_refused_and_a_partial_merge_replaced(
+    on: On, saved: dict[str, dict[str, str]], tmp_path: Path
+) -> None:
+    partial_one = tmp_path / "merged" / "checkpoints" / "tmp_step_0"
+    partial_one.mkdir(parents=True)
+    (partial_one / "state.json").write_text("{}")
+    block = {"paths": saved["qwen3_moe"]}
+    on(ONE, _merge, ONE, str(tmp_path / "merged"), block, "qwen3_moe")
+    assert [each.name for each in partial_one.parent.iterdir()] == ["step_0"]
+    copied = tmp_path / "step_0"
+    shutil.copytree(saved["qwen3_moe"]["words"], copied)
+    file = next(copied.glob("*.distcp"))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    damaged = {"paths": {**saved["qwen3_moe"], "words": str(copied)}}
+    with pytest.raises(AssertionError, match="does not match its checksum"):
+        on(ONE, _merge, ONE, str(tmp_path / "again"), damaged, "qwen3_moe")
+    assert not (tmp_path / "again").exists()
+
+
+def _merge(layout: LayoutSettings, output: str, block: dict[str, Any], model: str = "bf16") -> None:
+    cases.merge(layout, model, output, **block)
