@@ -51,7 +51,7 @@ def run(job: StageJob) -> None:
     matrices = job.own.quantized(model)
     policy = Policy(model, job.settings.layout)
     load.weights(policy, job.parent)
-    moments = InputMoments(policy)
+    moments = InputMoments(policy, matrices)
     samples = broadcast(calibration_samples(job) if is_main() else None)
     with moments.watching():
         parts = batch.split(samples, RankPlace.here(), BATCH_TOKENS, replay=False)

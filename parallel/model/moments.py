@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,8 @@ from parallel.distributed import layout_sizes
 from parallel.model.policy import Policy
 from parallel.settings import LayoutSettings
 from parallel.weights.holdings import held
-from parallel.weights.names import plain_name, tensors
+from parallel.weights.names import plain_name
+from parallel.weights.quantizable import FusedTensors
 
 # Of a module: a linear layer's weight, or each expert's where TransformerEngine groups them.
 WEIGHT = re.compile(r"weight\d*")
@@ -28,19 +29,29 @@ Key = tuple[int, str]  # a chunk and the plain name of a parameter in it
 class InputMoments:
     """The sums over tokens of squared inputs, of every matrix of this rank, while it computes."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, matrices: Iterable[FusedTensors]) -> None:
         self._policy = policy
+        self._shapes = dict(part for matrix in matrices for part in matrix.tensors)
         self._sums: dict[Key, Tensor] = {}  # float64 [inputs]
         self._tokens: dict[Key, int] = {}
+        layout = LayoutSettings(**layout_sizes(policy.bridge.config))
+        # Of each tensor here: the first of its columns, and where they are.
+        self._pieces: dict[str, dict[int, tuple[Key, int, int]]] = {}
+        for piece in held(policy.settings, layout, dist.get_rank()):
+            if piece.tensor in self._shapes:
+                (_, first), (_, size) = piece.box
+                at = (piece.chunk, piece.parameter), piece.parameter_offset[1], size
+                self._pieces.setdefault(piece.tensor, {})[first] = at
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Add the inputs of every forward pass within the context."""
+        here = {key for of in self._pieces.values() for key, _, _ in of.values()}
         hooks = [
-            module.register_forward_pre_hook(self._hook(number, name, module))
+            module.register_forward_pre_hook(self._hook(keys))
             for number, chunk in enumerate(self._policy.chunks)
             for name, module in chunk.named_modules()
-            if _weights(module)
+            if (keys := self._keys(number, name, module)) and here.issuperset(keys)
         ]
         try:
             yield
@@ -54,20 +65,10 @@ class InputMoments:
         Padding of a row counts as tokens. Where no token came, as for an expert that none was
         routed to, all inputs count alike. Collective.
         """
-        settings = self._policy.settings
-        layout = LayoutSettings(**layout_sizes(self._policy.bridge.config))
-        ours: dict[str, dict[int, tuple[Key, int, int]]] = {}
-        for piece in held(settings, layout, dist.get_rank()):
-            if len(piece.box[0]) == 2:
-                (_, first), (_, size) = piece.box
-                at = (piece.chunk, piece.parameter), piece.parameter_offset[1], size
-                ours.setdefault(piece.tensor, {})[first] = at
         found = {}
-        for name, shape in tensors(settings).items():
-            if len(shape) != 2:
-                continue
+        for name, shape in self._shapes.items():
             total = torch.zeros(2, shape[1], dtype=torch.float64, device=device())
-            for first, (key, offset, size) in ours.get(name, {}).items():
+            for first, (key, offset, size) in self._pieces.get(name, {}).items():
                 if key in self._sums:
                     total[0, first : first + size] = self._sums[key][offset : offset + size]
                     total[1, first : first + size] = self._tokens[key]
@@ -76,10 +77,15 @@ class InputMoments:
             found[name] = mean.masked_fill(total[1] == 0, 1.0).float()
         return found
 
-    def _hook(self, number: int, name: str, module: torch.nn.Module) -> Any:
+    def _keys(self, number: int, name: str, module: torch.nn.Module) -> list[Key]:
+        """Return the matrices of a module itself, in order."""
         latent = self._policy.bridge.config.multi_latent_attention
-        keys = [(number, plain_name(f"{name}.{each}", latent)) for each in _weights(module)]
+        own = (each for each, _ in module.named_parameters(recurse=False))
+        return [
+            (number, plain_name(f"{name}.{each}", latent)) for each in own if WEIGHT.fullmatch(each)
+        ]
 
+    def _hook(self, keys: list[Key]) -> Any:
         def add(module: Any, arguments: tuple[Any, ...]) -> None:
             inputs = arguments[0].detach().flatten(0, -2).float()
             if (scale := getattr(module, "layer_norm_weight", None)) is not None:
@@ -92,12 +98,3 @@ class InputMoments:
                 self._tokens[key] = self._tokens.get(key, 0) + len(part)
 
         return add
-
-
-def _weights(module: torch.nn.Module) -> list[str]:
-    """Return the names of a module's own matrices, in order."""
-    return [
-        name
-        for name, parameter in module.named_parameters(recurse=False)
-        if WEIGHT.fullmatch(name) and parameter.dim() == 2
-    ]

@@ -109,6 +109,21 @@ def export_checkpoint(layout: LayoutSettings, model: str, checkpoint: str, outpu
     torch.use_deterministic_algorithms(False)  # the next case runs in this process too
 
 
+def input_moments(layout: LayoutSettings, model: str) -> dict[str, list[float]]:
+    """Return the mean squares of the inputs of every matrix, of samples equal in every layout."""
+    from parallel.model.moments import InputMoments
+    from parallel.weights.quantizable import quantizable
+
+    policy = _random(layout, model)
+    moments = InputMoments(policy, quantizable(policy.settings))
+    drawn = samples(12)
+    while sum(sample.length for sample in drawn) % 2:  # two tensor-parallel ranks pad odd rows
+        drawn.pop()
+    with moments.watching():
+        policy.evaluate(batches(drawn), lambda _: None)
+    return {name: values.tolist() for name, values in moments.by_tensor().items()}
+
+
 def import_checkpoint(layout: LayoutSettings, model: str, source: str, directory: str) -> None:
     """Run the import stage, which writes `directory`/checkpoints/step_0."""
     from stages import import_weights as initial

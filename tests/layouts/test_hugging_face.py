@@ -22,6 +22,7 @@ from tests.layouts.hugging_face_cases import (
     gradient_error,
     import_and_compare,
     import_checkpoint,
+    input_moments,
     save_checkpoint,
     start_from,
     stored,
@@ -185,3 +186,16 @@ def test_a_start_reports_every_error_and_changes_no_weight(
             assert message.startswith(f"model.initial_weights: cannot start from {folder}: ")
             assert damage in message
             assert same
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_moments_of_inputs_are_equal_under_every_layout(family: str, on: On) -> None:
+    """Column- and row-parallel layers, experts of other ranks and other pipeline stages."""
+    [alone] = on(LayoutSettings(), input_moments, LayoutSettings(), family)
+    layout = LayoutSettings(**MATRIX["TP2 EP2 PP2"])
+    for found in on(layout, input_moments, layout, family):
+        assert found.keys() == alone.keys()
+        for name, values in found.items():
+            expected = torch.tensor(alone[name])
+            assert expected.min() > 0 and not (expected == 1).all(), name
+            torch.testing.assert_close(torch.tensor(values), expected, rtol=1e-4, atol=1e-7)
