@@ -18,7 +18,8 @@ from parallel.files import read_text
 from parallel.settings import CHARACTERS, END_TOKEN, PAD_TOKEN, ModelSettings
 from pipeline.config.unroll import Blocks, is_path
 from pipeline.text import shown
-from stages.data import tokenizer
+from stages.data.tokenizer import CHARACTERS as LETTERS
+from stages.data.tokenizer import END, PAD
 from stages.settings import RunSettings
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -111,8 +112,8 @@ def _tokens(name: str) -> dict[int, str]:
     """
     if name == CHARACTERS:
         first = max(PAD_TOKEN, END_TOKEN) + 1
-        special = {PAD_TOKEN: tokenizer.PAD, END_TOKEN: tokenizer.END}
-        return special | dict(enumerate(tokenizer.CHARACTERS, start=first))
+        special = {PAD_TOKEN: PAD, END_TOKEN: END}
+        return special | dict(enumerate(LETTERS, start=first))
     try:
         found = json.loads(read_text(Path(name) / TOKENIZER_FILE))
         vocabulary = found["model"]["vocab"]
