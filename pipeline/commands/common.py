@@ -6,12 +6,14 @@ import json
 import sys
 from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace
 from argparse import RawDescriptionHelpFormatter as Raw
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from parallel.errors import UserError, hint
+from pipeline.config.ancestors import ancestor_cautions
+from pipeline.config.tokenizers import template_cautions
 from pipeline.config.unroll import unread
 from pipeline.config.validate import load, load_cluster, located
 from pipeline.launch.placement import Programs
@@ -319,9 +321,16 @@ def cautions_of(arguments: Namespace, found: Iterable[tuple[str, str]]) -> list[
     return located(arguments.config, _overrides(arguments), found)
 
 
-def warn_of_unread(arguments: Namespace, settings: RunSettings) -> None:
-    """Warn on standard error of every block whose stages nothing reads."""
-    for line in cautions_of(arguments, unread(settings)):
+def graph_cautions(settings: RunSettings) -> Iterator[tuple[str, str]]:
+    """Yield blocks that nothing reads and models that may not fit their stages."""
+    yield from unread(settings)
+    yield from template_cautions(settings)
+    yield from ancestor_cautions(settings)
+
+
+def warn_of_graph(arguments: Namespace, settings: RunSettings) -> None:
+    """Warn on standard error of `graph_cautions`."""
+    for line in cautions_of(arguments, graph_cautions(settings)):
         say(line, file=sys.stderr)
 
 

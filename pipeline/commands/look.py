@@ -28,7 +28,6 @@ from pipeline.commands.common import (
 )
 from pipeline.config.read import ConfigError
 from pipeline.config.rules import policy_cautions
-from pipeline.config.unroll import unread
 from pipeline.config.validate import dump_resolved, load_cluster
 from pipeline.launch.runner import machine_shares
 from pipeline.report import drawing, explain
@@ -94,7 +93,10 @@ def validate(arguments: Namespace) -> None:
         raise
     warnings = [
         *cautions({name: each.rewards for name, each in settings.domains.items()}),
-        *common.cautions_of(arguments, chain(policy_cautions(settings), unread(settings))),
+        *common.cautions_of(
+            arguments,
+            chain(policy_cautions(settings), common.graph_cautions(settings)),
+        ),
         *_refused_here(settings, stages),
         *too_large,
     ]
@@ -194,7 +196,7 @@ def plan(arguments: Namespace) -> None:
         _warn(_too_large(settings, stages, arguments))
         return
     run = common.load_configured_run(arguments)
-    common.warn_of_unread(arguments, run.settings)
+    common.warn_of_graph(arguments, run.settings)
     _check_engines(arguments, run.settings, run.stages)
     states = states_now(run)
     _warn(_too_large(run.settings, unfinished(run.stages, states), arguments))

@@ -92,7 +92,7 @@ GROUPS["gate"] = ("override a gate that has stopped a run", GATE_HELP)
 def run(arguments: Namespace) -> None:
     """Run the configuration, or resume the run of it."""
     run = common.load_configured_run(arguments)
-    common.warn_of_unread(arguments, run.settings)
+    common.warn_of_graph(arguments, run.settings)
     check_owner(run, arguments.trust_run)
     other, fork = common.forked(arguments, run)
     check_selection(run, arguments.only, arguments.rerun, fork.reused)

@@ -207,7 +207,7 @@ def cancel(arguments: Namespace) -> None:
 def _asked(arguments: Namespace) -> _Submission:
     """Return the request; raise UserError where the arguments, profile or path are invalid."""
     run = common.load_configured_run(arguments)
-    common.warn_of_unread(arguments, run.settings)
+    common.warn_of_graph(arguments, run.settings)
     check_owner(run, arguments.trust_run)
     profile = arguments.cluster or run.cluster
     if arguments.cluster is None and not run.cluster.exists():

@@ -15,6 +15,7 @@ from parallel.files import unreachable
 from parallel.settings import CHARACTERS
 from pipeline.config.checkpoints import model_violation, weights_violation
 from pipeline.config.modules import find_module
+from pipeline.config.tokenizers import outside_models, tokenizer_violation
 from pipeline.config.unroll import Blocks, is_path
 from pipeline.text import shown
 from stages.data.reasoning_gym import FORMATS, options, value_violation
@@ -44,15 +45,8 @@ def violations(run: RunSettings) -> Found:
         problem := weights_violation(model.initial_weights, model)
     ):
         yield "model.initial_weights", problem
-    blocks = Blocks(run)
-    outside = {  # once each, however many stages of a block name it
-        (key, path)
-        for stage in blocks.stages
-        for key, reference, domain, leaves in blocks.references(stage)
-        if leaves == "checkpoints" and (path := blocks.resolve(reference, domain)) and is_path(path)
-    }
-    for key, path in sorted(outside):
-        if problem := model_violation(Path(path), model):
+    for key, path in outside_models(Blocks(run)):
+        if problem := model_violation(path, model) or tokenizer_violation(path, model):
             yield key, problem
     if model.tokenizer == CHARACTERS:
         pass

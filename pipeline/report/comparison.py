@@ -31,7 +31,7 @@ Models = Mapping[str, MeasuredModel]
 
 
 @dataclass(frozen=True)
-class Score:
+class DomainScore:
     """A model on a domain: its accuracy, its change against the start, its recovered headroom.
 
     The start has neither of the last two. Without a significant gain of the domain's expert there
@@ -54,7 +54,7 @@ class ComparedModel:
     role: Role
     expert_of: tuple[str, ...]
     trained_on: tuple[str, ...] | None
-    scores: Mapping[str, Score]
+    scores: Mapping[str, DomainScore]
 
     @property
     def headrooms(self) -> dict[str, Headroom]:
@@ -78,7 +78,7 @@ class ComparedModel:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ModelComparison:
     """The models of a run, compared with their common `start` on the same held-out problems.
 
     `problems` counts each domain's common problems. `experts` are the models by domain whose gain
@@ -97,7 +97,7 @@ class Comparison:
 
 def compare(
     run: Run, models: Models, chosen: Sequence[str] = (), start: str | None = None
-) -> Comparison:
+) -> ModelComparison:
     """Compare measured models, of this run and of others, with their start.
 
     All `models`, or the `chosen` ones; `start` is by default what the run's merge starts from.
@@ -125,7 +125,7 @@ def compare(
         role = "start" if name == start else role
         compared[name] = ComparedModel(role, expert_of, trained_on, scores)
     ordered = sorted(compared, key=lambda name: ROLES.index(compared[name].role))
-    return Comparison(
+    return ModelComparison(
         shown(run.path),
         start,
         {domain: len(of[start].right) for domain, of in answers.items()},
@@ -183,11 +183,11 @@ def _common_answers(models: Models, domains: Sequence[str]) -> dict[str, dict[st
     return found
 
 
-def _score(model: Answers, start: Answers, expert: Answers | None, is_start: bool) -> Score:
+def _score(model: Answers, start: Answers, expert: Answers | None, is_start: bool) -> DomainScore:
     if is_start:
-        return Score(model.accuracy, None, None)
+        return DomainScore(model.accuracy, None, None)
     headroom = None if expert is None else recovered_headroom(model, start, expert)
-    return Score(model.accuracy, paired_difference(model, start), headroom)
+    return DomainScore(model.accuracy, paired_difference(model, start), headroom)
 
 
 def _trained_on(model: MeasuredModel, start: MeasuredModel) -> tuple[str, ...] | None:

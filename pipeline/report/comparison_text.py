@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from pipeline.report.comparison import ComparedModel, Comparison, Score
+from pipeline.report.comparison import ComparedModel, DomainScore, ModelComparison
 from pipeline.report.stage_costs import StageCost
 from pipeline.report.status import OWN_DOMAIN
 from pipeline.report.tables import Cell, human, markdown_table, wrapped_table
@@ -29,7 +29,7 @@ class Section:
     below: Sequence[str] = field(default=())
 
 
-def comparison_text(found: Comparison, markdown: bool = False) -> str:
+def comparison_text(found: ModelComparison, markdown: bool = False) -> str:
     """Return the tables for a terminal, at most 100 columns wide where their cells allow it."""
     write = markdown_table if markdown else wrapped_table
     texts = []
@@ -42,7 +42,7 @@ def comparison_text(found: Comparison, markdown: bool = False) -> str:
     return "\n\n".join([*texts, *(["\n".join(notes)] if notes else [])])
 
 
-def comparison_json(found: Comparison) -> dict[str, Any]:
+def comparison_json(found: ModelComparison) -> dict[str, Any]:
     """Return what `braid compare --json` prints."""
     models = {
         name: {
@@ -64,7 +64,7 @@ def comparison_json(found: Comparison) -> dict[str, Any]:
     }
 
 
-def _sections(found: Comparison) -> Iterator[Section]:
+def _sections(found: ModelComparison) -> Iterator[Section]:
     domains = list(found.problems)
     headings, right = ("model", *domains), range(1, len(domains) + 1)
     rows: list[list[str | Cell]] = [
@@ -86,7 +86,7 @@ def _sections(found: Comparison) -> Iterator[Section]:
     )
 
 
-def _headroom(found: Comparison, domains: Sequence[str]) -> Iterator[Section]:
+def _headroom(found: ModelComparison, domains: Sequence[str]) -> Iterator[Section]:
     """Yield the table of recovered headroom, unless there is none at all."""
     below = [f"no headroom on {domain}: {why}" for domain, why in found.undefined.items()]
     rows = [
@@ -107,7 +107,7 @@ def _headroom(found: Comparison, domains: Sequence[str]) -> Iterator[Section]:
         yield Section(title, ("no expert has gained",), [[line] for line in below], ())
 
 
-def _forgetting(found: Comparison, domains: Sequence[str]) -> Iterator[Section]:
+def _forgetting(found: ModelComparison, domains: Sequence[str]) -> Iterator[Section]:
     """Yield the table of what models lost or gained where they were not trained."""
     rows: list[list[str | Cell]] = [
         [
@@ -126,7 +126,7 @@ def _forgetting(found: Comparison, domains: Sequence[str]) -> Iterator[Section]:
 
 
 def _accuracy_cell(model: ComparedModel, domain: str) -> Cell:
-    score: Score | None = model.scores.get(domain)
+    score: DomainScore | None = model.scores.get(domain)
     if score is None:
         return Cell("")
     text = f"{100 * score.accuracy.accuracy:.1f}"
@@ -156,7 +156,7 @@ def _headroom_text(headroom: Headroom | None) -> str:
     return f"{headroom.recovered:.2f} [{headroom.low:.2f}, {headroom.high:.2f}]"
 
 
-def _problems_line(found: Comparison) -> str:
+def _problems_line(found: ModelComparison) -> str:
     """Return the number of problems, once where all domains have the same."""
     counts = set(found.problems.values())
     if len(counts) == 1:

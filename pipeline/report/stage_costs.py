@@ -1,4 +1,4 @@
-"""What each stage of a run has cost: tokens, minutes, and the memory of its largest rank."""
+"""The cost of each stage of a run: tokens, minutes, and the memory of its largest rank."""
 
 from __future__ import annotations
 

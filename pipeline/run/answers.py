@@ -20,7 +20,6 @@ from parallel.files import read_text
 from pipeline.run.graph import Stage
 from pipeline.run.lineage import Manifest, read_manifest
 from pipeline.run.run import Run
-from pipeline.run.select import rerun_options
 from pipeline.text import shown
 from stages.statistics import Answers
 
@@ -145,7 +144,8 @@ def _nothing_measured(run: Run, evaluations: Sequence[Stage]) -> UserError:
     """Return the error of a run without one measured model, with the command that measures."""
     states = [(stage.name, run.states[stage.name]) for stage in evaluations]
     why = [f"{name} is {each.state}{f': {each.cause}' * bool(each.cause)}" for name, each in states]
-    command = f"{run.resume_command()} {rerun_options(run, stale_evaluations(run))}".rstrip()
+    again = [f"--from {name}" for name in stale_evaluations(run)]
+    command = " ".join([run.resume_command(), *again])
     return UserError(
         f"{shown(run.path)}: no model has been measured: {'; '.join(why)}\n"
         f"measure them with: {command}"

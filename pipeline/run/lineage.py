@@ -6,7 +6,6 @@ are compared by content, so a stage is stale when its data or tokenizer changes 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import subprocess
 from collections.abc import Iterator, Mapping
@@ -22,6 +21,7 @@ from pydantic import TypeAdapter
 from parallel.files import Checkpoint, files_digest, read_text, write_atomically
 from parallel.settings import CHARACTERS
 from pipeline.config.modules import module_files
+from pipeline.config.tokenizers import template_digest
 from pipeline.config.unroll import is_path
 from pipeline.run.graph import Stage, digest, problems
 from pipeline.run.outside import outside_model
@@ -233,16 +233,3 @@ def code_digest(function: str, directory: str | Path | None) -> str | None:
     """Return the digest of the Python files of a reward's module; None where it has none."""
     found = module_files(function.partition(":")[0], Path(directory) if directory else None)
     return files_digest(found.files, whole=True) if found else None
-
-
-def template_digest(directory: Path) -> str | None:
-    """Return the SHA-256 of a tokenizer's chat template; None where it has none."""
-    try:
-        template = (directory / "chat_template.jinja").read_text(encoding="utf-8")
-    except OSError:
-        try:
-            text = (directory / "tokenizer_config.json").read_text(encoding="utf-8")
-            template = json.loads(text).get("chat_template")
-        except (OSError, ValueError):
-            return None
-    return hashlib.sha256(template.encode()).hexdigest() if isinstance(template, str) else None

@@ -27,7 +27,7 @@ class Skill:
 
 @dataclass(frozen=True)
 class Measured:
-    """What an evaluation measured, and the keys of its problems; None: of an older version."""
+    """The answers that an evaluation measured, and its problems' keys; None: an older version's."""
 
     right: Right
     keys: Mapping[str, Sequence[str]] | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -105,3 +106,83 @@ def test_a_path_without_a_model_is_refused(config: Path, tmp_path: Path) -> None
     [said] = errors(config, taught_by(tmp_path))
     assert "stages.merge.teachers.sums" in said
     assert "no model there; name a stage's directory of a run" in said
+
+
+def tokenizer(directory: Path, tokens: list[str], template: str = "{{ messages }}") -> Path:
+    """Write a tokenizer's files, as far as they are compared."""
+    directory.mkdir(exist_ok=True)
+    last = {"id": len(tokens) - 1, "content": tokens[-1]}
+    vocabulary = {token: number for number, token in enumerate(tokens[:-1])}
+    document = {"model": {"type": "BPE", "vocab": vocabulary}, "added_tokens": [last]}
+    (directory / "tokenizer.json").write_text(json.dumps(document))
+    (directory / "chat_template.jinja").write_text(template)
+    return directory
+
+
+def test_a_teacher_of_as_many_but_other_tokens_is_refused_with_both_names(
+    config: Path, teacher: Path, tmp_path: Path
+) -> None:
+    ours = tokenizer(tmp_path / "ours", ["a", "b", "<end>"])
+    given = [taught_by(teacher), f"model.tokenizer={ours}"]
+    load(config, given)  # a teacher without a tokenizer has nothing to compare
+    tokenizer(teacher, ["a", "c", "<end>"])
+    [error] = errors(config, *given)
+    assert "stages.merge.teachers.sums" in error
+    assert 'another tokenizer: id 1 is "c" in start and "b" in model.tokenizer = ours' in error
+    tokenizer(teacher, ["a", "b", "<stop>"])
+    assert 'id 2 is "<stop>"' in errors(config, *given)[0]
+    # Unigram has pairs, and an id that only one of them has is never sampled.
+    document = {"model": {"vocab": [["a", 0.0], ["b", -1.5], ["<end>", 0.0], ["more", -2.0]]}}
+    (teacher / "tokenizer.json").write_text(json.dumps(document))
+    load(config, given)
+
+
+def test_a_teacher_of_another_run_with_other_tokens_is_refused(
+    config: Path, other: RunDirectory, tmp_path: Path
+) -> None:
+    ours = tokenizer(tmp_path / "ours", ["a", "b", "<end>"])
+    path = other.stage("experts.sums").path
+    [error] = errors(config, taught_by(path), f"model.tokenizer={ours}")
+    expected = 'another tokenizer: id 0 is "[PAD]" in characters and "a" in model.tokenizer = ours'
+    assert expected in error
+    load(config, [taught_by(path)])
+
+
+def test_a_teacher_with_another_chat_template_is_a_warning(
+    braid: Callable[..., tuple[int, str, str]], config: Path, teacher: Path, tmp_path: Path
+) -> None:
+    ours = tokenizer(tmp_path / "ours", ["a", "b", "<end>"])
+    tokenizer(teacher, ["a", "b", "<end>"])
+    given = (config, taught_by(teacher), f"model.tokenizer={ours}")
+    assert "chat template" not in braid("validate", *given)[1]
+    tokenizer(teacher, ["a", "b", "<end>"], "{{ other }}")
+    code, out, _ = braid("validate", *given)
+    assert code == 0
+    assert f"{teacher} has another chat template than {ours}" in out
+    assert "another chat template" in braid("run", *given, "--dry-run")[2]
+
+
+def test_a_teacher_of_another_start_is_a_warning(
+    braid: Callable[..., tuple[int, str, str]], config: Path, teacher: Path
+) -> None:
+    assert "common ancestor" not in braid("validate", config)[1]
+    text = config.read_text()
+    start, experts = text.index("  cold_start:"), text.index("  experts: {")
+    cold_start = text[start:experts]
+    apart = text.replace("from: cold_start, for_each", "from: second, for_each")
+    config.write_text(
+        apart.replace(cold_start, cold_start + cold_start.replace("cold_start", "second"))
+    )
+    code, out, _ = braid("validate", config)
+    assert code == 0
+    for domain in ("sums", "words"):
+        expected = (
+            f"experts.{domain} and cold_start, which merge starts from, have no common ancestor"
+        )
+        assert f"stages.merge.teachers: {expected}" in out
+    # Two imports of the same weights are of one start.
+    both = "  cold_start: {kind: import}\n  second: {kind: import}\n"
+    config.write_text(apart.replace(cold_start, both))
+    code, out, err = braid("validate", config, f"model.initial_weights={teacher}")
+    assert code == 0, err
+    assert "common ancestor" not in out

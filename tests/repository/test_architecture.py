@@ -58,6 +58,7 @@ WITHOUT_TORCH = {
     "stages.objectives.loss",
     "stages.objectives.surrogate",
     "stages.data.reasoning_gym",
+    "stages.data.tokenizer",
     "stages.rewards.reward",
     "stages.rewards.kinds.judge",
     "stages.rewards.kinds.python",

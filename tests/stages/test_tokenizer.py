@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from parallel.settings import ModelSettings
-from pipeline.run.lineage import template_digest
+from pipeline.config.tokenizers import template_digest
 from stages.data.tokenizer import (
     CHARACTERS,
     CHAT_TEMPLATE,

@@ -1,0 +1,131 @@
+"""Checks of the tokenizers of models from outside a run, before any stage starts.
+
+A teacher grades the student's tokens by their ids: where an id means another token, every grade is
+of other text, and vocabularies of one size do not show it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import yaml
+from yaml import CSafeLoader
+
+from parallel.files import read_text
+from parallel.settings import CHARACTERS, END_TOKEN, PAD_TOKEN, ModelSettings
+from pipeline.config.unroll import Blocks, is_path
+from pipeline.text import shown
+from stages.data.tokenizer import CHARACTERS as LETTERS
+from stages.data.tokenizer import END, PAD
+from stages.settings import RunSettings
+
+TOKENIZER_FILE = "tokenizer.json"
+
+
+def outside_models(blocks: Blocks) -> list[tuple[str, Path]]:
+    """Return each model outside the run with its key, once however many stages name it."""
+    found = {
+        (key, path)
+        for stage in blocks.stages
+        for key, reference, domain, leaves in blocks.references(stage)
+        if leaves == "checkpoints" and (path := blocks.resolve(reference, domain)) and is_path(path)
+    }
+    return [(key, Path(path)) for key, path in sorted(found)]
+
+
+def tokenizer_violation(path: Path, model: ModelSettings) -> str | None:
+    """Return the first id that means another token to a model outside the run, or None.
+
+    None too where either tokenizer has no `tokenizer.json`, and for ids that only one of them has.
+    """
+    name = _tokenizer_of(path)
+    if name is None or _same(name, model.tokenizer):
+        return None
+    ours, theirs = _tokens(model.tokenizer), _tokens(name)
+    for number in sorted(ours.keys() & theirs.keys()):
+        if ours[number] != theirs[number]:
+            return (
+                f"{shown(path)}: another tokenizer: id {number} is {json.dumps(theirs[number])} in"
+                f" {_shown(name)} and {json.dumps(ours[number])} in model.tokenizer ="
+                f" {_shown(model.tokenizer)}; name a model of the run's tokenizer"
+            )
+    return None
+
+
+def template_cautions(settings: RunSettings) -> Iterator[tuple[str, str]]:
+    """Yield each model outside the run with another chat template, as (dotted key, message)."""
+    own = settings.model.tokenizer
+    for key, path in outside_models(Blocks(settings)):
+        name = _tokenizer_of(path)
+        if name is None or CHARACTERS in (name, own) or _same(name, own):
+            continue
+        ours, theirs = template_digest(Path(own)), template_digest(Path(name))
+        if None not in (ours, theirs) and ours != theirs:
+            yield (
+                key,
+                f"{shown(path)} has another chat template than {_shown(own)}; the run's renders"
+                " its prompts, which this model may not have been trained on",
+            )
+
+
+def template_digest(directory: Path) -> str | None:
+    """Return the SHA-256 of a tokenizer's chat template; None where it has none."""
+    try:
+        template = (directory / "chat_template.jinja").read_text(encoding="utf-8")
+    except OSError:
+        try:
+            text = (directory / "tokenizer_config.json").read_text(encoding="utf-8")
+            template = json.loads(text).get("chat_template")
+        except (OSError, ValueError):
+            return None
+    return hashlib.sha256(template.encode()).hexdigest() if isinstance(template, str) else None
+
+
+def _tokenizer_of(path: Path) -> str | None:
+    """Return the tokenizer of a model, as `model.tokenizer` names it; None where none is known."""
+    if (path / "config.json").exists():
+        return str(path)
+    settings = (each / "run.yaml" for each in path.resolve().parents)
+    if (run := next(filter(Path.is_file, settings), None)) is None:
+        return None
+    try:
+        name = yaml.load(read_text(run), Loader=CSafeLoader)["model"]["tokenizer"]
+    # `model_violation` reports a run.yaml that cannot be read.
+    except (OSError, yaml.YAMLError, LookupError, TypeError, ValueError, RecursionError):
+        return None
+    return name if isinstance(name, str) else None
+
+
+def _same(one: str, other: str) -> bool:
+    return one == other or (
+        CHARACTERS not in (one, other) and Path(one).resolve() == Path(other).resolve()
+    )
+
+
+def _tokens(name: str) -> dict[int, str]:
+    """Return a tokenizer's tokens by id; none where its tokenizer.json cannot be read.
+
+    The stage that loads a broken one reports it.
+    """
+    if name == CHARACTERS:
+        first = max(PAD_TOKEN, END_TOKEN) + 1
+        special = {PAD_TOKEN: PAD, END_TOKEN: END}
+        return special | dict(enumerate(LETTERS, start=first))
+    try:
+        found = json.loads(read_text(Path(name) / TOKENIZER_FILE))
+        vocabulary = found["model"]["vocab"]
+        if isinstance(vocabulary, dict):  # of BPE and WordPiece; Unigram has pairs with scores
+            tokens = {int(number): token for token, number in vocabulary.items()}
+        else:
+            tokens = {number: str(pair[0]) for number, pair in enumerate(vocabulary)}
+        added = {int(each["id"]): str(each["content"]) for each in found.get("added_tokens", ())}
+    except (OSError, LookupError, TypeError, ValueError, RecursionError, AttributeError):
+        return {}
+    return tokens | added
+
+
+def _shown(name: str) -> str:
+    return name if name == CHARACTERS else shown(Path(name))
