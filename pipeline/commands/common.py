@@ -8,11 +8,12 @@ from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace
 from argparse import RawDescriptionHelpFormatter as Raw
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from parallel.errors import UserError, hint
-from pipeline.config.unroll import unread
+from pipeline.config.unroll import pairless, unread
 from pipeline.config.validate import load, load_cluster, located
 from pipeline.launch.placement import Programs
 from pipeline.report.gpu_memory import GpusOf, gpus_here, gpus_of
@@ -320,8 +321,8 @@ def cautions_of(arguments: Namespace, found: Iterable[tuple[str, str]]) -> list[
 
 
 def warn_of_unread(arguments: Namespace, settings: RunSettings) -> None:
-    """Warn on standard error of every block whose stages nothing reads."""
-    for line in cautions_of(arguments, unread(settings)):
+    """Warn on standard error of every block whose stages nothing reads, and of pairs of none."""
+    for line in cautions_of(arguments, chain(unread(settings), pairless(settings))):
         say(line, file=sys.stderr)
 
 

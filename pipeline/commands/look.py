@@ -28,7 +28,7 @@ from pipeline.commands.common import (
 )
 from pipeline.config.read import ConfigError
 from pipeline.config.rules import policy_cautions
-from pipeline.config.unroll import unread
+from pipeline.config.unroll import pairless, unread
 from pipeline.config.validate import dump_resolved, load_cluster
 from pipeline.launch.runner import machine_shares
 from pipeline.report import drawing, explain
@@ -94,7 +94,9 @@ def validate(arguments: Namespace) -> None:
         raise
     warnings = [
         *cautions({name: each.rewards for name, each in settings.domains.items()}),
-        *common.cautions_of(arguments, chain(policy_cautions(settings), unread(settings))),
+        *common.cautions_of(
+            arguments, chain(policy_cautions(settings), unread(settings), pairless(settings))
+        ),
         *_refused_here(settings, stages),
         *too_large,
     ]
