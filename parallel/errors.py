@@ -37,9 +37,15 @@ def hint(name: str, known: Iterable[str]) -> str:
     names = list(known)
     # A name may look like a known one and have a Cyrillic or Greek letter.
     other = "" if name.isascii() else f"{name!a} has non-ASCII letters; "
-    if near := difflib.get_close_matches(name, names, n=1):
-        return f'{other}did you mean "{near[0]}"?'
+    if near := nearest_name(name, names):
+        return f"{other}{near}"
     return f"{other}known: {', '.join(names)}" if names else f"{other}none is defined"
+
+
+def nearest_name(name: str, known: Iterable[str]) -> str | None:
+    """Return the question whether the nearest known name was meant; None where none is near."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f'did you mean "{near[0]}"?' if near else None
 
 
 def is_lost_peer(text: str) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import os
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 from parallel.errors import hint
@@ -19,13 +20,16 @@ from pipeline.config.tokenizers import outside_models, tokenizer_violation
 from pipeline.config.unroll import Blocks, is_path
 from pipeline.text import shown
 from stages.data.reasoning_gym import FORMATS, options, value_violation
+from stages.data.row_forms import RowError, conversation_of, pair_of, parsed_line
 from stages.data.settings import (
+    ConversationFileSettings,
     FileSettings,
     ReasoningGymPromptSettings,
     TooManyDirectories,
 )
 from stages.directory import COLLECTION, StageDirectory
 from stages.domains import DomainSettings
+from stages.kinds.dpo import FilePairSettings
 from stages.kinds.mixture import MixtureStageSettings, StageSourceSettings
 from stages.kinds.sft import SftSettings
 from stages.rewards.kinds.judge import JudgeReward
@@ -33,6 +37,7 @@ from stages.rewards.kinds.python import PythonReward
 from stages.settings import RunSettings
 
 Found = Iterator[tuple[str, str]]
+FIRST_ROWS = 32  # of a source, which are checked before anything runs
 
 
 def violations(run: RunSettings) -> Found:
@@ -69,9 +74,10 @@ def violations(run: RunSettings) -> Found:
 
 
 def _data_violations(key: str, block: MixtureStageSettings) -> Found:
-    """Yield the sources of a mixture that are missing here."""
+    """Yield the sources of a mixture that are missing here, or whose first rows are unusable."""
     for name, files in block.files():
-        yield from _missing_files(f"{key}.{name}", files)
+        missing = [*_missing_files(f"{key}.{name}", files)]
+        yield from missing or _malformed(f"{key}.{name}", files)
     for name, source in block.data.items():
         if not isinstance(source, StageSourceSettings) or not is_path(source.stage):
             continue
@@ -81,6 +87,39 @@ def _data_violations(key: str, block: MixtureStageSettings) -> Found:
         elif not StageDirectory(path).collection.is_file():
             absent = f"{shown(path)} is no finished stage that collected responses"
             yield f"{key}.{name}.stage", f"{absent}: it has no {COLLECTION}"
+
+
+def _malformed(key: str, source: FileSettings) -> Found:
+    """Yield the first of a source's first rows that its stage could not use.
+
+    Only of JSONL: to read Parquet takes a library that is slow to import. The stage checks all.
+    """
+    if source.source != "jsonl" or source.on_bad_row == "skip":
+        return
+    file = source.files()[0]
+    try:
+        with file.open("rb") as lines:
+            for number, line in enumerate(islice(lines, FIRST_ROWS), 1):
+                if line.strip() and (why := _unusable(line, source)):
+                    fix = f"fix it, or skip such rows with {key}.on_bad_row: skip"
+                    yield key, f"{shown(file)}:{number}: {why}; {fix}"
+                    return
+    except OSError as error:
+        yield f"{key}.path", f"{shown(file)} cannot be read: {error.strerror}"
+
+
+def _unusable(line: bytes, source: FileSettings) -> str | None:
+    """Return why a line of JSONL is no row of a source; None where it is one."""
+    try:
+        if isinstance(row := parsed_line(line), RowError):
+            raise row
+        if isinstance(source, FilePairSettings):
+            pair_of(row, source.prompt, source.chosen, source.rejected)
+        elif isinstance(source, ConversationFileSettings):
+            conversation_of(row, source.messages, source.prompt, source.response)
+    except RowError as error:
+        return str(error)
+    return None
 
 
 def domain_violations(name: str, domain: DomainSettings, *, demonstrated: bool = True) -> Found:

@@ -17,9 +17,11 @@ from itertools import chain
 
 from parallel.errors import hint
 from stages.domains import PolicySettings
+from stages.kinds.dpo import BestWorstPairSettings, DpoSettings
 from stages.kinds.grpo import GrpoSettings
 from stages.kinds.kind import KINDS, Found, Inputs, StageSettings
 from stages.kinds.rules import At
+from stages.kinds.sample import SampleSettings
 from stages.objectives.loss import ObjectiveSettings
 from stages.settings import RunSettings
 
@@ -191,6 +193,7 @@ def graph_rules(run: RunSettings) -> Found:
     yield from broken
     if not broken:
         yield from _cycle_rules(blocks)
+        yield from dict.fromkeys(_pair_rules(blocks))
 
 
 def unread(run: RunSettings) -> Found:
@@ -217,6 +220,47 @@ def unread(run: RunSettings) -> Found:
         names = [stage.name for stage in stages[:MOST_NAMED]]
         more = f" and {len(stages) - MOST_NAMED} more" if len(stages) > MOST_NAMED else ""
         yield key, f"no stage reads the {leaves} of {', '.join(names)}{more}; {UNREAD[leaves]}"
+
+
+def _paired(blocks: Blocks) -> Iterator[tuple[str, Unrolled, SampleSettings]]:
+    """Yield each source of preference pairs that a stage of the run samples: key, stage, block."""
+    for stage in blocks.stages:
+        data = stage.settings.data if isinstance(stage.settings, DpoSettings) else {}
+        for name, source in data.items():
+            if not isinstance(source, BestWorstPairSettings) or is_path(source.stage):
+                continue
+            found = blocks.by_name[blocks.resolve(source.stage, stage.domain) or ""]
+            if isinstance(found.settings, SampleSettings):
+                yield f"{stage.key}.data.{name}.stage", found, found.settings
+
+
+def _pair_rules(blocks: Blocks) -> Found:
+    """Yield each source of pairs whose stage keeps one response to a prompt."""
+    for key, stage, own in _paired(blocks):
+        sizes = {own.sampled(blocks.run, each).group_size for each in stage.domains}
+        least = "a pair needs two responses to a prompt, and"
+        if own.keep.per_prompt == 1:
+            yield key, f"{least} {stage.key}.keep.per_prompt = 1 keeps one; use null, or 2"
+        elif sizes == {1}:
+            where = stage.key if own.sampling else f"domains.{stage.domains[0]}"
+            yield key, f"{least} {where}.sampling.group_size = 1 samples one; sample more"
+
+
+def pairless(run: RunSettings) -> Found:
+    """Yield each source of pairs whose stage keeps only responses of the highest reward.
+
+    That is the sum of the weights where each reward is at most 1.
+    """
+    found: dict[str, str] = {}
+    for key, stage, own in _paired(Blocks(run)):
+        rewards = [run.domains[name].rewards.values() for name in stage.domains]
+        highest = max(sum(max(each.weight, 0.0) for each in of) for of in rewards)
+        if own.keep.reward is not None and own.keep.reward >= highest:
+            found[key] = (
+                f"{stage.key}.keep.reward = {own.keep.reward:g} leaves no pair where each reward is"
+                " at most 1: the two responses of a pair have different rewards; use null"
+            )
+    yield from found.items()
 
 
 def _block_rules(run: RunSettings) -> Found:

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from parallel.errors import hint
+from parallel.errors import hint, nearest_name
 from parallel.settings import CHARACTERS, Settings
 from pipeline.config import cluster as profile
 from pipeline.config import environment, rules, schema, yaml_core
@@ -39,6 +39,7 @@ from pipeline.config.read import (
     shortened,
 )
 from pipeline.config.unroll import REFERENCES, is_path
+from pipeline.text import shown
 from stages.domains import DomainSettings
 from stages.keys import STRUCTURE, flatten
 from stages.kinds import Kind
@@ -53,6 +54,7 @@ OF_KEY = "[key]"
 TOKENIZER: Key = ("model", "tokenizer")
 # Of a block: what names other stages or domains, or is of the graph alone.
 OF_OTHERS = (*STRUCTURE, "gate")
+OF_A_RUN = {"name", "model", "domains"}  # of which a template of stages has none
 TRAINED_FROM = "./"  # a model outside the run, which is never read
 # Paths relative to the file in which they are written; `*` stands for every name.
 PATHS: tuple[Key, ...] = (
@@ -78,7 +80,14 @@ def load(path: Path, overrides: Sequence[str] = (), *, to_start: bool = True) ->
         ConfigError: with every violation in the files and the overrides.
     """
     reader = Reader()
-    tree = _with_overrides(reader.file(path), overrides, reader)
+    tree = reader.file(path)
+    if not reader.broken and "stages" in tree.entries and not tree.entries.keys() & OF_A_RUN:
+        message = (
+            f"a template of stages, not a run; a run has extends: {shown(path)}, its own name,"
+            " model and domains, and what its stages lack (docs/explanation/pipelines.md)"
+        )
+        raise ConfigError([Violation(nearest(tree, ("stages",)), "stages", message)])
+    tree = _with_overrides(tree, overrides, reader)
     return _settings(tree, reader, to_start=to_start)
 
 
@@ -377,8 +386,10 @@ def _message(root: type[Settings], error: ErrorDetails) -> str:
         annotation = schema.type_at(root, tuple(parent))
         return _unknown(annotation, str(name), schema.fields(annotation))
     if error["type"] == "union_tag_invalid":
-        known_arms = " or ".join(error["ctx"]["expected_tags"].rsplit(", ", 1))
-        return f"should be {known_arms}, not {json.dumps(error['ctx']['tag'])}"
+        known, given = error["ctx"]["expected_tags"], str(error["ctx"]["tag"])
+        near = nearest_name(given, (each.strip("'") for each in known.split(", ")))
+        arms = " or ".join(known.rsplit(", ", 1))
+        return f"should be {arms}, not {json.dumps(given)}{f'; {near}' if near else ''}"
     if error["type"] == "too_short":
         least, given = error["ctx"]["min_length"], error["ctx"]["actual_length"]
         return f"should have at least {least} {'item' if least == 1 else 'items'}, not {given}"

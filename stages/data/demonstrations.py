@@ -19,7 +19,7 @@ from stages.data.index import Order, RowIndex, build_index
 from stages.data.problem import ASSISTANT, DataError, Message, Problem, content_key
 from stages.data.prompts import PromptStream
 from stages.data.reasoning_gym import FORMATS
-from stages.data.rows import Row, RowError, column_of, messages_of, prompt_of
+from stages.data.row_forms import Conversation, Row, conversation_of
 from stages.data.settings import (
     CollectedFileSettings,
     ConversationFileSettings,
@@ -29,7 +29,6 @@ from stages.data.tokenizer import Tokenizer, TokenizerError
 
 PROBED = 32  # conversations that are rendered before training begins
 SHOWN = 60  # characters of a rendering in an error
-Shown = tuple[str, str] | list[Message]  # a prompt's text and a response's, or chat messages
 
 
 @dataclass(frozen=True)
@@ -206,7 +205,7 @@ class ConversationStream:
         raise DataError(f"{self._index.key}.max_tokens", why)
 
     def _sample(self, row: int) -> Sample:
-        shown: Shown = self._index.read(row)
+        shown: Conversation = self._index.read(row)
         try:
             if isinstance(shown, tuple):
                 return response_sample(self._tokenizer, *shown, self._index.domain)
@@ -229,28 +228,20 @@ def conversation_index(
     if isinstance(settings, CollectedFileSettings):
         columns.append(settings.messages)
 
-    def parse(row: Row) -> tuple[Shown, str, str]:
+    def parse(row: Row) -> tuple[Conversation, str, str]:
         """Return a row's demonstration, and the hash of the turns before the first response too."""
-        if settings.response is None:
-            messages = messages_of(row, settings.messages)
-            if messages[0]["role"] == ASSISTANT:
-                raise RowError(f"{settings.messages!r} must not start with an assistant turn")
-        else:
-            # Of what a stage collected, `prompt` is the rendering of the chat messages.
-            chat = isinstance(settings, CollectedFileSettings) and row.get(settings.messages)
-            prompt = prompt_of(row, settings.messages if chat else settings.prompt)
-            response = column_of(row, settings.response)
-            if not isinstance(response, str) or not response:
-                raise RowError(f"{settings.response!r} is empty or not text")
-            if isinstance(prompt, str):
-                whole = content_key(f"{prompt}\0{response}")
-                return (prompt, response), whole, content_key(prompt)
-            messages = [*prompt, {"role": ASSISTANT, "content": response}]
-        roles = [each["role"] for each in messages]
-        if ASSISTANT not in roles:
-            raise RowError(f"{settings.messages!r} has no assistant turn to train on")
-        first = messages[: roles.index(ASSISTANT)]
-        return messages, content_key(messages), content_key(first)
+        # Of what a stage collected, `prompt` is the rendering of the chat messages.
+        found = conversation_of(
+            row,
+            settings.messages,
+            settings.prompt,
+            settings.response,
+            rendered=isinstance(settings, CollectedFileSettings),
+        )
+        if isinstance(found, tuple):
+            return found, content_key("\0".join(found)), content_key(found[0])
+        first = found[: [each["role"] for each in found].index(ASSISTANT)]
+        return found, content_key(found), content_key(first)
 
     at = key or f"domains.{domain}.demonstrations"
     return build_index(settings, domain, at, columns, parse)

@@ -14,7 +14,8 @@ import numpy as np
 
 from parallel.errors import report_notice
 from stages.data.problem import DataError
-from stages.data.rows import ROWS, Row, RowError
+from stages.data.row_forms import Row, RowError
+from stages.data.rows import ROWS
 from stages.data.settings import FileSettings
 
 # Returns what a stage reads of a row, and the content hashes of the row and of its prompt, 64
@@ -112,8 +113,7 @@ def build_index(
                 except RowError as error:
                     wrong = f"{reader.place(file, at)}: {error}"
                     if settings.on_bad_row == "stop":
-                        block = key.rpartition(".")[2]
-                        remedy = f"fix it, or skip such rows with {block}.on_bad_row: skip"
+                        remedy = f"fix it, or skip such rows with {key}.on_bad_row: skip"
                         raise DataError(key, f"{wrong}; {remedy}") from error
                     bad += 1
                     first_error = first_error or wrong

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -16,12 +16,11 @@ from parallel.files import sha256
 from parallel.sample import Sample
 from stages.data.demonstrations import PROBED, conversation_sample, response_sample
 from stages.data.index import Order, build_index
-from stages.data.problem import ASSISTANT, DataError, Message, content_key
-from stages.data.rows import ROWS, Row, RowError, column_of, messages_of, prompt_of
+from stages.data.problem import ASSISTANT, DataError, content_key
+from stages.data.row_forms import Row, RowError, Turns, column_of, pair_of
+from stages.data.rows import ROWS
 from stages.data.settings import FileSettings
 from stages.data.tokenizer import Tokenizer, TokenizerError
-
-Turns = str | list[Message]  # a text, or chat messages
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ class FilePairs:
         """Index the files' `columns` of prompts, chosen and rejected responses."""
 
         def parse(row: Row) -> tuple[Pair, str, str]:
-            pair = _pair_of(row, *columns)
+            pair = Pair(*pair_of(row, *columns))
             whole = "\0".join(map(content_key, (pair.prompt, *pair.responses)))
             return pair, hashlib.sha256(whole.encode()).hexdigest(), split_key(pair.prompt)
 
@@ -285,27 +284,3 @@ def split_key(prompt: Turns) -> str:
     roles = [message["role"] for message in prompt]
     first = prompt[: roles.index(ASSISTANT)] if ASSISTANT in roles else prompt
     return min(content_key(prompt), content_key(first)) if first else content_key(prompt)
-
-
-def _pair_of(row: Row, prompt: str, chosen: str, rejected: str) -> Pair:
-    """Return a row's pair. Raises RowError where it is none."""
-    asked = prompt_of(row, prompt)
-    pair = Pair(asked, _response(row, chosen, asked), _response(row, rejected, asked))
-    if content_key(pair.chosen) == content_key(pair.rejected):
-        raise RowError(f"{chosen!r} and {rejected!r} are equal")
-    return pair
-
-
-def _response(row: Row, column: str, prompt: Turns) -> Turns:
-    """Return a response to the prompt: a text to a text, else chat messages."""
-    value: Any = column_of(row, column)
-    if isinstance(value, str):
-        if not value:
-            raise RowError(f"{column!r} is empty")
-        return value if isinstance(prompt, str) else [{"role": ASSISTANT, "content": value}]
-    if isinstance(prompt, str):
-        raise RowError(f"{column!r} must be text, as the prompt is")
-    messages = messages_of(row, column)
-    if {messages[0]["role"], messages[-1]["role"]} != {ASSISTANT}:
-        raise RowError(f"{column!r} must start and end with an assistant turn, without the prompt")
-    return messages

@@ -16,7 +16,7 @@ from parallel.errors import report_notice
 from stages.data.index import Order, RowIndex, build_index
 from stages.data.problem import DomainError, Problem, content_key, seed_of
 from stages.data.reasoning_gym import ReasoningGymSource
-from stages.data.rows import Row, answer_of, prompt_of
+from stages.data.row_forms import Row, answer_of, prompt_of
 from stages.data.settings import (
     FilePromptSettings,
     FrontierSettings,

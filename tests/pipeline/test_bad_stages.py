@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.pipeline.violations import TRAINED, edited, errors
+from tests.runs import REPOSITORY
 
 LAST = "  export: {kind: export, from: merge}\n"
 NAME = "a block's name must be 1 to 100 letters, digits, _ or -, and start with a letter or digit"
@@ -18,7 +19,7 @@ MORE = f"data: {{x: {{stage: merge}}}}, sequences_per_step: 4, {TRAINED[1:-1]}"
 
 # Of a block below the others: the message after file and line.
 BLOCKS = {
-    "more: {kind: grop}": f'stages.more.kind: should be {KINDS}, not "grop"',
+    "more: {kind: grop}": f'stages.more.kind: should be {KINDS}, not "grop"; did you mean "grpo"?',
     "more: {from: merge}": "stages.more.kind: required key is missing",
     "more: [sft]": 'stages.more: should be a mapping of keys to values, not ["sft"]',
     "more: sft": 'stages.more: should be a mapping of keys to values, not "sft"',
@@ -123,3 +124,13 @@ def test_a_cycle_of_several_stages_is_one_message(config: Path) -> None:
     edited(config, LAST, f"{LAST}  second: {{kind: grpo, from: first, for_each: domain}}\n")
     [found] = errors(config)
     assert found.endswith("dependency cycle: second.sums -> first.sums -> second.sums")
+
+
+def test_a_template_alone_is_said_to_be_one() -> None:
+    path = REPOSITORY / "configs/pipelines/experts-merge.yaml"
+    [error] = errors(path)
+    place = f"{path.relative_to(Path.cwd())}"
+    assert error.startswith(
+        f"{place}:8: stages: a template of stages, not a run; a run has extends"
+    )
+    assert f"extends: {place}, its own name, model and domains" in error

@@ -201,7 +201,7 @@ def test_what_the_messages_of_former_keys_advise_is_valid(
         (
             "domains.sums.objective.ratio.name=tokens",
             "domains.sums.objective.ratio.name: should be 'cispo', 'geometric', 'rspo', "
-            "'sequence', 'sequence_token' or 'token', not \"tokens\"",
+            "'sequence', 'sequence_token' or 'token', not \"tokens\"; did you mean \"token\"?",
         ),
         (
             "domains.sums.objective.ratio.clip_low=-1",

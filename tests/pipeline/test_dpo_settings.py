@@ -10,6 +10,7 @@ import pytest
 
 from parallel.files import CHECKSUMS, Checkpoint
 from pipeline.config.read import ConfigError
+from pipeline.config.unroll import pairless
 from pipeline.config.validate import load
 from pipeline.run.graph import Stage, compile_graph
 from pipeline.run.lineage import changes, lineage_from
@@ -113,3 +114,24 @@ def test_wrong_settings_are_named_with_their_key(config: Path, override: str, me
     with pytest.raises(ConfigError) as error:
         load(config, [f"stages.tuned.{override}"])
     assert message in str(error.value)
+
+
+SAMPLED = (
+    "  collect: {kind: sample, from: cold_start, prompts: 9, keep: {reward: 0.5, per_prompt: 2}}\n"
+)
+
+
+def test_a_filter_that_leaves_no_pair_is_named(config: Path) -> None:
+    config.write_text(f"{config.read_text()}{SAMPLED}")
+    given, key = ["stages.tuned.data={own: {stage: collect}}"], "stages.tuned.data.own.stage"
+    assert not [*pairless(load(config, given))]
+    [(where, why)] = pairless(load(config, [*given, "stages.collect.keep.reward=1.0"]))
+    assert where == key
+    assert why.startswith("stages.collect.keep.reward = 1 leaves no pair where each reward is at")
+    heavier = "domains.words.rewards={right: {kind: math, weight: 2.0}}"
+    assert not [*pairless(load(config, [*given, "stages.collect.keep.reward=1.0", heavier]))]
+    with pytest.raises(ConfigError, match=r"and stages\.collect\.keep\.per_prompt = 1 keeps one"):
+        load(config, [*given, "stages.collect.keep.per_prompt=1"])
+    alone = ["stages.collect.sampling={group_size: 1}", "stages.collect.keep.per_prompt=null"]
+    with pytest.raises(ConfigError, match=r"and stages\.collect\.sampling\.group_size = 1 samples"):
+        load(config, [*given, *alone])

@@ -38,13 +38,14 @@ BLOCKS = """\
     optimizer: {learning_rate: 1e-3}
     loop: {steps: 2}
   evaluate:"""
+CHAT = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
 SAMPLED = "sampling: {prompts_per_step: 4, group_size: 4}"
 
 
 @pytest.fixture
 def sampled(config: Path) -> Path:
     """The smallest configuration with both kinds of blocks."""
-    config.with_name("chats.jsonl").write_text("{}\n")
+    config.with_name("chats.jsonl").write_text(CHAT)
     return edited(config, "  evaluate:", BLOCKS)
 
 
@@ -109,6 +110,25 @@ def test_the_graph_has_the_samples_between_model_and_training(sampled: Path) -> 
 def test_a_wrong_setting_is_named(sampled: Path, override: str, expected: str) -> None:
     found = errors(sampled, override)
     assert any(expected in each for each in found), found
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ('{"other": 1}', "no column 'messages'; columns: 'other'"),
+        ('{"messages": [{"role": "user", "content": "a"}]}', "'messages' has no assistant turn"),
+        ('{"messages": [}', "not valid JSON"),
+    ],
+)
+def test_a_source_s_first_rows_are_checked(sampled: Path, row: str, why: str) -> None:
+    chats, key = sampled.with_name("chats.jsonl"), "stages.tuned.data.own"
+    chats.write_text(f"\n{CHAT}{row}\n")
+    [error] = errors(sampled)
+    assert f"{key}: chats.jsonl:3: {why}" in error
+    assert error.endswith(f"fix it, or skip such rows with {key}.on_bad_row: skip")
+    load(sampled, [f"{key}.on_bad_row=skip"])
+    chats.write_text(CHAT * 40 + row)
+    load(sampled)  # only the first are read: the stage reads all
 
 
 @pytest.mark.parametrize(
@@ -190,7 +210,7 @@ def test_files_and_collected_responses_are_compared_by_content(
     tuned = stages(sampled)["tuned"]
     before = fingerprints(tuned.reads)
     assert before["data.own.path"] is not None
-    sampled.with_name("chats.jsonl").write_text('{"other": 1}\n')
+    sampled.with_name("chats.jsonl").write_text(CHAT * 2)
     assert fingerprints(tuned.reads)["data.own.path"] != before["data.own.path"]
     other = StageDirectory(tmp_path / "another" / "collect")
     other.path.mkdir(parents=True)

@@ -226,7 +226,7 @@ def test_a_bad_row_stops_with_file_and_line_or_is_counted(
     path.write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(DomainError) as caught:
         stream(jsonl(path))
-    fix = "fix it, or skip such rows with prompts.on_bad_row: skip"
+    fix = "fix it, or skip such rows with domains.math.prompts.on_bad_row: skip"
     assert str(caught.value) == f"domains.math.prompts: {path}:3: {message}; {fix}"
     skipping = jsonl(path, on_bad_row="skip", held_out_fraction=1e-9)
     assert sorted(problem.answer for problem in stream(skipping).take(2)) == ["1", "4"]

@@ -1,0 +1,155 @@
+"""The forms of rows: lines of JSONL, and the contents of their columns.
+
+Imports no library of arrays, so that `braid validate` can read the first rows of a file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from stages.data.problem import ASSISTANT, Message, content_key
+
+Row = dict[str, Any]
+Turns = str | list[Message]  # a text, or chat messages
+Conversation = tuple[str, str] | list[Message]  # a prompt's text and a response's, or chat messages
+
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # as escaped in JSON
+
+
+class RowError(Exception):
+    """A row that cannot be used; the message says why."""
+
+
+def prompt_of(row: Row, column: str) -> str | list[Message]:
+    """Return a prompt's text or chat messages. Raises RowError where it is neither."""
+    value = column_of(row, column)
+    if isinstance(value, str):
+        if not value.strip():
+            raise RowError(f"{column!r} is blank")
+        return value
+    if not isinstance(value, list):
+        raise RowError(f"{column!r} is neither text nor a list of messages")
+    messages = messages_of(row, column)
+    if not any(message["content"].strip() for message in messages):
+        raise RowError(f"{column!r} has only blank messages")
+    if messages[-1]["role"] == ASSISTANT:
+        raise RowError(f"{column!r} must not end with an assistant turn")
+    return messages
+
+
+def messages_of(row: Row, column: str) -> list[Message]:
+    """Return a column's chat messages, without null keys, which Parquet cannot omit.
+
+    Raises RowError where there are none.
+    """
+    value = column_of(row, column)
+    if not isinstance(value, list) or not value:
+        raise RowError(f"{column!r} is not a list of messages")
+    messages = []
+    for place, each in enumerate(value, start=1):
+        parts = each.items() if isinstance(each, dict) else ()
+        message = {name: part for name, part in parts if part is not None}
+        for name in ("role", "content"):
+            if not isinstance(message.get(name), str):
+                raise RowError(
+                    f"{column!r} has a message, number {place}, whose {name} is not text"
+                )
+        messages.append(message)
+    return messages
+
+
+def conversation_of(
+    row: Row, messages: str, prompt: str, response: str | None, *, rendered: bool = False
+) -> Conversation:
+    """Return the conversation in columns of these names: `messages`, or `response` to `prompt`.
+
+    A prompt that is `rendered` has its chat messages, if any, in `messages`. Raises RowError where
+    there is none to train on.
+    """
+    if response is None:
+        found = messages_of(row, messages)
+        if found[0]["role"] == ASSISTANT:
+            raise RowError(f"{messages!r} must not start with an assistant turn")
+    else:
+        asked = prompt_of(row, messages if rendered and row.get(messages) else prompt)
+        answer = column_of(row, response)
+        if not isinstance(answer, str) or not answer:
+            raise RowError(f"{response!r} is empty or not text")
+        if isinstance(asked, str):
+            return asked, answer
+        found = [*asked, {"role": ASSISTANT, "content": answer}]
+    if ASSISTANT not in (each["role"] for each in found):
+        raise RowError(f"{messages!r} has no assistant turn to train on")
+    return found
+
+
+def pair_of(row: Row, prompt: str, chosen: str, rejected: str) -> tuple[Turns, Turns, Turns]:
+    """Return a row's prompt, chosen and rejected response. Raises RowError where it has no pair."""
+    asked = prompt_of(row, prompt)
+    pair = asked, _response(row, chosen, asked), _response(row, rejected, asked)
+    if content_key(pair[1]) == content_key(pair[2]):
+        raise RowError(f"{chosen!r} and {rejected!r} are equal")
+    return pair
+
+
+def _response(row: Row, column: str, prompt: Turns) -> Turns:
+    """Return a response to the prompt: a text to a text, else chat messages."""
+    value: Any = column_of(row, column)
+    if isinstance(value, str):
+        if not value:
+            raise RowError(f"{column!r} is empty")
+        return value if isinstance(prompt, str) else [{"role": ASSISTANT, "content": value}]
+    if isinstance(prompt, str):
+        raise RowError(f"{column!r} must be text, as the prompt is")
+    messages = messages_of(row, column)
+    if {messages[0]["role"], messages[-1]["role"]} != {ASSISTANT}:
+        raise RowError(f"{column!r} must start and end with an assistant turn, without the prompt")
+    return messages
+
+
+def answer_of(row: Row, column: str | None) -> str:
+    """Return the reference answer: text, a finite number as JSON writes it, or "" without a column.
+
+    Raises RowError for a value that is neither.
+    """
+    value = "" if column is None else column_of(row, column)
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf:
+        return json.dumps(value)
+    raise RowError(f"{column!r} is neither text nor a finite number")
+
+
+def column_of(row: Row, column: str) -> Any:
+    """Return a column's value. Raises RowError where the row lacks it."""
+    if column not in row:
+        raise missing_column(column, list(row))
+    return row[column]
+
+
+def missing_column(column: str, known: Sequence[str]) -> RowError:
+    """Return the error of a column that no row has."""
+    return RowError(f"no column {column!r}; columns: {', '.join(map(repr, known)) or 'none'}")
+
+
+def parsed_line(line: bytes) -> Row | RowError:
+    """Return the row of a line of JSONL, or the error for one that has none."""
+    try:
+        row = json.loads(line.decode("utf-8-sig"))  # json.loads(bytes) would accept UTF-16 too
+        if SURROGATE.search(line):  # JSON allows half a pair, tokenizers do not
+            json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return RowError("half of a surrogate pair, which is not text")
+    except UnicodeDecodeError as error:
+        return RowError(f"not UTF-8: {error}")
+    except json.JSONDecodeError as error:
+        return RowError(f"not valid JSON: {error.msg} at column {error.colno}")
+    except ValueError:
+        return RowError("a whole number has too many digits")
+    except RecursionError:
+        return RowError("nested too deeply")
+    return row if isinstance(row, dict) else RowError("not a JSON object")
