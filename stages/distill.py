@@ -9,10 +9,8 @@ from typing import Any
 import torch
 
 from parallel.batch import MicroBatch, Responses
-from parallel.checkpoint import load
 from parallel.device import device
 from parallel.distributed import sum_over_data, sum_over_shards
-from parallel.model.policy import Policy
 from parallel.model.vocabulary import HeadLogits
 from parallel.sample import Sample
 from stages.data.settings import NoCurriculumSettings
@@ -28,6 +26,7 @@ from stages.objectives.surrogate import CorrectionSettings
 from stages.objectives.teaching import TaughtTokens
 from stages.sampling.step import OnPolicyStage, StepSamples
 from stages.settings import StageJob
+from stages.teachers import Teachers
 
 GAP_DECAY = 0.9  # of the moving averages of `teacher_kl` that `averaged_over: gap` weighs by
 
@@ -63,11 +62,7 @@ class Merge(OnPolicyStage):
         self.start: Reference | None = None
         if (start := self.method.start_model) is not None:
             self.start = Reference(job, self.policy, KLSettings(reference=start), start)
-        self.teachers = {}
-        for domain, checkpoint in job.teachers.items():
-            self.teachers[domain] = teacher = Policy(job.settings.model, job.settings.layout)
-            self.policy.residency.share.add(teacher.residency)
-            load.weights(teacher, checkpoint)
+        self.teachers = Teachers(job, self.policy)
 
     def split_updates(self, batch: Batch) -> StepSamples:
         """Return all samples as one update, with advantages if the method reads them.
@@ -151,12 +146,7 @@ class Merge(OnPolicyStage):
 
     def _grade(self, batches: list[MicroBatch]) -> None:
         """Set each domain's teacher in its batches, and the start if the method reads it."""
-        for domain, teacher in self.teachers.items():  # they choose their own routes
-            parts = [part for part in batches if part.domain == domain]
-            logits = teacher.response_logits([part.without_routes() for part in parts])
-            # `logits` is empty except on the last pipeline stage.
-            for part, theirs in zip(parts, logits, strict=False):
-                part.teacher = theirs
+        self.teachers.grade(batches)
         if self.start is not None:
             self.start.compute_logprobs(batches, self.sampling.temperature, logits=True)
 

@@ -28,11 +28,11 @@ MUTANTS = [
     ),
     Mutant(
         "every prompt is graded by the next domain's teacher",
-        "stages/distill.py",
-        "for domain, teacher in self.teachers.items():",
-        "for domain, teacher in zip(\n"
-        "            self.teachers, [*self.teachers.values()][1:] + [*self.teachers.values()][:1]\n"
-        "        ):",
+        "stages/teachers.py",
+        "return self._policies[self._checkpoints[domain]]",
+        "names = [*self._checkpoints]\n"
+        "        after = names[(names.index(domain) + 1) % len(names)]\n"
+        "        return self._policies[self._checkpoints[after]]",
         "tests/stages/test_distill.py",
     ),
     Mutant(
@@ -44,9 +44,9 @@ MUTANTS = [
     ),
     Mutant(
         "teachers replay the student's routes",
-        "stages/distill.py",
-        "teacher.response_logits([part.without_routes() for part in parts])",
-        "teacher.response_logits(parts)",
+        "stages/teachers.py",
+        "response_logits([part.without_routes() for part in parts])",
+        "response_logits(parts)",
         "tests/audit",
     ),
     Mutant(
