@@ -51,6 +51,7 @@ ADDED: dict[str, dict[str, Any]] = {
     "algorithm": {"precision_aware": False, "cpu_offload": 0.0},  # of optimizers
     "max_model_tokens": {"weights": "model"},  # of the engine
     "function": {"path": None},  # of Python rewards
+    "averaged_over": {"teacher_memory.hidden_states_precision": "model"},  # of a merge
 }
 
 
@@ -142,7 +143,7 @@ def _completed(recorded: dict[str, Any]) -> dict[str, Any]:
         f"{each.removesuffix(known)}{key}": value
         for known, others in ADDED.items()
         for each in recorded
-        if each.endswith(f".{known}")
+        if f".{each}".endswith(f".{known}")
         for key, value in others.items()
     }
     return {**added, **recorded}
