@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
+import os
+import signal
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 from parallel.sample import Sample
 from parallel.settings import LayoutSettings, ModelSettings
 from stages.kinds.distill import DistillSettings
-from stages.settings import RunSettings, StageJob
-from tests.layouts.cases import SGD, batches, build, samples
+from stages.settings import LoggingSettings, RunSettings, StageJob
+from tests.layouts.cases import MODEL, SGD, batches, build, distillation, samples
 from tests.layouts.checkpoint_cases import save
 
 DOMAINS = ("a", "b", "c")
@@ -83,7 +89,14 @@ def job(layout: LayoutSettings, model: ModelSettings, directory: str, **given: A
     """Return the job of a merge of three domains, whose teachers are in `directory`."""
     block = {"teachers": {name: name for name in DOMAINS}, **BLOCK, **given}
     settings = DistillSettings.model_validate(block)
-    run = RunSettings.model_construct(model=model, layout=layout, stages={"merge": settings})
+    run = RunSettings.model_construct(
+        name="toy",
+        seed=0,
+        model=model,
+        layout=layout,
+        stages={"merge": settings},
+        logging=LoggingSettings(wandb="disabled"),
+    )
     path = Path(directory)
     labels = [label for name in DOMAINS for label in settings.teacher_weights(name)]
     names = settings.teachers_of(DOMAINS)
@@ -97,13 +110,17 @@ def job(layout: LayoutSettings, model: ModelSettings, directory: str, **given: A
     )
 
 
-def drawn() -> dict[str, list[Sample]]:
+def drawn(seed: int = 0) -> dict[str, list[Sample]]:
     """Return each domain's samples."""
-    found = {name: samples(6 + 2 * n, seed=n) for n, name in enumerate(DOMAINS)}
+    found = {name: samples(6 + 2 * n, seed=seed + n) for n, name in enumerate(DOMAINS)}
     for name, own in found.items():
         for sample in own:
             sample.domain = name
     return found
+
+
+def micro_batches(own: dict[str, list[Sample]]) -> list[Any]:
+    return [replace(part, domain=name) for name in DOMAINS for part in batches(own[name], count=2)]
 
 
 def gradients(policy: Any, of: StageJob) -> tuple[float, list[torch.Tensor], int]:
@@ -117,9 +134,7 @@ def gradients(policy: Any, of: StageJob) -> tuple[float, list[torch.Tensor], int
     losses, found = 0.0, []
     for _ in range(2):
         own = drawn()
-        parts = [
-            replace(part, domain=name) for name in DOMAINS for part in batches(own[name], count=2)
-        ]
+        parts = micro_batches(own)
         teachers.grade(parts)
         kept = teachers.hidden_states.bytes
 
@@ -139,6 +154,69 @@ def gradients(policy: Any, of: StageJob) -> tuple[float, list[torch.Tensor], int
         found += [each.main_grad.clone() for each in weights_of(policy)]
         teachers.clear(parts)
     return losses, found, kept
+
+
+class Taught:
+    """A stage that brings a student to its teachers, as a merge does, without engines."""
+
+    def __init__(self, of: StageJob) -> None:
+        from stages.teachers import Teachers
+
+        assert isinstance(of.own, DistillSettings)
+        self.policy = build(of.settings.layout, SGD, 0)
+        self.teachers = Teachers(of, self.policy, of.own)
+
+    def step(self, step: int) -> dict[str, float]:
+        """Train on samples of this step."""
+        from stages.objectives.loss import Totals
+
+        own = drawn(seed=10 * step)
+        parts = micro_batches(own)
+        self.teachers.grade(parts)
+        every = [sample for each in own.values() for sample in each]
+        tokens = sum(len(sample.response) for sample in every)
+        read = sum(sample.length for sample in every)
+        loss = partial(distillation, Totals(len(every), tokens))
+        found = sum(self.policy.accumulate(parts, loss, read))
+        self.policy.step()
+        self.teachers.clear(parts)
+        return {"loss": float(found)}
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Nothing of it is saved but the policy."""
+
+    def score(self, metrics: dict[str, float]) -> float:
+        return -metrics["loss"]
+
+
+def train(layout: LayoutSettings, directory: str, name: str, phase: str = "", at: int = 0) -> None:
+    """Train a student to its end; with a `phase`, kill rank 1 the `at`th time it is in it."""
+    from parallel.checkpoint.planned import WeightPlan
+    from parallel.model.kept_logits import HiddenStates
+    from parallel.model.policy import TrainedPolicy
+    from stages.domains import LoopSettings
+    from stages.loop import train as run_loop
+
+    torch.use_deterministic_algorithms(True)
+    memory = {"resident": "one", "hidden_states": "disk"}
+    of = job(layout, MODEL, directory, teacher_memory=memory)
+    of = of.model_copy(update={"directory": Path(directory) / name, "attempt": 1, "parent": None})
+    stage = Taught(of)
+    owner: Any = {"load": WeightPlan, "write": HiddenStates, "step": TrainedPolicy}.get(phase)
+    method = {"load": "_run", "write": "_write", "step": "_select_responses"}.get(phase, "")
+    usual, counted = getattr(owner, method, None), itertools.count(1)
+
+    def deadly(*arguments: Any) -> Any:
+        if next(counted) == at and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return usual(*arguments)
+
+    with mock.patch.object(owner, method, deadly) if owner else nullcontext():
+        run_loop(stage, of, LoopSettings(steps=4, checkpoint_every=1))
+    torch.use_deterministic_algorithms(False)
 
 
 def weights_of(policy: Any) -> Iterator[torch.Tensor]:
@@ -168,3 +246,59 @@ def differing(
     if (Path(directory) / "merge" / "hidden_states").is_dir():
         wrong += [str(each) for each in (Path(directory) / "merge" / "hidden_states").iterdir()]
     return wrong
+
+
+def grade_on_a_full_disk(directory: str) -> str:
+    """Return the error of hidden states of which the second micro-batch finds no room."""
+    from parallel.errors import UserError
+
+    of = job(LayoutSettings(), MODEL, directory, teacher_memory={"hidden_states": "disk"})
+    stage, written = Taught(of), itertools.count()
+
+    class Full:
+        """A file of a disk that takes one write."""
+
+        def __init__(self, file: Any) -> None:
+            self.file = file
+
+        def write(self, memory: Any) -> int:
+            if next(written):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return int(self.file.write(memory))
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.file, name)
+
+    usual = Path.open
+    with mock.patch.object(
+        Path,
+        "open",
+        lambda path, mode="r", *a, **k: (
+            Full(usual(path, mode, *a, **k)) if mode == "w+b" else usual(path, mode, *a, **k)
+        ),
+    ):
+        try:
+            stage.teachers.grade(micro_batches(drawn()))
+        except UserError as error:
+            return str(error)
+    return ""
+
+
+def read_after_damage(checkpoint: str) -> tuple[str, str]:
+    """Return the errors of a plan whose files were touched, and of one whose files are gone."""
+    from parallel.checkpoint import load
+    from parallel.checkpoint.planned import WeightPlan
+    from parallel.files import CheckpointError
+    from parallel.model.policy import Policy
+
+    policy, path, said = Policy(MODEL, LayoutSettings()), Path(checkpoint), []
+    load.weights(policy, path)
+    plan = WeightPlan(policy, path)
+    for damage in (os.utime, os.unlink):
+        for file in path.glob("*.distcp"):
+            damage(file)
+        try:
+            plan.fill()
+        except CheckpointError as error:
+            said.append(str(error))
+    return said[0], said[1]

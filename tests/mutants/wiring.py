@@ -27,12 +27,10 @@ MUTANTS = [
         "tests/stages/test_evaluate.py",
     ),
     Mutant(
-        "every prompt is graded by the next domain's teacher",
+        "every prompt is graded by the first domain's teacher",
         "stages/teachers.py",
-        "return self._policies[self._checkpoints[domain]]",
-        "names = [*self._checkpoints]\n"
-        "        after = names[(names.index(domain) + 1) % len(names)]\n"
-        "        return self._policies[self._checkpoints[after]]",
+        "self._models.policy(checkpoint).evaluate(own, keep)",
+        "self._models.policy(next(iter(self._models.turns()))).evaluate(own, keep)",
         "tests/stages/test_distill.py",
     ),
     Mutant(
@@ -45,14 +43,14 @@ MUTANTS = [
     Mutant(
         "teachers replay the student's routes",
         "stages/teachers.py",
-        "response_logits([part.without_routes() for part in parts])",
-        "response_logits(parts)",
+        "own = [part.without_routes() for part in parts]",
+        "own = parts",
         "tests/audit",
     ),
     Mutant(
         "domain weights of the merge are ignored",
         "stages/distill.py",
-        "return shares[part.domain] * value,",
+        "return shares[domain] * value,",
         "return value / len(shares),",
         "tests/stages/test_distill.py",
     ),
