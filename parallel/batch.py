@@ -25,6 +25,7 @@ from torch import Tensor
 
 from parallel.device import device
 from parallel.model import vocabulary
+from parallel.model.kept_logits import KeptLogits
 from parallel.model.vocabulary import HeadLogits
 from parallel.sample import Sample
 
@@ -114,7 +115,7 @@ class MicroBatch:
     returns: Tensor | None = None  # the critic's targets, 0 outside the mask
     # Logits [n, vocabulary / TP], added likewise:
     reference: HeadLogits | None = None
-    teacher: HeadLogits | None = None  # of the domain
+    teachers: Sequence[KeptLogits] = ()  # of the domain, as its settings order them
     domain: str = ""
 
     @property

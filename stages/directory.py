@@ -62,6 +62,7 @@ class StageDirectory:
     all_drawn = Below("drawn.parquet")  # the same in one file, where its filter left nothing
     collected = Below("collected.parquet")  # the responses that a stage of kind sample kept
     collection = Below(COLLECTION)  # their digest and counts, written last
+    hidden_states = Below("hidden_states")  # of teachers, while a step of a merge needs them
     reference = Below("reference.npz")  # log-probabilities of pairs under a reference
     exported = Below("huggingface")  # the Hugging Face checkpoint of an export
 

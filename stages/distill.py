@@ -9,15 +9,13 @@ from typing import Any
 import torch
 
 from parallel.batch import MicroBatch, Responses
-from parallel.checkpoint import load
 from parallel.device import device
 from parallel.distributed import sum_over_data, sum_over_shards
-from parallel.model.policy import Policy
 from parallel.model.vocabulary import HeadLogits
 from parallel.sample import Sample
 from stages.data.settings import NoCurriculumSettings
 from stages.domains import RolloutSettings
-from stages.kinds.distill import DistillSettings
+from stages.kinds.distill import DistillSettings, Weighted
 from stages.loop import train
 from stages.objectives.groups import Batch, assign_advantages
 from stages.objectives.kl import KLSettings
@@ -28,6 +26,7 @@ from stages.objectives.surrogate import CorrectionSettings
 from stages.objectives.teaching import TaughtTokens
 from stages.sampling.step import OnPolicyStage, StepSamples
 from stages.settings import StageJob
+from stages.teachers import Teachers
 
 GAP_DECAY = 0.9  # of the moving averages of `teacher_kl` that `averaged_over: gap` weighs by
 
@@ -63,11 +62,15 @@ class Merge(OnPolicyStage):
         self.start: Reference | None = None
         if (start := self.method.start_model) is not None:
             self.start = Reference(job, self.policy, KLSettings(reference=start), start)
-        self.teachers = {}
-        for domain, checkpoint in job.teachers.items():
-            self.teachers[domain] = teacher = Policy(job.settings.model, job.settings.layout)
-            self.policy.residency.share.add(teacher.residency)
-            load.weights(teacher, checkpoint)
+        self.teachers = Teachers(job, self.policy, settings)
+        # By label, which names a teacher of a domain.
+        self.weights = {domain: settings.teacher_weights(domain) for domain in self.domains}
+        self.names = {
+            label: f"{domain}/{name}"
+            for domain, own in self.weights.items()
+            for label, name in settings.teacher_names(domain).items()
+            if len(own) > 1
+        }
 
     def split_updates(self, batch: Batch) -> StepSamples:
         """Return all samples as one update, with advantages if the method reads them.
@@ -81,7 +84,7 @@ class Merge(OnPolicyStage):
         return StepSamples([[sample for group in batch.groups for sample in group.samples]], {})
 
     def packed_together(self, samples: list[Sample]) -> dict[str, list[Sample]]:
-        """Return the samples of each domain, since each has one teacher."""
+        """Return the samples of each domain, since each has its own teachers."""
         return {
             domain: [each for each in samples if each.domain == domain] for domain in self.domains
         }
@@ -99,28 +102,30 @@ class Merge(OnPolicyStage):
         shares = weights_of(self.own, tokens, self.gaps)
         slopes = {domain: torch.zeros((), device=device()) for domain in self.domains}
 
-        def loss(responses: Responses) -> tuple[torch.Tensor, tuple[str, float, float]]:
-            part = responses.batch
-            taught = self._taught(responses)
-            mean = Totals(len(samples), tokens[part.domain])
-            value = token_mean(METHODS[self.method.name](taught, self.method), part.mask, mean)
-            kl = value
-            if not self.method.is_kl:
-                with torch.no_grad():
-                    kl = token_mean(responses.kl(taught.teacher), part.mask, mean)
-            _add_slope(slopes[part.domain], responses.logits)
-            return shares[part.domain] * value, (part.domain, value.item(), kl.item())
+        def loss(responses: Responses) -> tuple[torch.Tensor, tuple[str, float, Weighted]]:
+            domain = responses.batch.domain
+            value, kls = self._loss(responses, Totals(len(samples), tokens[domain]))
+            _add_slope(slopes[domain], responses.logits)
+            return shares[domain] * value, (domain, value.item(), kls)
 
         read = sum(sample.length for sample in samples)
-        losses, kls = (dict.fromkeys(self.domains, 0.0) for _ in range(2))
-        for domain, value, kl in self.policy.accumulate(batches, loss, read):
+        losses = dict.fromkeys(self.domains, 0.0)
+        by_teacher = {label: 0.0 for each in self.weights.values() for label in each}
+        for domain, value, kls in self.policy.accumulate(batches, loss, read):
             losses[domain] += value
-            kls[domain] += kl
-        losses, kls = sum_over_data(losses), sum_over_data(kls)
+            for label, kl in kls.items():
+                by_teacher[label] += kl
+        self.teachers.clear(batches)
+        losses, by_teacher = sum_over_data(losses), sum_over_data(by_teacher)
+        kls = {
+            domain: sum(weight * by_teacher[label] for label, weight in own.items())
+            for domain, own in self.weights.items()
+        }
         return {
             "loss": sum(shares[domain] * value for domain, value in losses.items()),
             "teacher_kl": sum(shares[domain] * kl for domain, kl in kls.items()),
             **{f"teacher_kl/{domain}": kl for domain, kl in kls.items()},
+            **{f"teacher_kl/{name}": by_teacher[label] for label, name in self.names.items()},
             **{f"token_share/{domain}": n / tokens.total() for domain, n in tokens.items()},
             **gradient_shares(slopes),
         }
@@ -151,23 +156,32 @@ class Merge(OnPolicyStage):
 
     def _grade(self, batches: list[MicroBatch]) -> None:
         """Set each domain's teacher in its batches, and the start if the method reads it."""
-        for domain, teacher in self.teachers.items():  # they choose their own routes
-            parts = [part for part in batches if part.domain == domain]
-            logits = teacher.response_logits([part.without_routes() for part in parts])
-            # `logits` is empty except on the last pipeline stage.
-            for part, theirs in zip(parts, logits, strict=False):
-                part.teacher = theirs
+        self.teachers.grade(batches)
         if self.start is not None:
             self.start.compute_logprobs(batches, self.sampling.temperature, logits=True)
 
-    def _taught(self, responses: Responses) -> TaughtTokens:
-        """Return what the method compares; remember the student's log-probabilities as pi_old."""
+    def _loss(self, responses: Responses, totals: Totals) -> tuple[torch.Tensor, Weighted]:
+        """Return the loss of a micro-batch, and the KL to each teacher of its domain, by label.
+
+        The student's log-probabilities are remembered as pi_old.
+        """
         part, temperature = responses.batch, self.sampling.temperature
-        assert part.teacher is not None
         with torch.set_grad_enabled(self.method.samples):
             logprobs = responses.logprobs(temperature)
         self.remember(part, logprobs)
-        return TaughtTokens(responses, part.teacher, part.reference, logprobs, temperature)
+        terms, kls = [], {}
+        for kept, (label, weight) in zip(
+            part.teachers, self.weights[part.domain].items(), strict=True
+        ):
+            taught = TaughtTokens(responses, kept.load(), part.reference, logprobs, temperature)
+            value = token_mean(METHODS[self.method.name](taught, self.method), part.mask, totals)
+            kl = value
+            if not self.method.is_kl:
+                with torch.no_grad():
+                    kl = token_mean(responses.kl(taught.teacher), part.mask, totals)
+            terms.append(weight * value)
+            kls[label] = kl.item()
+        return sum(terms[1:], terms[0]), kls
 
 
 def weights_of(

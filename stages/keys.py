@@ -25,13 +25,18 @@ LOOP_KEYS = (
 # Of a stage's own block: what it starts from, waits for and is called is in the graph, and the
 # lineage has the digests of its inputs and the name that it is seeded as.
 STRUCTURE = ("from", "for_each", "as", "domains", "after", "seeded_as", "teachers", "models")
-NEUTRAL_KEYS = ("guards", "gate", *STRUCTURE, *(f"loop.{key}" for key in LOOP_KEYS))
+TEACHER_KEYS = ("teacher_memory.resident", "teacher_memory.hidden_states")
+NEUTRAL_KEYS = (
+    *("guards", "gate", *STRUCTURE, *TEACHER_KEYS),
+    *(f"loop.{key}" for key in LOOP_KEYS),
+)
 NON_INVALIDATING_KEYS = (
     *("name", "layout", "logging", "launch", "rewards", "domains.*.guards"),
     *(f"engine.{key}" for key in ENGINE_KEYS),
     *(f"domains.*.loop.{key}" for key in LOOP_KEYS),
     *(f"stages.*.loop.{key}" for key in LOOP_KEYS),
     *("stages.*.guards", "stages.*.after"),
+    *(f"stages.*.{key}" for key in TEACHER_KEYS),
 )
 
 

@@ -151,7 +151,9 @@ _TABLE = {
         "kl/NAME": "`kl` over the tokens of domain NAME, by its own estimator; in a stage on"
         " several domains | grows slowly; near its `objective.kl.target`, if any",
         "teacher_kl/NAME": "mean full-vocabulary KL(student ‖ its teacher) over domain NAME's"
-        " tokens, nats | falls; one that stays high is hard to follow, or weighs too little",
+        " tokens, nats; of several teachers the mean by weight, and `teacher_kl/NAME/TEACHER` of"
+        " each, a path being its place in `teachers` from 1 | falls; one that stays high is hard to"
+        " follow, or weighs too little",
         "mismatch_mean": "mean |log mu - log pi| of the tokens of `mismatch_max`, nats | a few"
         " 1e-7 in fp32",
         "high_ratio": "share of the tokens of `mismatch_max` with pi / mu or mu / pi above 2 | 0."

@@ -39,7 +39,7 @@ def stream_weights(bridge: Any, chunks: Sequence[GPTModel]) -> Iterator[tuple[st
     settings = settings_of(bridge.hf_config)
     holders = owners(settings, LayoutSettings(**layout_sizes(bridge.config)))
     ours: dict[str, dict[Box, torch.Tensor]] = {}
-    for name, box, part in _parts(bridge, chunks):
+    for name, box, part in own_parts(bridge, chunks):
         ours.setdefault(name, {})[box] = part
     for name, shape in tensors(settings).items():
         dtype = torch.float32 if is_precise(name) else bridge.config.params_dtype
@@ -92,7 +92,7 @@ def fill_weights(bridge: Any, chunks: Sequence[GPTModel], files: WeightFiles) ->
 
     Only the shards are read, one slice of a tensor at a time.
     """
-    for name, box, part in _parts(bridge, chunks):
+    for name, box, part in own_parts(bridge, chunks):
         part.copy_(files.read(name, box))
 
 
@@ -158,7 +158,7 @@ def _tensors(chunk: GPTModel) -> Iterator[tuple[str, torch.Tensor]]:
             yield plain_name(name, latent), tensor
 
 
-def _parts(bridge: Any, chunks: Sequence[GPTModel]) -> Iterator[tuple[str, Box, torch.Tensor]]:
+def own_parts(bridge: Any, chunks: Sequence[GPTModel]) -> Iterator[tuple[str, Box, torch.Tensor]]:
     """Yield this rank's parts: the Hugging Face tensor, the box of it, and the local view."""
     named = [dict(_tensors(chunk)) for chunk in chunks]
     layout = LayoutSettings(**layout_sizes(bridge.config))

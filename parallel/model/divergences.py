@@ -71,11 +71,11 @@ def extrapolated(
     Source: ExOPD, arXiv 2602.12125, whose sampled advantage is the gradient's estimate.
     """
     if top_p is None:
-        return _Extrapolated(teacher.hidden, teacher.weight, start, factor)
+        return _Extrapolated(teacher.hidden, teacher.head, start, factor)
     whole = log_normaliser(teacher)
     shift = whole - log_normaliser(start)
     floor = nucleus_floor(teacher, top_p) + whole
-    return _Extrapolated(teacher.hidden, teacher.weight, start, factor, shift, floor)
+    return _Extrapolated(teacher.hidden, teacher.head, start, factor, shift, floor)
 
 
 @torch.no_grad()
@@ -90,7 +90,7 @@ def nucleus_floor(logits: HeadLogits, top_p: float) -> Tensor:
     floors = empty_wide(logits.hidden, len(logits.hidden))
     for start in range(0, len(floors), NUCLEUS_ROWS):
         rows = slice(start, start + NUCLEUS_ROWS)
-        best, _ = top_k(HeadLogits(logits.hidden[rows], logits.weight), min(most + 1, size))
+        best, _ = top_k(HeadLogits(logits.hidden[rows], logits.head), min(most + 1, size))
         inside = prefix_sums(best.exp()) < top_p  # the first id always is
         count = inside.sum(1, keepdim=True).clamp(max=most)
         best = torch.cat([best, torch.full_like(best[:, :1], LOWEST)], 1)
@@ -128,7 +128,7 @@ def log_normaliser(logits: Logits) -> Tensor:
 
 @dataclass(frozen=True)
 class _Extrapolated(HeadLogits):
-    """The teacher's logits (`hidden`, `weight`) plus (factor - 1) of what it learned from `start`.
+    """The teacher's logits (`hidden`, `head`) plus (factor - 1) of what it learned from `start`.
 
     shift and floor [n]: the difference of the two normalisers, and the teacher's logit below which
     nothing is added.

@@ -158,6 +158,7 @@ class Residency:
         self._chunks, self._modules, self._optimizer = chunks, modules, optimizer
         self._on_host = on_host
         self.trains = optimizer is not None
+        self.keeps_copy = True  # False: whoever needs the model fills its weights again
         self.share = DeviceShare()
         self._parked: dict[Part, _Parked] = {part: _Parked() for part in ALL}
 
@@ -190,12 +191,12 @@ class Residency:
                 self._optimizer.zero_grad()  # drops what is not in the buffers
             sets = self._storages()
             for part in gone:
-                parked[part].leave(sets[part], copy=part != "gradients")
+                parked[part].leave(sets[part], copy=self._copies(part))
         coming = [part for part in sorted(parts) if parked[part].away]
         needed = sum(sum(parked[part].sizes) for part in coming)
         _wait_for_room(needed, self.share.room_seconds)
         for part in coming:
-            parked[part].come_back(copy=part != "gradients")
+            parked[part].come_back(copy=self._copies(part))
             # The weights of a model that trains change with every update, others' by `written`.
             parked[part].current = not self.trains
 
@@ -203,6 +204,9 @@ class Residency:
         """Return the bytes of each part that are on the device."""
         sets = self._storages()
         return {part: sum(each.nbytes() for each in sets[part]) for part in sorted(sets)}
+
+    def _copies(self, part: Part) -> bool:
+        return self.keeps_copy and part != "gradients"
 
     def _storages(self) -> dict[Part, list[torch.UntypedStorage]]:
         """Return the device's storages of every part; a storage of two parts is of the first.

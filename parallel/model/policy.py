@@ -114,7 +114,7 @@ class Policy:
         found = self.evaluate(batches, lambda responses: responses.logits)
         if found and self.residency.moves:  # the logits are computed when the model has left
             weight = found[0].weight.clone()
-            found = [replace(each, weight=weight) for each in found]
+            found = [replace(each, head=weight) for each in found]
         return found
 
     def named_weights(self) -> dict[str, Tensor]:

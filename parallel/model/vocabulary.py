@@ -15,7 +15,7 @@ computed relative to the row's maximum, so that logits of any size keep their pr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -36,11 +36,17 @@ class HeadLogits:
     """Lazy logits, computed chunk by chunk and never materialised as a whole.
 
     hidden [n, H] and the output head's weight [vocabulary / TP, H] have one dtype, to which their
-    product is rounded like a model's logits. Takes no gradient.
+    product is rounded like a model's logits. Takes no gradient. A head that is a function returns
+    the weight whenever it is read, so that no logits keep it in memory.
     """
 
     hidden: Tensor
-    weight: Tensor
+    head: Tensor | Callable[[], Tensor]
+
+    @property
+    def weight(self) -> Tensor:
+        """The output head's weight; use it before another head is read."""
+        return self.head if isinstance(self.head, Tensor) else self.head()
 
     def rows(self, rows: slice) -> Tensor:
         """Return the logits of some rows, [rows, vocabulary / TP]."""

@@ -46,6 +46,7 @@ FREE_NAMES: tuple[Key, ...] = (
     ("domains", "*", "rewards"),
     ("stages",),
     ("stages", "*", "teachers"),
+    ("stages", "*", "teachers", "*"),
     ("stages", "*", "data"),
 )
 # Limits that keep a message on one screen, whatever a file holds.
@@ -108,7 +109,7 @@ class ConfigError(UserError):
 
 @dataclass(frozen=True)
 class Leaf:
-    """A scalar or a list at its source location; `replaces` says that it overrides a mapping."""
+    """A scalar or a list at its source location; `replaces` says that it overrides something."""
 
     value: Any
     place: SourceLocation
@@ -397,22 +398,24 @@ def apply_deletions(tree: Mapping) -> tuple[Mapping, list[Violation]]:
                 message = f"null deletes an inherited name, and there is none; {hint(name, known)}"
                 errors.append(Violation(leaf.place, dotted((*key, name)), message))
         kept = {name: node for name, node in entries if name not in nulls}
-        tree = _replaced(tree, key, Mapping(kept, mapping.place))
+        tree = replaced(tree, key, Mapping(kept, mapping.place))
     return tree, errors
 
 
-def _replaced(tree: Node | None, key: Key, node: Mapping) -> Mapping:
+def replaced(tree: Node | None, key: Key, node: Mapping) -> Mapping:
+    """Return the tree with another mapping at a key."""
     if not key:
         return node
     assert isinstance(tree, Mapping)
-    below = _replaced(tree.entries[key[0]], key[1:], node)
+    below = replaced(tree.entries[key[0]], key[1:], node)
     return Mapping({**tree.entries, key[0]: below}, tree.place)
 
 
 def _over(below: Node | None, node: Node) -> Node:
-    if not isinstance(below, Mapping):
-        return node
-    return merge(below, node) if isinstance(node, Mapping) else replace(node, replaces=True)
+    if isinstance(node, Mapping):
+        return merge(below, node) if isinstance(below, Mapping) else node
+    stated = isinstance(below, Mapping) or (isinstance(below, Leaf) and below.value is not None)
+    return replace(node, replaces=stated)
 
 
 def _text(path: Path) -> str:

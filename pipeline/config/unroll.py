@@ -17,6 +17,7 @@ from itertools import chain
 
 from parallel.errors import hint
 from stages.domains import PolicySettings
+from stages.kinds.distill import domain_of
 from stages.kinds.dpo import BestWorstPairSettings, DpoSettings
 from stages.kinds.grpo import GrpoSettings
 from stages.kinds.kind import KINDS, Found, Inputs, StageSettings
@@ -35,11 +36,12 @@ UNREAD = {
     "data": "name it in `data` of another stage, or delete the block",
 }
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"  # of a stage, which names a directory
+WEIGHTED = ("stages", "*", "teachers", "*")  # a reference, or a mapping of references to weights
 # The keys of references to stages and models, or of lists of them: paths where they have a slash.
 REFERENCES: tuple[tuple[str, ...], ...] = (
     ("stages", "*", "from"),
     ("stages", "*", "teachers"),
-    ("stages", "*", "teachers", "*"),
+    WEIGHTED,
     ("stages", "*", "models"),
     ("stages", "*", "models", "*"),
     ("stages", "*", "objective", "kl", "reference"),
@@ -134,8 +136,9 @@ class Blocks:
         found, block, key = self.inputs(stage), stage.settings, stage.key
         if found.parent is not None:
             yield f"{key}.{block.key_of('parent')}", found.parent, stage.domain, "checkpoints"
-        for domain, name in found.teachers.items():
-            yield f"{key}.{block.key_of('teachers', domain)}", name, domain, "checkpoints"
+        for label, name in found.teachers.items():
+            at = f"{key}.{block.key_of('teachers', label)}"
+            yield at, name, domain_of(label), "checkpoints"
         for domain, name in found.references.items():
             if isinstance(block, GrpoSettings):
                 where = "objective.kl.reference"  # in the block, or in its domain

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
@@ -36,9 +37,10 @@ from pipeline.config.read import (
     nearest,
     override_at,
     plain,
+    replaced,
     shortened,
 )
-from pipeline.config.unroll import REFERENCES, is_path
+from pipeline.config.unroll import REFERENCES, WEIGHTED, is_path
 from pipeline.text import shown
 from stages.domains import DomainSettings
 from stages.keys import STRUCTURE, flatten
@@ -297,11 +299,21 @@ def _with_absolute_paths(tree: Mapping) -> Mapping:
     for pattern in (*PATHS, *REFERENCES):
         for key in matching(tree, pattern):
             leaf = find(tree, key)
+            if isinstance(leaf, Mapping) and pattern == WEIGHTED:
+                tree = replaced(tree, key, _with_absolute_names(leaf))
             if not isinstance(leaf, Leaf):
                 continue
             if (value := _absolute(leaf.value, leaf.place, pattern)) != leaf.value:
                 tree = override_at(tree, key, Leaf(value, leaf.place))
     return tree
+
+
+def _with_absolute_names(weights: Mapping) -> Mapping:
+    """Return the weights of models with absolute paths, whose names are keys."""
+    entries = {
+        _absolute(name, each.place, WEIGHTED): each for name, each in weights.entries.items()
+    }
+    return replace(weights, entries=entries)
 
 
 def _absolute(value: Any, place: SourceLocation, pattern: Key) -> Any:

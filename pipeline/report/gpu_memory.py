@@ -23,6 +23,7 @@ from pipeline.config.cluster import ClusterSettings
 from pipeline.report.stage_memory import (
     compared_with,
     critic_memory,
+    heads_needed,
     objectives,
     policy_memory,
     rewarded,
@@ -168,7 +169,7 @@ def _models(stage: Stage, settings: RunSettings) -> list[RankModels]:
     logits = (
         [each.kl.needs_logits for each in objectives(stage, settings).values()] if block else [True]
     )
-    headed = frozen if any(logits) else 0
+    headed = heads_needed(stage, settings) if block is None else frozen * any(logits)
     return [
         RankModels(
             policy=policy,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from parallel.memory import RankMemory, reading_memory, training_memory
 from parallel.settings import OptimizerSettings
 from pipeline.run.graph import Stage
 from stages.domains import LoopSettings, PolicySettings
-from stages.kinds.distill import DistillSettings
+from stages.kinds.distill import DistillSettings, domain_of
 from stages.kinds.grpo import GrpoSettings
 from stages.objectives.advantages.gae import GaeSettings
 from stages.objectives.kl import AVERAGE
@@ -58,15 +60,31 @@ def rewarded(stage: Stage, settings: RunSettings) -> PolicySettings | None:
 def compared_with(stage: Stage, settings: RunSettings) -> tuple[int, int]:
     """Return the number of frozen teachers or references, and of moving averages of the policy.
 
-    A reference that several domains name, or an average of one decay, is kept once.
+    A model that several domains name, or an average of one decay, is kept once; of the teachers
+    that come in turn one is.
     """
     if rewarded(stage, settings) is None:
-        return len(stage.teachers) + _starts(stage, settings), 0
+        return _teachers(stage, settings) + _starts(stage, settings), 0
     own = {name: each.kl for name, each in objectives(stage, settings).items()}
     penalties = {name: kl for name, kl in own.items() if kl.coefficient > 0}
     averages = {kl.ema_decay for kl in penalties.values() if kl.reference == AVERAGE}
     others = [name for name, kl in penalties.items() if kl.reference != AVERAGE]
     return len({stage.models.get(name, stage.parent) for name in others}), len(averages)
+
+
+def heads_needed(stage: Stage, settings: RunSettings) -> int:
+    """Return the number of frozen models' output heads that a merge needs at once."""
+    several = Counter(map(domain_of, stage.teachers))
+    at_once = max(several.values(), default=0)
+    return max(_teachers(stage, settings), at_once) + _starts(stage, settings)
+
+
+def _teachers(stage: Stage, settings: RunSettings) -> int:
+    """Return the number of teachers that a rank holds."""
+    block = settings.stages[stage.block] if stage.block is not None else None
+    one = isinstance(block, DistillSettings) and block.teacher_memory.resident == "one"
+    distinct = len(set(stage.teachers.values()))
+    return min(distinct, 1) if one else distinct
 
 
 def _starts(stage: Stage, settings: RunSettings) -> int:

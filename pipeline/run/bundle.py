@@ -26,6 +26,7 @@ from pipeline.run.run import STOPPED_MARK, Run, read_verdict
 from pipeline.run.unfinished import unfinished
 from pipeline.text import shown
 from stages.directory import StageDirectory
+from stages.kinds.distill import DistillSettings
 
 FORMAT = 1
 INDEX, CONFIG = "bundle.json", "config.yaml"
@@ -64,7 +65,7 @@ def _fill(run: Run, directory: Path, weights: Weights) -> None:
         "deterministic": run.settings.deterministic,
         "processor": processor(),
         "settings": run.settings.model_dump(mode="json"),
-        "routing": {each.name: each.teachers for each in run.stages if each.teachers},
+        "routing": {each.name: _routing(run, each) for each in run.stages if each.teachers},
         "inputs": inputs,
         "secrets": [*_secrets(tree)],
         "stages": [_stage(run, stage) for stage in run.stages],
@@ -72,6 +73,18 @@ def _fill(run: Run, directory: Path, weights: Weights) -> None:
         "commands": [*_commands(run)],
     }
     write_atomically(directory / INDEX, json.dumps(index, indent=2) + "\n")
+
+
+def _routing(run: Run, stage: Stage) -> Tree:
+    """Return the teacher of each domain, or the weights of several by their names."""
+    block = run.settings.stages[stage.block or ""]
+    assert isinstance(block, DistillSettings)
+    found: Tree = {}
+    for domain in stage.domains:
+        weights = block.teacher_weights(domain)
+        named = {stage.teachers[label]: weight for label, weight in weights.items()}
+        found[domain] = named if len(weights) > 1 else next(iter(named))
+    return found
 
 
 def _secrets(tree: Tree) -> Iterator[Tree]:

@@ -226,19 +226,24 @@ def _models(stages: Stages, tree: Tree, directory: Path, weights: Weights) -> It
     copies: dict[str, str] = {}  # paths in the bundle by the stated ones
     for pattern in (INITIAL, *REFERENCES):
         for key, holder, name in list(holders(tree, pattern)):
-            path = holder[name]
-            if not isinstance(path, str) or not is_path(path):
-                continue
-            found = outside_model(Path(path))
-            if (digest := _model_digest(found)) is None or found is None:
-                raise UserError(f"{key}: {path}: no model there; restore it")
-            if weights == "copy" and path not in copies:
-                copies[path] = f"weights/{len(copies)}"
-                _copy_model(Path(path), found, directory / copies[path])
-            holder[name] = copies.get(path, path)
-            readers = tuple(stage.name for stage in stages if path in stage.sources)
-            readers = readers or _readers(stages, key)
-            yield BundleInput(key, "model", holder[name], path in copies, digest, readers)
+            stated = holder[name]
+            for path in [*stated] if isinstance(stated, dict) else [stated]:
+                if not isinstance(path, str) or not is_path(path):
+                    continue
+                found = outside_model(Path(path))
+                if (digest := _model_digest(found)) is None or found is None:
+                    raise UserError(f"{key}: {path}: no model there; restore it")
+                if weights == "copy" and path not in copies:
+                    copies[path] = f"weights/{len(copies)}"
+                    _copy_model(Path(path), found, directory / copies[path])
+                at = copies.get(path, path)
+                readers = tuple(stage.name for stage in stages if path in stage.sources)
+                readers = readers or _readers(stages, key)
+                yield BundleInput(key, "model", at, path in copies, digest, readers)
+            if isinstance(stated, dict):  # weights of teachers, by model
+                holder[name] = {copies.get(path, path): each for path, each in stated.items()}
+            elif isinstance(stated, str):
+                holder[name] = copies.get(stated, stated)
 
 
 def _copy_model(path: Path, found: Checkpoint, target: Path) -> None:

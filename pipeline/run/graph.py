@@ -25,6 +25,7 @@ from typing import Any
 from pipeline.config.unroll import GATE, Blocks, Unrolled, is_path
 from stages.guards.settings import GateSettings, MergeGateSettings
 from stages.keys import NEUTRAL_KEYS, flatten, leaves, matches
+from stages.kinds.distill import DistillSettings, domain_of
 from stages.kinds.kind import KINDS, StageKind, with_domains
 from stages.settings import RunSettings
 
@@ -36,7 +37,8 @@ class Stage:
     """A node of the graph, of the block `block` of the run's stages.
 
     `parent`, `teachers`, `models` and `data` name the stages whose output it loads, or are paths of
-    models outside the run; the references of a KL penalty are `models` by domain. `after` names
+    models outside the run; the references of a KL penalty are `models` by domain, `teachers` too,
+    or by DOMAIN/N where a domain has several. `after` names
     stages that it waits for without loading anything. A gate compares the model `gated`, on every
     domain of `against`, with the model named there. Its random numbers derive from `seeded_as`.
     """
@@ -153,7 +155,9 @@ class _Compiler:
         inputs = self._blocks.inputs(of)
         trained = block.trained_by(run, of.domains)
         parent = self._found(inputs.parent, of.domain) if inputs.parent else None
-        teachers = {d: self._found(name, d) for d, name in inputs.teachers.items()}
+        teachers = {
+            label: self._found(name, domain_of(label)) for label, name in inputs.teachers.items()
+        }
         models = {known: self._found(name, of.domain) for known, name in inputs.models.items()}
         references = {d: self._found(name, d) for d, name in inputs.references.items()}
         models |= {d: name for d, name in references.items() if name != parent}  # loaded anyway
@@ -191,7 +195,11 @@ class _Compiler:
         gate = of.settings.gated
         assert gate is not None
         domains = tuple(each for each in of.domains if each in (gate.domains or of.domains))
-        others = stage.teachers if isinstance(gate, MergeGateSettings) else {}
+        others: dict[str, str] = {}
+        if isinstance(gate, MergeGateSettings) and isinstance(of.settings, DistillSettings):
+            for domain in of.domains:  # of several teachers the one with the largest weight
+                weights = of.settings.teacher_weights(domain)
+                others[domain] = stage.teachers[max(weights, key=weights.__getitem__)]
         against = {each: others.get(each, stage.parent or "") for each in domains}
         models = {model: model for model in (stage.name, *against.values())}
         own = {"gate": gate.model_dump(mode="json", exclude={"domains"})}

@@ -52,6 +52,7 @@ ADDED: dict[str, dict[str, Any]] = {
     "max_model_tokens": {"weights": "model"},  # of the engine
     "function": {"path": None},  # of Python rewards
     "worked_fraction": {"unworked": "wrong"},  # of generated demonstrations
+    "averaged_over": {"teacher_memory.hidden_states_precision": "model"},  # of a merge
 }
 # The same of blocks that only their kind tells from others.
 ADDED_TO_KINDS: dict[str, dict[str, Any]] = {"reasoning_gym": {"working": "optional"}}
@@ -145,7 +146,7 @@ def _completed(recorded: dict[str, Any]) -> dict[str, Any]:
         f"{each.removesuffix(known)}{key}": value
         for known, others in ADDED.items()
         for each in recorded
-        if each.endswith(f".{known}")
+        if f".{each}".endswith(f".{known}")
         for key, value in others.items()
     }
     of_kinds = {

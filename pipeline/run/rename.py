@@ -240,6 +240,8 @@ def _renamed(settings: RunSettings, block: str, old: str, new: str) -> Tree:
     def now(reference: Any, where: str) -> Any:
         if isinstance(reference, list):
             return [now(each, where) for each in reference]
+        if isinstance(reference, dict):  # the weights of a domain's teachers
+            return {now(each, where): weight for each, weight in reference.items()}
         if not isinstance(reference, str) or is_path(reference):
             return reference
         if where.endswith(KL_REFERENCE) and reference in OWN_REFERENCES:

@@ -69,9 +69,7 @@ def recorded_stage(run: RecordedRun, name: str) -> RecordedStage:
         own = run.settings["stages"][block]
         settings = _policy(run, name, own, domains) if own["kind"] == "grpo" else own
         only = domains[0] if len(domains) == 1 else None
-        teachers = own.get("teachers") or {}
-        if isinstance(teachers, str):
-            teachers = dict.fromkeys(domains, teachers)
+        teachers = _teachers(own, name, domains)
         parent = own["from"] and _resolved(run, own["from"], only)
         return RecordedStage(
             name,
@@ -84,6 +82,19 @@ def recorded_stage(run: RecordedRun, name: str) -> RecordedStage:
             tuple(_objectives(run, own, domains, parent)) if own["kind"] == "grpo" else (),
             _placed(own["seeded_as"] or name, only),
         )
+
+
+def _teachers(own: dict[str, Any], stage: str, domains: tuple[str, ...]) -> dict[str, str]:
+    """Return the teacher of each domain as it is named."""
+    given = own.get("teachers") or {}
+    if isinstance(given, str):
+        return dict.fromkeys(domains, given)
+    found = {}
+    for domain, named in given.items():
+        if isinstance(named, dict) and domain in domains and len(named) > 1:
+            raise NotAuditable(f"{stage}: {domain} has several teachers, which are not audited")
+        found[domain] = next(iter(named)) if isinstance(named, dict) else named
+    return found
 
 
 def _model(run: RecordedRun, named: str, parent: str | None, domain: str | None) -> str | None:

@@ -52,6 +52,9 @@ def merge_step(
     """
     if settings["method"] != "full_vocab_reverse_kl":
         raise NotAuditable(f"method {settings['method']['name']} is not audited")
+    precision = settings.get("teacher_memory", {}).get("hidden_states_precision", "model")
+    if precision != "model":
+        raise NotAuditable(f"hidden states of teachers in {precision} are not audited")
     if settings["averaged_over"] == "gap":
         raise NotAuditable("averaged_over: gap follows earlier steps, and is not audited")
     counts = {

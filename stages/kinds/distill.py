@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -9,7 +10,7 @@ from pydantic import BeforeValidator, Field, field_validator
 from pydantic_core import PydanticCustomError
 
 from parallel.errors import hint
-from parallel.settings import Count
+from parallel.settings import Count, Settings
 from stages.domains import PromptRolloutSettings, RoutingSettings, SamplingSettings
 from stages.guards.settings import MergeGateSettings
 from stages.kinds.kind import (
@@ -29,14 +30,52 @@ from stages.objectives.distillation.reverse_kl import ReverseKLSettings
 from stages.objectives.distillation.top_k import TopKReverseKLSettings
 from stages.objectives.teaching import PARENT
 
+MOST_OFF = 1e-6  # by which weights of teachers may miss 1
+Weighted = dict[str, float]  # weights by what they are of
+
+
+def domain_of(label: str) -> str:
+    """Return the domain of a teacher's label: DOMAIN, or DOMAIN/N where the domain has several."""
+    return label.partition("/")[0]
+
 
 def _teachers(value: Any) -> Any:
-    """Reject what is neither form, in one message instead of one for each."""
-    by_domain = isinstance(value, dict) and all(isinstance(each, str) for each in value.values())
+    """Reject what is no form of teachers, in one message instead of one for each."""
+
+    def one_or_weighted(given: Any) -> bool:
+        weighted = isinstance(given, dict) and given and all(map(_is_number, given.values()))
+        return bool(weighted) or isinstance(given, str)
+
+    by_domain = isinstance(value, dict) and all(map(one_or_weighted, value.values()))
     if not by_domain and not isinstance(value, str):
-        message = "should be a block, or a mapping of domains to blocks or stages"
+        message = (
+            "should be a block, or a mapping of domains to blocks or stages, or to several of them"
+            " with a weight each"
+        )
         raise PydanticCustomError("teachers", message)
     return value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+class TeacherMemorySettings(Settings):
+    """The memory that teachers take, and that of the hidden states they leave for a step."""
+
+    resident: Literal["one", "all"] = Field(
+        default="one",
+        description="teachers whose weights a rank holds. one: each is read from its files when its"
+        " turn comes, with equal results. all: faster where they fit",
+    )
+    hidden_states: Literal["device", "host", "disk"] = Field(
+        default="device",
+        description="where a step's last hidden states of teachers are until the student's pass."
+        " disk: in the stage's directory, one file a rank",
+    )
+    hidden_states_precision: Literal["model", "bf16", "fp16"] = Field(
+        default="model", description="precision they are kept in; other than model's it rounds them"
+    )
 
 
 class DistillSamplingSettings(SamplingSettings):
@@ -49,10 +88,12 @@ class DistillSettings(TrainedStageSettings):
     """Multi-teacher on-policy distillation: each prompt is graded by its own domain's teacher."""
 
     kind: Literal["distill"] = "distill"
-    teachers: Annotated[str | dict[str, str], BeforeValidator(_teachers)] = Field(
+    teachers: Annotated[str | dict[str, str | Weighted], BeforeValidator(_teachers)] = Field(
         description="teachers by domain; or one block for all: with for_each: domain, each domain's"
-        f" own stage of it. Each is {SOURCE}"
+        " own stage of it. Several of a domain have weights, which sum to 1: `{math: {experts: 0.7,"
+        f" ../other/run: 0.3}}`. Each is {SOURCE}"
     )
+    teacher_memory: TeacherMemorySettings = TeacherMemorySettings()
     method: MethodSettings = Field(
         default=ReverseKLSettings(), description="loss of a token; its name, or a block with keys"
     )
@@ -85,12 +126,19 @@ class DistillSettings(TrainedStageSettings):
     def key_of(self, role: str, name: str = "") -> str:
         if role == "models":
             return "method.start"
-        one = role == "teachers" and isinstance(self.teachers, str)
-        return "teachers" if one else super().key_of(role, name)
+        if role == "teachers":
+            one = isinstance(self.teachers, str)
+            return "teachers" if one else f"teachers.{domain_of(name)}"
+        return super().key_of(role, name)
 
     def read(self, run: RunBlocks, domains: Sequence[str]) -> dict[str, Any]:
         """Return the block, and the domains' rewards and advantages where the method reads them."""
         found = super().read(run, domains)
+        weights = {name: self.teacher_weights(name) for name in domains}
+        if several := {
+            name: list(each.values()) for name, each in weights.items() if len(each) > 1
+        }:
+            found["teacher_weights"] = several
         if self.method.needs_rewards:
             found["graded_by"] = {
                 name: {
@@ -102,10 +150,29 @@ class DistillSettings(TrainedStageSettings):
         return found
 
     def teachers_of(self, domains: Sequence[str]) -> Mapping[str, str]:
-        """Return the teacher of each domain that has one, as it is named."""
-        if isinstance(self.teachers, str):
-            return dict.fromkeys(domains, self.teachers)
-        return {name: self.teachers[name] for name in domains if name in self.teachers}
+        """Return the teachers of domains that have any, as they are named, by label."""
+        return {
+            label: name for domain in domains for label, (name, _) in self._by_label(domain).items()
+        }
+
+    def teacher_weights(self, domain: str) -> Weighted:
+        """Return the weight of each of a domain's teachers in its loss, by label."""
+        return {label: weight for label, (_, weight) in self._by_label(domain).items()}
+
+    def teacher_names(self, domain: str) -> dict[str, str]:
+        """Return the names of a domain's teachers in metrics, by label; paths have numbers."""
+        return {
+            label: label.partition("/")[2] if "/" in name else name
+            for label, (name, _) in self._by_label(domain).items()
+        }
+
+    def _by_label(self, domain: str) -> dict[str, tuple[str, float]]:
+        """Return the name and weight of each of a domain's teachers."""
+        named = self.teachers if isinstance(self.teachers, str) else self.teachers.get(domain, {})
+        if isinstance(named, str):
+            return {domain: (named, 1.0)}
+        labels = [f"{domain}/{n + 1}" for n in range(len(named))] if len(named) > 1 else [domain]
+        return dict(zip(labels, named.items(), strict=False))
 
     def replay(self, run: RunBlocks, domains: Sequence[str]) -> str:
         return self.routing.replay
@@ -124,12 +191,30 @@ class DistillSettings(TrainedStageSettings):
                     names, it = f"domains {', '.join(missing)}", "them"
                 instead = f", or leave {it} out of domains: [{taught}]" if taught else ""
                 yield at("teachers"), f"no teacher for the {names}; add one{instead}"
+        yield from self._weight_violations(at)
         for block, named in (("teachers", self.teachers), ("domain_weights", self.domain_weights)):
             for name in sorted(set(named) - set(known)) if isinstance(named, dict) else ():
                 yield at(f"{block}.{name}"), f"no such domain: {name}; {hint(name, known)}"
         yield from self._method_violations(under(f"{key}.method"), at, run, domains)
         yield from warmup_rules(at, self.optimizer, self.loop)
         yield from sampling_rules(at, self.sampling, self.rollout, run)
+
+    def _weight_violations(self, at: At) -> Found:
+        """Check the weights of domains with several teachers."""
+        for domain, named in self.teachers.items() if isinstance(self.teachers, dict) else ():
+            weights = named if isinstance(named, dict) else {}
+            for name, weight in weights.items():
+                if not weight > 0 or not math.isfinite(weight):
+                    yield (
+                        at(f"teachers.{domain}"),
+                        f"the weight of {name} is {weight:g}, but must be more than 0; leave the"
+                        " teacher out, or give it a weight",
+                    )
+                    break
+            else:
+                if weights and abs(sum(weights.values()) - 1) > MOST_OFF:
+                    total = f"the weights of the teachers sum to {sum(weights.values()):g}"
+                    yield at(f"teachers.{domain}"), f"{total}, but must sum to 1"
 
     def _method_violations(
         self, method: At, at: At, run: RunBlocks, domains: Sequence[str]

@@ -136,7 +136,7 @@ def distillation(totals: Any, responses: Any) -> tuple[torch.Tensor, float]:
     from stages.objectives.loss import token_mean
 
     batch = responses.batch
-    loss = token_mean(responses.kl(batch.teacher), batch.mask, totals)
+    loss = token_mean(responses.kl(batch.teachers[0].load()), batch.mask, totals)
     return loss, loss.item()
 
 
@@ -161,13 +161,21 @@ ALL = [
 ]
 
 
+def grade(parts: list[Any], teacher: Any) -> None:
+    """Set the micro-batches' teacher."""
+    from parallel.model.kept_logits import HiddenStates
+
+    states = HiddenStates("device", None, Path())
+    logits = teacher.response_logits([part.without_routes() for part in parts])
+    for part, theirs in zip(parts, logits, strict=False):
+        part.teachers = [states.keep(theirs)]
+
+
 def prepared(loss: str, drawn: list[Sample], teacher: Any, **how: Any) -> list[Any]:
     """Return micro-batches, with the teacher's logits if the loss needs them."""
     parts = batches(drawn, **how)
     if loss == "distillation":
-        logits = teacher.response_logits([part.without_routes() for part in parts])
-        for part, theirs in zip(parts, logits, strict=False):
-            part.teacher = theirs
+        grade(parts, teacher)
     return parts
 
 

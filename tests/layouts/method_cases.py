@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 
 from parallel.sample import Sample
 from parallel.settings import LayoutSettings
-from tests.layouts.cases import SGD, batches, build, samples, worst_gradient
+from tests.layouts.cases import SGD, batches, build, grade, samples, worst_gradient
 
 # Of every method the variant that reads most: rewards, a start, a nucleus, a tail.
 METHODS: dict[str, dict[str, Any]] = {
@@ -35,7 +35,7 @@ def taught(settings: Any, responses: Any) -> Any:
     part, logprobs = responses.batch, responses.logprobs()
     mu = logprobs.detach() + part.engine_logprobs / 10
     part.weights = correction_weights(logprobs.detach(), mu, part.mask, settings.weighing)
-    return TaughtTokens(responses, part.teacher, part.reference, logprobs, 1.0)
+    return TaughtTokens(responses, part.teachers[0].load(), part.reference, logprobs, 1.0)
 
 
 def loss(settings: Any, totals: Any, responses: Any) -> tuple[torch.Tensor, float]:
@@ -69,9 +69,9 @@ def accumulated(name: str, trained: list[Any], drawn: list[Sample], count: int) 
         {"name": name.split()[0], **METHODS[name]}
     )
     parts = batches(drawn, count)
-    for model, field in ((teacher, "teacher"), (start, "reference")):
-        for part, logits in zip(parts, model.response_logits(parts), strict=False):
-            setattr(part, field, logits)
+    grade(parts, teacher)
+    for part, logits in zip(parts, start.response_logits(parts), strict=False):
+        part.reference = logits
     totals = Totals(len(drawn), sum(len(sample.response) for sample in drawn))
     read = sum(sample.length for sample in drawn)
     values = policy.accumulate(parts, partial(loss, settings, totals), tokens=read)

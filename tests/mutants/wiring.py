@@ -27,12 +27,10 @@ MUTANTS = [
         "tests/stages/test_evaluate.py",
     ),
     Mutant(
-        "every prompt is graded by the next domain's teacher",
-        "stages/distill.py",
-        "for domain, teacher in self.teachers.items():",
-        "for domain, teacher in zip(\n"
-        "            self.teachers, [*self.teachers.values()][1:] + [*self.teachers.values()][:1]\n"
-        "        ):",
+        "every prompt is graded by the first domain's teacher",
+        "stages/teachers.py",
+        "self._models.policy(checkpoint).evaluate(own, keep)",
+        "self._models.policy(next(iter(self._models.turns()))).evaluate(own, keep)",
         "tests/stages/test_distill.py",
     ),
     Mutant(
@@ -44,15 +42,15 @@ MUTANTS = [
     ),
     Mutant(
         "teachers replay the student's routes",
-        "stages/distill.py",
-        "teacher.response_logits([part.without_routes() for part in parts])",
-        "teacher.response_logits(parts)",
+        "stages/teachers.py",
+        "own = [part.without_routes() for part in parts]",
+        "own = parts",
         "tests/audit",
     ),
     Mutant(
         "domain weights of the merge are ignored",
         "stages/distill.py",
-        "return shares[part.domain] * value,",
+        "return shares[domain] * value,",
         "return value / len(shares),",
         "tests/stages/test_distill.py",
     ),

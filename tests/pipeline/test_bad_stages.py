@@ -79,8 +79,8 @@ BLOCKS = {
         "stages.more.teachers: stages of kind sft have no such key; only of distill"
     ),
     f"more: {{kind: distill, from: merge, teachers: [experts], {TRAINED[1:]}": (
-        "stages.more.teachers: should be a block, or a mapping of domains to blocks or stages, not "
-        '["experts"]'
+        "stages.more.teachers: should be a block, or a mapping of domains to blocks or stages, or"
+        ' to several of them with a weight each, not ["experts"]'
     ),
     f"more: {{kind: distill, from: merge, teachers: {{words: experts}}, {TRAINED[1:]}": (
         "stages.more.teachers: no teacher for the domain sums; add one, or leave it out of domains:"

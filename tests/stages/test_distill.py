@@ -38,6 +38,7 @@ def merge(directory: Path, **given: Any) -> Merge:
     block = {
         "from": "cold_start",
         "teachers": "experts",
+        "teacher_memory": {"resident": "all"},  # no checkpoint to read one from
         "routing": {"replay": "none"},
         "optimizer": {"learning_rate": 1e-2},
         "loop": {"steps": 3, "micro_batch_tokens": 256},
@@ -97,13 +98,13 @@ def test_every_domain_has_its_own_teacher_and_the_divergence_its_direction(
 ) -> None:
     stage = merge(tmp_path)
     with torch.no_grad():  # else logits hardly differ, and either direction gives the same
-        for policy in (stage.policy, *stage.teachers.values()):
+        for policy in (stage.policy, *(each for name in SEEDS for each in stage.teachers.of(name))):
             policy.chunks[0].output_layer.weight.mul_(30)
             policy.weights_changed()
     found = gradients(stage, samples)
     own = [sample for sample in samples if sample.domain == "words"]
-    reverse = expected(stage.policy, stage.teachers["words"], own)
-    forward = expected(stage.teachers["words"], stage.policy, own)
+    reverse = expected(stage.policy, stage.teachers.of("words")[0], own)
+    forward = expected(stage.teachers.of("words")[0], stage.policy, own)
     assert abs(reverse - forward) > 0.01 * reverse
     assert found["teacher_kl/sums"] == pytest.approx(0, abs=1e-6)  # its teacher is the student
     assert found["teacher_kl/words"] == pytest.approx(reverse, rel=1e-4)
@@ -178,9 +179,9 @@ def test_the_gradient_share_is_of_what_enters_the_model(
         stage = merge(tmp_path, averaged_over="tokens")
     found = gradients(stage, samples)
     sums = {}
-    for domain, teacher in stage.teachers.items():
+    for domain in SEEDS:
         own = [sample for sample in samples if sample.domain == domain]
-        ours, theirs = rows(stage.policy, own), rows(teacher, own)
+        ours, theirs = rows(stage.policy, own), rows(stage.teachers.of(domain)[0], own)
         p, d = np.exp(ours), ours - theirs
         sums[domain] = np.abs(p * (d - (p * d).sum(-1, keepdims=True))).sum()
     share = sums["words"] / sum(sums.values())
