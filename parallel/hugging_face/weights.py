@@ -108,7 +108,7 @@ def spread_weights(
     """
     settings = settings_of(bridge.hf_config)
     ours: dict[str, list[tuple[Box, torch.Tensor]]] = {}
-    for name, box, part in _parts(bridge, chunks):
+    for name, box, part in own_parts(bridge, chunks):
         ours.setdefault(name, []).append((box, part))
     shapes, ranks, rank = list(tensors(settings).items()), dist.get_world_size(), dist.get_rank()
     for first in range(0, len(shapes), ranks):
