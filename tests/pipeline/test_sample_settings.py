@@ -112,6 +112,10 @@ def test_a_wrong_setting_is_named(sampled: Path, override: str, expected: str) -
     assert any(expected in each for each in found), found
 
 
+def test_a_filter_may_leave_one_length_the_longest(sampled: Path) -> None:
+    load(sampled, ["stages.collect.keep={reward: 1, min_tokens: 24, max_tokens: 24}"])
+
+
 @pytest.mark.parametrize(
     ("row", "why"),
     [
