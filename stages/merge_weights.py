@@ -25,7 +25,7 @@ from stages.settings import StageJob
 from stages.weight_merging.tensors import MergedTensor, overlap_counts
 
 
-class Source(Protocol):
+class WeightSource(Protocol):
     """The weights of a model on a disk, under their Hugging Face names."""
 
     def read(self, name: str) -> torch.Tensor:
@@ -42,13 +42,13 @@ def run(job: StageJob) -> None:
         WeightsError: a Hugging Face checkpoint is of another model.
     """
     policy = Policy(job.settings.model, job.settings.layout)
-    merge = Merge(job, places(policy))
+    merge = WeightMerge(job, places(policy))
     spread_weights(policy.bridge, policy.chunks, merge.tensor)
     policy.weights_changed()
     Saver(job.files.checkpoints, asynchronous=False).begin(policy, 0, {})
 
 
-class Merge:
+class WeightMerge:
     """The merge of a job: the models that are read, and what each tensor becomes."""
 
     def __init__(self, job: StageJob, where: Places) -> None:
@@ -58,9 +58,9 @@ class Merge:
         self._overlaps: list[tuple[int, int]] = []
         self._seed = f"{job.settings.seed}/{job.seeded_as}"
         model, self._names = job.settings.model, job.own.names(job.domains)
-        opened: dict[Path, Source] = {}
+        opened: dict[Path, WeightSource] = {}
 
-        def source(path: Path | None) -> Source:
+        def source(path: Path | None) -> WeightSource:
             assert path is not None
             if path not in opened:
                 opened[path] = _opened(path, model, where)
@@ -109,7 +109,7 @@ class Merge:
         return np.random.Generator(np.random.Philox(key=key))
 
 
-def _opened(path: Path, model: ModelSettings, where: Places) -> Source:
+def _opened(path: Path, model: ModelSettings, where: Places) -> WeightSource:
     """Open a model and check that it is whole and of these settings. Collective."""
     if (path / "config.json").is_file():
         return checked_files(model, path)

@@ -46,7 +46,7 @@ class WeightMethodBase(Settings):
 class MergedTensor:
     """A tensor of N models, and of the start where the method needs one.
 
-    `read(i)` returns model i's, `read(-1)` the start's, each in float64 and read anew. `weights`
+    `read(i)` returns model i's, `read(-1)` the start's, each a new tensor in float64. `weights`
     are the models'. `generator(i)` draws for model i: the same numbers whenever it is called.
     `overlaps[i]` counts, over all tensors of the model, where model i and others differ from the
     start, and where model i alone does.

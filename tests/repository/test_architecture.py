@@ -20,7 +20,16 @@ from tools.walks import WALKS, check
 # step and imports no other room of stages/, so that it cannot repeat their errors.
 ROOMS = {
     "pipeline": ["config", "run", "launch", "slurm", "report", "commands"],
-    "stages": ["audit", "data", "rewards", "objectives", "guards", "kinds", "sampling"],
+    "stages": [
+        "audit",
+        "data",
+        "rewards",
+        "objectives",
+        "weight_merging",
+        "guards",
+        "kinds",
+        "sampling",
+    ],
     "parallel": ["cpu", "weights", "hugging_face", "model", "checkpoint", "engine"],
 }
 APART = {("engine", "checkpoint"), *(("audit", room) for room in ROOMS["stages"])}
