@@ -83,7 +83,7 @@ def judge_merge(stage: Stage, gate: MergeGateSettings, models: Models) -> GateVe
 
 
 def judge_loss(stage: Stage, gate: LossGateSettings, solved: Solved) -> GateVerdict:
-    """Judge whether a quantized model answers as many problems of each domain as its parent."""
+    """Judge whether a quantized model loses little of its parent's accuracy on each domain."""
     return _verdict([_lost(stage, gate, solved, domain) for domain in stage.against], gate)
 
 

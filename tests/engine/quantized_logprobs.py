@@ -1,4 +1,4 @@
-"""The log-probabilities of a prompt, by vLLM on a CPU, of a checkpoint as it lies on disk.
+"""The log-probabilities of a prompt, by vLLM on a CPU, of a checkpoint on disk.
 
     python -m tests.engine.quantized_logprobs CHECKPOINT TOKEN ...
 
