@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import lcm
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,11 +25,8 @@ from torch import Tensor
 
 from parallel.device import device
 from parallel.model import vocabulary
-from parallel.model.vocabulary import HeadLogits
+from parallel.model.vocabulary import HeadLogits, KeptLogits
 from parallel.sample import Sample
-
-if TYPE_CHECKING:
-    from parallel.model.kept_logits import KeptLogits
 
 
 @dataclass(frozen=True)
