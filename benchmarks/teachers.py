@@ -2,8 +2,8 @@
 
     python benchmarks/teachers.py > benchmarks/teachers.json
 
-Two ranks (layout.tensor 2) and a model of some 70 million parameters in fp32: 12 teachers' files
-are 3.4 GiB. Every case is two processes of its own, whose peak resident memory the system reports.
+Two ranks (layout.tensor 2) and a model of 65 million parameters in fp32: 12 teachers' files are
+2.9 GiB. Every case is two processes of its own, whose peak resident memory the system reports.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MODEL = ModelSettings(
 LAYOUT = LayoutSettings(ranks=2, tensor=2)
 TEACHERS, STEPS = 12, 4
 SAMPLES, PROMPT, RESPONSE = 12, 32, 96  # of all domains together
-OPD_VOCABULARY, OPD_HIDDEN = 151_936, 2048  # of Qwen3-30B-A3B
+VOCABULARY, HIDDEN = 151_936, 2048  # of Qwen3-30B-A3B
 
 
 def main() -> dict[str, Any]:
@@ -59,10 +59,10 @@ def main() -> dict[str, Any]:
 
 def kept_bytes() -> dict[str, float]:
     """Return the bytes of a token's hidden states and of its logits, in bf16."""
-    hidden, logits = 2 * OPD_HIDDEN, 2 * OPD_VOCABULARY
+    hidden, logits = 2 * HIDDEN, 2 * VOCABULARY
     return {
-        "vocabulary": OPD_VOCABULARY,
-        "hidden_size": OPD_HIDDEN,
+        "vocabulary": VOCABULARY,
+        "hidden_size": HIDDEN,
         "hidden_bytes_a_token": hidden,
         "logits_bytes_a_token": logits,
         "times_fewer": round(logits / hidden, 1),
