@@ -142,7 +142,7 @@ def _job(directory: str, count: int, resident: str, states: str) -> Any:
 
 
 def _parts(domains: list[str], step: int) -> list[Any]:
-    """Return a micro-batch of each sample, as many of each domain."""
+    """Return a micro-batch of each sample, equally of each domain."""
     from parallel.batch import RankPlace, collate
     from parallel.sample import Sample
 

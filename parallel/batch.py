@@ -25,8 +25,7 @@ from torch import Tensor
 
 from parallel.device import device
 from parallel.model import vocabulary
-from parallel.model.kept_logits import KeptLogits
-from parallel.model.vocabulary import HeadLogits
+from parallel.model.vocabulary import HeadLogits, KeptLogits
 from parallel.sample import Sample
 
 

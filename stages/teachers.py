@@ -21,9 +21,9 @@ from parallel.checkpoint import load
 from parallel.checkpoint.planned import WeightPlan
 from parallel.device import DTYPES
 from parallel.distributed import on_main
-from parallel.model.kept_logits import Head, HiddenStates, KeptLogits
+from parallel.model.kept_logits import HiddenStates
 from parallel.model.policy import Policy, TrainedPolicy
-from parallel.model.vocabulary import HeadLogits
+from parallel.model.vocabulary import Head, HeadLogits, KeptLogits
 from stages.kinds.distill import DistillSettings, domain_of
 from stages.settings import StageJob
 

@@ -66,7 +66,7 @@ class PlannedRead:
         return self.source.start + first * row, rows * row
 
     def fill(self, file: BinaryIO, buffer: Tensor) -> None:
-        """Read the box, as many rows at once as the buffer takes."""
+        """Read the box, in pieces that the buffer takes."""
         row, (start, _) = self.source.row_bytes, self.span
         step = max(1, len(buffer) // row)
         columns = within((self.box[0][1:], self.box[1][1:]))

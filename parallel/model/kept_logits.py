@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Literal
@@ -16,28 +15,10 @@ from typing import BinaryIO, Literal
 import torch
 from torch import Tensor
 
-from parallel.device import device
 from parallel.errors import UserError
-from parallel.model.vocabulary import HeadLogits
+from parallel.model.vocabulary import Head, HeadLogits, KeptLogits
 
 Where = Literal["device", "host", "disk"]
-Head = Tensor | Callable[[], Tensor]  # as of HeadLogits
-
-
-@dataclass(frozen=True)
-class KeptLogits:
-    """The hidden states of a micro-batch, wherever they are, and the head that they need.
-
-    They come back in the dtype that they had, rounded to the one that they were kept in.
-    """
-
-    read: Callable[[], Tensor]
-    dtype: torch.dtype
-    head: Head
-
-    def load(self) -> HeadLogits:
-        """Return the logits with their hidden states on the device."""
-        return HeadLogits(self.read().to(device()).to(self.dtype), self.head)
 
 
 class HiddenStates:

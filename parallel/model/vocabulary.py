@@ -25,10 +25,13 @@ from megatron.core import parallel_state
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from parallel.device import LOSS_CHUNK_BYTES
+from parallel.device import LOSS_CHUNK_BYTES, device
 
 # Replaces -inf: its exponential is 0 too, but its differences and products are finite.
 LOWEST = -1e30
+
+
+Head = Tensor | Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class HeadLogits:
     """
 
     hidden: Tensor
-    head: Tensor | Callable[[], Tensor]
+    head: Head
 
     @property
     def weight(self) -> Tensor:
@@ -51,6 +54,22 @@ class HeadLogits:
     def rows(self, rows: slice) -> Tensor:
         """Return the logits of some rows, [rows, vocabulary / TP]."""
         return self.hidden[rows] @ self.weight.T
+
+
+@dataclass(frozen=True)
+class KeptLogits:
+    """The hidden states of a micro-batch, wherever they are, and the head that they need.
+
+    They come back in the dtype that they had, rounded to the one that they were kept in.
+    """
+
+    read: Callable[[], Tensor]
+    dtype: torch.dtype
+    head: Head
+
+    def load(self) -> HeadLogits:
+        """Return the logits with their hidden states on the device."""
+        return HeadLogits(self.read().to(device()).to(self.dtype), self.head)
 
 
 Logits = Tensor | HeadLogits

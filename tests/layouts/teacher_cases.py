@@ -186,7 +186,7 @@ class Taught:
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Nothing of it is saved but the policy."""
+        """Restore nothing: only the policy is saved."""
 
     def score(self, metrics: dict[str, float]) -> float:
         return -metrics["loss"]
