@@ -204,7 +204,6 @@ def train(layout: LayoutSettings, directory: str, name: str, phase: str = "", at
     memory = {"resident": "one", "hidden_states": "disk"}
     of = job(layout, MODEL, directory, teacher_memory=memory)
     of = of.model_copy(update={"directory": Path(directory) / name, "attempt": 1, "parent": None})
-    stage = Taught(of)
     owner: Any = {"load": WeightPlan, "write": HiddenStates, "step": TrainedPolicy}.get(phase)
     method = {"load": "_run", "write": "_write", "step": "_select_responses"}.get(phase, "")
     usual, counted = getattr(owner, method, None), itertools.count(1)
@@ -215,7 +214,9 @@ def train(layout: LayoutSettings, directory: str, name: str, phase: str = "", at
         return usual(*arguments)
 
     with mock.patch.object(owner, method, deadly) if owner else nullcontext():
-        run_loop(stage, of, LoopSettings(steps=4, checkpoint_every=1))
+        # Synchronous, so that what is left does not depend on the time.
+        loop = LoopSettings(steps=4, checkpoint_every=1, async_checkpoints=False)
+        run_loop(Taught(of), of, loop)
     torch.use_deterministic_algorithms(False)
 
 

@@ -72,7 +72,7 @@ def undisturbed(on: On, teachers: Path) -> Path:
 @pytest.mark.parametrize(
     ("phase", "at"),
     # Of step 3 of 4: reads of weights or heads, micro-batches written, passes.
-    [("load", 12), ("write", 16), ("step", 60)],
+    [("load", 12), ("write", 16), ("step", 16)],
 )
 def test_a_merge_killed_in_a_phase_resumes_with_the_same_bits(
     phase: str, at: int, on: On, teachers: Path, undisturbed: Path

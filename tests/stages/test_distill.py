@@ -17,7 +17,7 @@ from parallel.model.policy import Policy
 from parallel.sample import Sample
 from stages.data.problem import Problem
 from stages.distill import Merge, weights_of
-from stages.kinds.distill import DistillSettings
+from stages.kinds.distill import DistillSettings, domain_of
 from stages.objectives.groups import Batch, Group
 from tests.fake_engines import RefittedFleet, toy_domain, toy_job, toy_run
 
@@ -47,7 +47,12 @@ def merge(directory: Path, **given: Any) -> Merge:
     settings = settings.model_copy(
         update={"stages": {"merge": DistillSettings.model_validate(block)}}
     )
-    teachers = {domain: directory / domain for domain in SEEDS}
+    own = settings.stages["merge"]
+    assert isinstance(own, DistillSettings)
+    labels = [label for domain in SEEDS for label in own.teacher_weights(domain)]
+    # A domain's second teacher is the other domain's.
+    names = {"sums/2": "words", "words/2": "sums"}
+    teachers = {label: directory / names.get(label, domain_of(label)) for label in labels}
     job = toy_job(directory, settings, domain=None, teachers=teachers, **MERGE)
     with (
         mock.patch("stages.sampling.engines.Fleet", RefittedFleet),
@@ -244,3 +249,30 @@ def test_rewards_give_advantages_to_a_method_that_reads_them(tmp_path: Path) -> 
         each.advantage = 0.0
     merge(tmp_path).split_updates(batch)
     assert not any(each.advantage for each in drawn)
+
+
+@pytest.mark.parametrize("method", ["full_vocab_reverse_kl", {"name": "jsd", "beta": 0.3}])
+def test_the_loss_to_several_teachers_is_the_weighted_sum_of_the_losses(
+    method: Any, tmp_path: Path, samples: list[Sample]
+) -> None:
+    both = {"sums": {"experts": 0.25, "../outside": 0.75}, "words": "experts"}
+    alone = []
+    for seed in (2, SEEDS["words"]):
+        with mock.patch.dict(SEEDS, {"sums": seed}):
+            alone.append(merge(tmp_path, method=method))
+    with mock.patch.dict(SEEDS, {"sums": 2}):
+        together = merge(tmp_path, method=method, teachers=both)
+    first, second = (gradients(each, samples) for each in alone)
+    found = gradients(together, samples)
+    kls = [each["teacher_kl/sums"] for each in (first, second)]
+    assert found["teacher_kl/sums/experts"] == kls[0] != kls[1]
+    assert found["teacher_kl/sums/2"] == kls[1]  # a path, by its place
+    assert found["teacher_kl/sums"] == pytest.approx(0.25 * kls[0] + 0.75 * kls[1])
+    assert found["teacher_kl/words"] == first["teacher_kl/words"]
+    assert found["loss"] == pytest.approx(0.25 * first["loss"] + 0.75 * second["loss"], rel=1e-6)
+    parts = (
+        [each.main_grad for each in stage.policy.chunks[0].parameters()]
+        for stage in (*alone, together)
+    )
+    for one, other, both_of_them in zip(*parts, strict=True):
+        torch.testing.assert_close(0.25 * one + 0.75 * other, both_of_them, rtol=1e-4, atol=1e-8)
