@@ -89,6 +89,35 @@ def test_the_aims_name_the_experts_that_lose_and_those_that_are_surpassed(
     assert fourth == "Experts that lose elsewhere: sum on sort."
 
 
+def test_a_finished_seed_is_only_read(study: ModuleType, tmp_path: Path) -> None:
+    def scores(**numbers: float) -> dict[str, Any]:
+        return {"cold_start": dict.fromkeys(DOMAINS, numbers)}
+
+    run = tmp_path / study.run_name(3)
+    stage = run / "stages" / "cold_start"
+    stage.mkdir(parents=True)
+    (stage / "manifest.json").write_text('{"settings": {}}')
+    found = {"minutes": {"cold_start": 1.5}, "models": scores(accuracy=0.25)}
+    (run / "results.json").write_text(json.dumps(found))
+    for name, numbers in (
+        ("greedy", {"accuracy": 0.5}),
+        ("of_8", {"accuracy": 0.3, "pass_at_k": 0.75}),
+    ):
+        path = run / "evaluations" / name / "results.json"
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps({"models": scores(**numbers)}))
+        (run / f"evaluated_{name}.json").write_text(json.dumps({"results": str(path)}))
+    assert study.measure(3, tmp_path) == {
+        "minutes": {"cold_start": 1.5},
+        "sampled_tokens": {"cold_start": 0},
+        "accuracies": {
+            "cold_start": {"sum": 25, "sort": 25},
+            "cold_start, greedy": {"sum": 50, "sort": 50},
+            "cold_start, any of 8": {"sum": 75, "sort": 75},
+        },
+    }
+
+
 def test_tokens_are_responses_times_their_mean_length(study: ModuleType, tmp_path: Path) -> None:
     def stage(name: str, settings: dict[str, Any], *lines: dict[str, float]) -> Path:
         directory = tmp_path / name
