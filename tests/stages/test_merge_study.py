@@ -118,6 +118,27 @@ def test_a_finished_seed_is_only_read(study: ModuleType, tmp_path: Path) -> None
     }
 
 
+def test_the_report_has_every_model_and_what_each_arm_costs(study: ModuleType) -> None:
+    tokens = {"experts.sum": 10, "experts.sort": 20, "opd": 5, "mixed": 35, "collect.sum": 4}
+    seeds = [
+        {
+            "minutes": dict.fromkeys([*tokens, "rejection_sft"], 0.5),
+            "sampled_tokens": tokens,
+            "accuracies": accuracies(
+                **dict.fromkeys(("opd", "exopd", "mixed", "rejection_sft"), (38.0 + n, 39.0))
+            ),
+        }
+        for n in range(3)
+    ]
+    report = study.report(seeds)
+    assert report.count("| OPD, domains equal |") == 4
+    assert "| OPD, domains equal | 5 | 35 | 0.5 ± 0.0 |" in report
+    assert "| mixed RL | 35 | 35 | 0.5 ± 0.0 |" in report
+    assert "| rejection-sampled SFT | 4 | 34 | 1.0 ± 0.0 |" in report
+    assert "| experts.sum | +20.0 ± 0.0 | -10.0 ± 0.0 | 10.0 ± 0.0 |" in report
+    assert "| experts.sum | 40.0 ± 0.0 | 10.0 ± 0.0 | 25.0 ± 0.0 |" in report
+
+
 def test_tokens_are_responses_times_their_mean_length(study: ModuleType, tmp_path: Path) -> None:
     def stage(name: str, settings: dict[str, Any], *lines: dict[str, float]) -> Path:
         directory = tmp_path / name
