@@ -104,7 +104,7 @@ def measure(seed: int, runs_dir: Path) -> dict[str, Any]:
     results = json.loads((run / "results.json").read_text())
     further = {}
     for name, flags in FURTHER.items():
-        found = json.loads((evaluation(run, name, flags).parent / "results.json").read_text())
+        found = json.loads((evaluation(run, name, flags) / "results.json").read_text())
         further[name] = found["models"][START]
     accuracies = {model: percents(scores) for model, scores in results["models"].items()}
     accuracies[f"{START}, greedy"] = percents(further["greedy"])

@@ -89,6 +89,56 @@ def test_the_aims_name_the_experts_that_lose_and_those_that_are_surpassed(
     assert fourth == "Experts that lose elsewhere: sum on sort."
 
 
+def test_a_finished_seed_is_only_read(study: ModuleType, tmp_path: Path) -> None:
+    def scores(**numbers: float) -> dict[str, Any]:
+        return {"cold_start": dict.fromkeys(DOMAINS, numbers)}
+
+    run = tmp_path / study.run_name(3)
+    stage = run / "stages" / "cold_start"
+    stage.mkdir(parents=True)
+    (stage / "manifest.json").write_text('{"settings": {}}')
+    found = {"minutes": {"cold_start": 1.5}, "models": scores(accuracy=0.25)}
+    (run / "results.json").write_text(json.dumps(found))
+    for name, numbers in (
+        ("greedy", {"accuracy": 0.5}),
+        ("of_8", {"accuracy": 0.3, "pass_at_k": 0.75}),
+    ):
+        path = run / "evaluations" / name / "results.json"
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps({"models": scores(**numbers)}))
+        (run / f"evaluated_{name}.json").write_text(json.dumps({"results": str(path)}))
+    assert study.measure(3, tmp_path) == {
+        "minutes": {"cold_start": 1.5},
+        "sampled_tokens": {"cold_start": 0},
+        "accuracies": {
+            "cold_start": {"sum": 25, "sort": 25},
+            "cold_start, greedy": {"sum": 50, "sort": 50},
+            "cold_start, any of 8": {"sum": 75, "sort": 75},
+        },
+    }
+
+
+def test_the_report_has_every_model_and_what_each_arm_costs(study: ModuleType) -> None:
+    tokens = {"experts.sum": 10, "experts.sort": 20, "opd": 5, "mixed": 35, "collect.sum": 4}
+    seeds = [
+        {
+            "minutes": dict.fromkeys([*tokens, "rejection_sft"], 0.5),
+            "sampled_tokens": tokens,
+            "accuracies": accuracies(
+                **dict.fromkeys(("opd", "exopd", "mixed", "rejection_sft"), (38.0 + n, 39.0))
+            ),
+        }
+        for n in range(3)
+    ]
+    report = study.report(seeds)
+    assert report.count("| OPD, domains equal |") == 4
+    assert "| OPD, domains equal | 5 | 35 | 0.5 ± 0.0 |" in report
+    assert "| mixed RL | 35 | 35 | 0.5 ± 0.0 |" in report
+    assert "| rejection-sampled SFT | 4 | 34 | 1.0 ± 0.0 |" in report
+    assert "| experts.sum | +20.0 ± 0.0 | -10.0 ± 0.0 | 10.0 ± 0.0 |" in report
+    assert "| experts.sum | 40.0 ± 0.0 | 10.0 ± 0.0 | 25.0 ± 0.0 |" in report
+
+
 def test_tokens_are_responses_times_their_mean_length(study: ModuleType, tmp_path: Path) -> None:
     def stage(name: str, settings: dict[str, Any], *lines: dict[str, float]) -> Path:
         directory = tmp_path / name
