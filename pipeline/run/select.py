@@ -20,7 +20,7 @@ from pipeline.run.lineage import changes, lineage_from, read_manifest
 from pipeline.run.run import Run, StageState, as_done, damaged_verdict, missing_output
 from pipeline.text import say, shown
 from stages.directory import StageDirectory
-from stages.keys import ENGINE_KEYS, LOOP_KEYS, NON_INVALIDATING_KEYS, matches
+from stages.keys import ENGINE_KEYS, LOOP_KEYS, NON_INVALIDATING_KEYS, TEACHER_KEYS, matches
 
 MAY_CHANGE = f"""\
   logging
@@ -32,7 +32,7 @@ MAY_CHANGE = f"""\
           {", ".join(ENGINE_KEYS[10:13])},
           {", ".join(ENGINE_KEYS[13:])}
   every domain and stage: guards
-  every stage: after
+  every stage: after, {", ".join(TEACHER_KEYS)}
   every loop: {", ".join(LOOP_KEYS)}"""
 
 

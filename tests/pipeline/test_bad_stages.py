@@ -12,9 +12,10 @@ from tests.runs import REPOSITORY
 LAST = "  export: {kind: export, from: merge}\n"
 NAME = "a block's name must be 1 to 100 letters, digits, _ or -, and start with a letter or digit"
 KINDS = (
-    "'distill', 'dpo', 'evaluate', 'export', 'grpo', 'import', 'merge_weights', 'sample' or 'sft'"
+    "'distill', 'dpo', 'evaluate', 'export', 'grpo', 'import', 'merge_weights', 'quantize',"
+    " 'sample' or 'sft'"
 )
-TRAINING = "only of distill, dpo, grpo, sft"
+TRAINING = "only of distill, dpo, grpo, quantize, sft"
 MORE = f"data: {{x: {{stage: merge}}}}, sequences_per_step: 4, {TRAINED[1:-1]}"
 
 # Of a block below the others: the message after file and line.

@@ -162,7 +162,7 @@ def test_weights_method_and_models_make_it_stale(config: Path) -> None:
         (
             ["stages.soup.method=tie"],
             "stages.soup.method.name: should be 'average', 'dare', 'ram', 'sce',"
-            " 'task_arithmetic' or 'ties', not \"tie\"",
+            " 'task_arithmetic' or 'ties', not \"tie\"; did you mean \"ties\"?",
         ),
     ],
 )

@@ -52,7 +52,7 @@ def bash(script: Path, *arguments: object, path: Path | None = None, **environme
 
 
 def test_all_scripts_do_the_same() -> None:
-    assert len(ALL) == 10
+    assert len(ALL) == 11
     assert len({body(script) for script in ALL}) == 1
     assert "braid stage" in body(ALL[0])
 
