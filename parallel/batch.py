@@ -116,6 +116,7 @@ class MicroBatch:
     reference: HeadLogits | None = None
     teacher: HeadLogits | None = None  # of the domain
     domain: str = ""
+    demonstrated: bool = False  # its samples are, and no engine has sampled them
 
     @property
     def own_targets(self) -> Tensor:

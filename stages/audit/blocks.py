@@ -12,6 +12,7 @@ from typing import Any
 from stages.audit.recorded import NotAuditable, RecordedRun, document, naming
 
 GATE = "gates."
+SELF = "self"  # in place of a teacher: the student
 SHARED = ""
 # Of a policy; a stage that does not state one takes it from its only domain.
 OF_DOMAIN = (
@@ -72,6 +73,10 @@ def recorded_stage(run: RecordedRun, name: str) -> RecordedStage:
         teachers = own.get("teachers") or {}
         if isinstance(teachers, str):
             teachers = dict.fromkeys(domains, teachers)
+        if SELF in teachers.values():
+            raise NotAuditable(
+                f"{name} has the teacher {SELF}, whose contexts are not recorded: it is not audited"
+            )
         parent = own["from"] and _resolved(run, own["from"], only)
         return RecordedStage(
             name,

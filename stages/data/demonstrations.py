@@ -220,10 +220,13 @@ def conversation_index(
     if settings.response is not None:
         columns = [settings.prompt, settings.response]
     if isinstance(settings, CollectedFileSettings):
-        columns.append(settings.messages)
+        columns += [settings.messages, "domain"]
 
     def parse(row: Row) -> tuple[Shown, str, str]:
         """Return a row's demonstration, and the hash of the turns before the first response too."""
+        only = settings.domain if isinstance(settings, CollectedFileSettings) else None
+        if only not in (None, row.get("domain")):
+            raise RowError(f"it is of the domain {row.get('domain')}")
         if settings.response is None:
             messages = messages_of(row, settings.messages)
             if messages[0]["role"] == ASSISTANT:

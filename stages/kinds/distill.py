@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
@@ -22,8 +22,11 @@ from stages.kinds.kind import (
     StageKind,
     TrainedStageSettings,
     register,
+    with_domains,
 )
+from stages.kinds.merge_data import CollectedDataSettings, merge_data_rules
 from stages.kinds.rules import At, sampling_rules, under, warmup_rules
+from stages.kinds.self_teacher import SELF, SelfTeacherSettings, self_teacher_rules
 from stages.objectives.distillation import MethodSettings
 from stages.objectives.distillation.reverse_kl import ReverseKLSettings
 from stages.objectives.distillation.top_k import TopKReverseKLSettings
@@ -51,7 +54,10 @@ class DistillSettings(TrainedStageSettings):
     kind: Literal["distill"] = "distill"
     teachers: Annotated[str | dict[str, str], BeforeValidator(_teachers)] = Field(
         description="teachers by domain; or one block for all: with for_each: domain, each domain's"
-        f" own stage of it. Each is {SOURCE}"
+        f" own stage of it. Each is {SOURCE}; or self, the student with `self_teacher`"
+    )
+    self_teacher: SelfTeacherSettings = Field(
+        default=SelfTeacherSettings(), description="the teacher `self`, where `teachers` names it"
     )
     method: MethodSettings = Field(
         default=ReverseKLSettings(), description="loss of a token; its name, or a block with keys"
@@ -64,6 +70,16 @@ class DistillSettings(TrainedStageSettings):
     )
     domain_weights: dict[str, Annotated[float, Field(gt=0)]] = Field(
         default={}, description="relative weights of domains in that mean; of the others 1"
+    )
+    data_share: Annotated[float, Field(ge=0, lt=1)] = Field(
+        default=0.0,
+        description="share of a step's sequences of each domain that come from `data` instead of"
+        " the student, and that its teacher grades alike; 0: all are the student's samples",
+    )
+    data: dict[str, CollectedDataSettings] = Field(
+        default={},
+        description="what domains take that share from, by domain: {stage: NAME}; a domain that is"
+        " not named takes its own demonstrations",
     )
     sampling: DistillSamplingSettings = DistillSamplingSettings()
     rollout: PromptRolloutSettings = PromptRolloutSettings()
@@ -80,7 +96,13 @@ class DistillSettings(TrainedStageSettings):
     def inputs(self, run: RunBlocks, domains: Sequence[str]) -> Inputs:
         start = self.method.start_model
         models = {start: start} if start not in (None, PARENT, self.from_) else {}
-        return Inputs(parent=self.from_, teachers=self.teachers_of(domains), models=models)
+        named = self.teachers_of(domains).items()
+        return Inputs(
+            parent=self.from_,
+            teachers={domain: teacher for domain, teacher in named if teacher != SELF},
+            models=models,
+            data={name: self.data[name].stage for name in domains if name in self.data},
+        )
 
     def key_of(self, role: str, name: str = "") -> str:
         if role == "models":
@@ -91,6 +113,18 @@ class DistillSettings(TrainedStageSettings):
     def read(self, run: RunBlocks, domains: Sequence[str]) -> dict[str, Any]:
         """Return the block, and the domains' rewards and advantages where the method reads them."""
         found = super().read(run, domains)
+        # Absent where they say nothing: else every finished merge would be stale.
+        if not self.self_taught(domains):
+            del found["self_teacher"]
+        elif self.self_teacher.context == "sibling":
+            rewards = {"rewards"}
+            found["right_by"] = {
+                name: run.domains[name].model_dump(mode="json", include=rewards)
+                for name in self.self_taught(domains)
+            }
+        if not self.data_share:
+            del found["data_share"]
+        del found["data"]  # the lineage has what it names
         if self.method.needs_rewards:
             found["graded_by"] = {
                 name: {
@@ -106,6 +140,21 @@ class DistillSettings(TrainedStageSettings):
         if isinstance(self.teachers, str):
             return dict.fromkeys(domains, self.teachers)
         return {name: self.teachers[name] for name in domains if name in self.teachers}
+
+    def self_taught(self, domains: Sequence[str]) -> Sequence[str]:
+        """Return the domains that the student itself teaches."""
+        named = self.teachers_of(domains)
+        return [domain for domain in domains if named.get(domain) == SELF]
+
+    def demonstrated(self, domains: Sequence[str]) -> Sequence[str]:
+        """Return the domains whose demonstrations it reads."""
+        shown = self.self_taught(domains) if self.self_teacher.context == "demonstration" else ()
+        given = [name for name in domains if self.data_share and name not in self.data]
+        return [name for name in domains if name in given or name in shown]
+
+    def run_keys(self, domains: Sequence[str]) -> Iterator[str]:
+        yield from super().run_keys(domains)
+        yield from with_domains(["domains.{domain}.demonstrations"], self.demonstrated(domains))
 
     def replay(self, run: RunBlocks, domains: Sequence[str]) -> str:
         return self.routing.replay
@@ -124,10 +173,19 @@ class DistillSettings(TrainedStageSettings):
                     names, it = f"domains {', '.join(missing)}", "them"
                 instead = f", or leave {it} out of domains: [{taught}]" if taught else ""
                 yield at("teachers"), f"no teacher for the {names}; add one{instead}"
-        for block, named in (("teachers", self.teachers), ("domain_weights", self.domain_weights)):
+        by_domain = {
+            "teachers": self.teachers,
+            "domain_weights": self.domain_weights,
+            "data": self.data,
+        }
+        for block, named in by_domain.items():
             for name in sorted(set(named) - set(known)) if isinstance(named, dict) else ():
                 yield at(f"{block}.{name}"), f"no such domain: {name}; {hint(name, known)}"
         yield from self._method_violations(under(f"{key}.method"), at, run, domains)
+        taught, group = self.self_taught(domains), self.sampling.group_size
+        yield from self_teacher_rules(at, self.self_teacher, self.method, group, run, taught)
+        of = self.data_share, self.data, self.method, self.sampling
+        yield from merge_data_rules(at, *of, run, domains, taught)
         yield from warmup_rules(at, self.optimizer, self.loop)
         yield from sampling_rules(at, self.sampling, self.rollout, run)
 
