@@ -182,6 +182,9 @@ class DistillSettings(TrainedStageSettings):
             for name in sorted(set(named) - set(known)) if isinstance(named, dict) else ():
                 yield at(f"{block}.{name}"), f"no such domain: {name}; {hint(name, known)}"
         yield from self._method_violations(under(f"{key}.method"), at, run, domains)
+        if self.self_teacher != SelfTeacherSettings() and not self.self_taught(known):
+            why = "only read where a teacher is self; name self in teachers, or delete it"
+            yield at("self_teacher"), why
         taught, group = self.self_taught(domains), self.sampling.group_size
         yield from self_teacher_rules(at, self.self_teacher, self.method, group, run, taught)
         of = self.data_share, self.data, self.method, self.sampling

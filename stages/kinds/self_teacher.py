@@ -51,7 +51,10 @@ def self_teacher_rules(
     run: RunBlocks,
     taught: Sequence[str],
 ) -> Found:
-    """Check the teacher of the domains that the student itself teaches."""
+    """Check the teacher of the domains that the student itself teaches.
+
+    Of a block with for_each, `taught` are those of one stage.
+    """
     block = at("self_teacher")
     for part in (PROMPT, CONTEXT):
         if part not in teacher.template:
@@ -62,8 +65,6 @@ def self_teacher_rules(
         why = f"only read with context: column, and this is {teacher.context}; use null"
         yield f"{block}.column", why
     if not taught:
-        if teacher != SelfTeacherSettings():
-            yield block, "only read where a teacher is self; name self in teachers, or delete it"
         return
     if teacher.context == "sibling" and group_size < 2:
         why = "a response alone in its group has no sibling to learn from; use 2 or more"
