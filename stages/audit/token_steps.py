@@ -52,7 +52,7 @@ def merge_step(
     """
     if settings["method"] != "full_vocab_reverse_kl":
         raise NotAuditable(f"method {settings['method']['name']} is not audited")
-    if settings["data_share"]:
+    if settings.get("data_share"):
         raise NotAuditable("data_share above 0 trains on what no engine sampled: it is not audited")
     if settings["averaged_over"] == "gap":
         raise NotAuditable("averaged_over: gap follows earlier steps, and is not audited")

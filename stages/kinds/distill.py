@@ -116,12 +116,6 @@ class DistillSettings(TrainedStageSettings):
         # Absent where they say nothing: else every finished merge would be stale.
         if not self.self_taught(domains):
             del found["self_teacher"]
-        elif self.self_teacher.context == "sibling":
-            rewards = {"rewards"}
-            found["right_by"] = {
-                name: run.domains[name].model_dump(mode="json", include=rewards)
-                for name in self.self_taught(domains)
-            }
         if not self.data_share:
             del found["data_share"]
         del found["data"]  # the lineage has what it names
@@ -155,6 +149,8 @@ class DistillSettings(TrainedStageSettings):
     def run_keys(self, domains: Sequence[str]) -> Iterator[str]:
         yield from super().run_keys(domains)
         yield from with_domains(["domains.{domain}.demonstrations"], self.demonstrated(domains))
+        if self.self_teacher.context == "sibling":  # which responses are right
+            yield from with_domains(["domains.{domain}.rewards"], self.self_taught(domains))
 
     def replay(self, run: RunBlocks, domains: Sequence[str]) -> str:
         return self.routing.replay

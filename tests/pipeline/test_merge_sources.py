@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.validate import load
+from pipeline.report.drawing import origin
 from pipeline.report.stage_memory import compared_with
 from pipeline.run.graph import Stage, compile_graph
 from tests.pipeline.violations import edited
@@ -26,7 +27,7 @@ def below(stage: Stage, *keys: str) -> set[str]:
 def test_a_merge_without_either_reads_what_it_read_before(config: Path) -> None:
     """Else every finished merge would be stale."""
     merge = stages_of(config)["merge"]
-    assert not below(merge, "self_teacher", "data", "right_by")
+    assert not below(merge, "self_teacher", "data")
     assert not any("demonstrations" in key for key in merge.reads)
 
 
@@ -34,16 +35,17 @@ def test_the_student_is_no_input_and_its_context_is_in_the_lineage(config: Path)
     merge = stages_of(config, SELF)["merge"]
     assert merge.teachers == {"words": "experts.words"}
     assert merge.waits_for == ("cold_start", "experts.words")
+    assert origin(merge) == "cold_start, taught by experts.words, itself"
     assert below(merge, "self_teacher") == {
         f"self_teacher.{key}" for key in ("ema_decay", "context", "column", "template")
     }
-    assert not below(merge, "right_by")
+    assert not below(merge, "domains.sums.rewards")
     sibling = (
         SELF,
         "stages.merge.self_teacher.context=sibling",
         "stages.merge.sampling={group_size: 2}",
     )
-    assert below(stages_of(config, *sibling)["merge"], "right_by.sums.rewards")
+    assert below(stages_of(config, *sibling)["merge"], "domains.sums.rewards")
     shown = stages_of(config, SELF, "stages.merge.self_teacher.context=demonstration")["merge"]
     assert below(shown, "domains.sums.demonstrations")
     assert not below(shown, "domains.words.demonstrations")
