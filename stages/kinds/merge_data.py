@@ -43,12 +43,13 @@ def merge_data_rules(
         if data:
             yield at("data"), "only read with data_share above 0; set that, or delete it"
         return
-    per_step = sampling.prompts_per_step
-    if not math.isclose(share * per_step, given_prompts(share, sampling), abs_tol=1e-6):
+    per_step, given = sampling.prompts_per_step, given_prompts(share, sampling)
+    whole = math.isclose(share * per_step, given, abs_tol=1e-6)
+    if not whole or not 0 < given < per_step:
         yield (
             at("data_share"),
-            f"{share:g} x {at('sampling.prompts_per_step')} = {per_step} is no whole number of"
-            " groups of a step; change either",
+            f"{share:g} x {at('sampling.prompts_per_step')} = {per_step} must be a whole number of"
+            f" a step's groups, from 1 to {per_step - 1}; change either",
         )
     if method.samples:
         yield (
