@@ -116,6 +116,7 @@ class MicroBatch:
     reference: HeadLogits | None = None
     teachers: Sequence[KeptLogits] = ()  # of the domain, as its settings order them
     domain: str = ""
+    demonstrated: bool = False  # its samples are, and no engine has sampled them
 
     @property
     def own_targets(self) -> Tensor:

@@ -29,6 +29,8 @@ class Sample:
     reward_parts: dict[str, float] | None = None  # by name, before they are weighted
     step_rewards: list[tuple[int, float]] | None = None  # each with the step's last position
     group: int = 0  # number of the prompt within the training step
+    demonstrated: bool = False  # given beside the policy's own samples, and not sampled
+    teacher_prompt: np.ndarray | None = None  # int32, that a teacher reads instead of `prompt`
     advantage: float = 0.0  # the mean where tokens have their own
     advantages: np.ndarray | None = None  # fp32 [response]
 
@@ -64,5 +66,6 @@ class Sample:
             kept=None,
             reward_parts=None,
             step_rewards=None,
+            teacher_prompt=None,
             advantages=None,
         )

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from parallel.batch import MicroBatch, Responses
 from parallel.device import device
-from parallel.distributed import sum_over_data, sum_over_shards
-from parallel.model.vocabulary import HeadLogits
+from parallel.distributed import is_main, sum_over_data
 from parallel.sample import Sample
 from stages.data.settings import NoCurriculumSettings
+from stages.domain_shares import add_slope, gradient_shares, weights_of
 from stages.domains import RolloutSettings
 from stages.kinds.distill import DistillSettings, Weighted
+from stages.kinds.merge_data import given_prompts
+from stages.kinds.self_teacher import SELF
 from stages.loop import train
+from stages.merge_data import MergeData
 from stages.objectives.groups import Batch, assign_advantages
 from stages.objectives.kl import KLSettings
 from stages.objectives.loss import Totals, token_mean
@@ -24,7 +27,9 @@ from stages.objectives.models import Reference
 from stages.objectives.registry import METHODS
 from stages.objectives.surrogate import CorrectionSettings
 from stages.objectives.teaching import TaughtTokens
+from stages.preflight import Preflight
 from stages.sampling.step import OnPolicyStage, StepSamples
+from stages.self_teacher import Contexts, SelfTeacher
 from stages.settings import StageJob
 from stages.teachers import Teachers
 
@@ -56,7 +61,9 @@ class Merge(OnPolicyStage):
             domain: expert.model_copy(update={"curriculum": NoCurriculumSettings()})
             for domain, expert in job.own_domains.items()
         }
-        super().__init__(job, settings, rollout, domains, settings.loop.steps)
+        sampled = sampled_settings(settings)
+        super().__init__(job, sampled, rollout, domains, settings.loop.steps)
+        self.data = MergeData(job, settings)
         self.method = settings.method
         self.gaps: dict[str, float] = {}  # nats a token that each domain was from its teacher
         self.start: Reference | None = None
@@ -71,6 +78,21 @@ class Merge(OnPolicyStage):
             for label, name in settings.teacher_names(domain).items()
             if len(own) > 1
         }
+        self.self_teacher: SelfTeacher | None = None
+        self.contexts: Contexts | None = None
+        tokenizer = self.engines.tokenizer
+        if taught := settings.self_taught(job.domains):
+            states = self.teachers.hidden_states
+            self.self_teacher = SelfTeacher(job, self.policy, settings.self_teacher, taught, states)
+            own = {domain: domains[domain] for domain in taught}
+            most = job.settings.model.max_positions
+            self.contexts = Contexts(settings.self_teacher, own, tokenizer, most)
+        self.preflight = Preflight(job.stage, tokenizer, self._models())
+
+    def step(self, step: int) -> dict[str, float]:
+        if is_main():
+            self.data.draw(step)
+        return super().step(step)
 
     def split_updates(self, batch: Batch) -> StepSamples:
         """Return all samples as one update, with advantages if the method reads them.
@@ -81,13 +103,25 @@ class Merge(OnPolicyStage):
             own = [group for group in batch.groups if group.problem.domain == name]
             weights = {part: reward.weight for part, reward in domain.rewards.items()}
             assign_advantages(own, domain.objective.advantage, weights)
-        return StepSamples([[sample for group in batch.groups for sample in group.samples]], {})
+        found = {} if self.contexts is None else self.contexts.assign(batch.groups)
+        samples = [sample for group in batch.groups for sample in group.samples]
+        return StepSamples([[*samples, *self.data.drawn]], {**found, **self.data.too_long})
 
-    def packed_together(self, samples: list[Sample]) -> dict[str, list[Sample]]:
-        """Return the samples of each domain, since each has its own teachers."""
-        return {
-            domain: [each for each in samples if each.domain == domain] for domain in self.domains
-        }
+    def packed_together(self, samples: list[Sample]) -> list[tuple[str, list[Sample]]]:
+        """Return the samples of each domain, since each has its own teachers, and its data apart.
+
+        What no engine has sampled has no routes to replay and no log-probabilities to compare.
+        Both kinds of a domain are adjacent, so that a teacher's head is read once for them.
+        """
+        kinds = sorted({False, *(each.demonstrated for each in samples)})
+        return [
+            (
+                domain,
+                [each for each in samples if (each.domain, each.demonstrated) == (domain, data)],
+            )
+            for domain in self.domains
+            for data in kinds
+        ]
 
     def correction(self, part: MicroBatch) -> CorrectionSettings:
         """Return how the method weighs sampled tokens by pi / mu."""
@@ -105,7 +139,8 @@ class Merge(OnPolicyStage):
         def loss(responses: Responses) -> tuple[torch.Tensor, tuple[str, float, Weighted]]:
             domain = responses.batch.domain
             value, kls = self._loss(responses, Totals(len(samples), tokens[domain]))
-            _add_slope(slopes[domain], responses.logits)
+            add_slope(slopes[domain], responses.logits)
+            self.data.observe(responses.batch, value.item())
             return shares[domain] * value, (domain, value.item(), kls)
 
         read = sum(sample.length for sample in samples)
@@ -126,8 +161,10 @@ class Merge(OnPolicyStage):
             "teacher_kl": sum(shares[domain] * kl for domain, kl in kls.items()),
             **{f"teacher_kl/{domain}": kl for domain, kl in kls.items()},
             **{f"teacher_kl/{name}": by_teacher[label] for label, name in self.names.items()},
-            **{f"token_share/{domain}": n / tokens.total() for domain, n in tokens.items()},
+            **{f"token_share/{domain}": n / max(tokens.total(), 1) for domain, n in tokens.items()},
             **gradient_shares(slopes),
+            **self.data.metrics(samples, losses),
+            **(self.preflight.report() if self._version == 1 else {}),
         }
 
     def after_update(self, measured: dict[str, float]) -> dict[str, float]:
@@ -137,16 +174,20 @@ class Merge(OnPolicyStage):
                 kl = max(measured[f"teacher_kl/{domain}"], 0.0)
                 gap = self.gaps.get(domain, kl)
                 self.gaps[domain] = GAP_DECAY * gap + (1 - GAP_DECAY) * kl
+        if self.self_teacher is not None:
+            self.self_teacher.update()
         return {}
 
     def state(self) -> dict[str, Any]:
         """Return the state of the prompts, and the gaps that weights follow."""
         by_gap = self.own.averaged_over == "gap"
-        return {**super().state(), **({"gaps": self.gaps} if by_gap else {})}
+        gaps = {"gaps": self.gaps} if by_gap else {}
+        return {**super().state(), **self.data.state(), **gaps}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a saved state."""
         super().restore(state)
+        self.data.restore(state)
         if self.own.averaged_over == "gap":
             self.gaps = state["gaps"]
 
@@ -157,8 +198,19 @@ class Merge(OnPolicyStage):
     def _grade(self, batches: list[MicroBatch]) -> None:
         """Set each domain's teacher in its batches, and the start if the method reads it."""
         self.teachers.grade(batches)
+        if self.self_teacher is not None:
+            self.self_teacher.grade(batches)
         if self.start is not None:
             self.start.compute_logprobs(batches, self.sampling.temperature, logits=True)
+
+    def _models(self) -> dict[str, str]:
+        """Return every teacher, a stage or a path, by its name in metrics."""
+        found = {}
+        for label in (label for own in self.weights.values() for label in own):
+            path = self.job.teachers.get(label, Path(SELF))
+            saved = path.parent.name == "checkpoints"
+            found[self.names.get(label, label)] = path.parents[1].name if saved else str(path)
+        return found
 
     def _loss(self, responses: Responses, totals: Totals) -> tuple[torch.Tensor, Weighted]:
         """Return the loss of a micro-batch, and the KL to each teacher of its domain, by label.
@@ -181,46 +233,15 @@ class Merge(OnPolicyStage):
                     kl = token_mean(responses.kl(taught.teacher), part.mask, totals)
             terms.append(weight * value)
             kls[label] = kl.item()
+            if self._version == 1:
+                name = self.names.get(label, label)
+                self.preflight.observe(name, responses, taught.teacher, kls[label])
         return sum(terms[1:], terms[0]), kls
 
 
-def weights_of(
-    merge: DistillSettings, tokens: Mapping[str, int], gaps: Mapping[str, float]
-) -> dict[str, float]:
-    """Return each domain's weight in the loss; the weights sum to 1.
-
-    `tokens` counts the update's learned tokens by domain. A domain without any has weight 0. `gaps`
-    are nats a token to each teacher; until one is above 0, `gap` weighs domains alike.
-    """
-    by = {domain: float(count > 0) for domain, count in tokens.items()}
-    if merge.averaged_over == "tokens":
-        by = dict(tokens)
-    elif merge.averaged_over == "gap" and any(gaps.values()):
-        by = {domain: present * gaps.get(domain, 0.0) for domain, present in by.items()}
-    weights = {domain: merge.domain_weights.get(domain, 1.0) * by[domain] for domain in tokens}
-    total = sum(weights.values())
-    return {domain: weight / max(total, 1e-9) for domain, weight in weights.items()}
-
-
-def gradient_shares(slopes: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """Return `gradient_share` by domain, of this rank's sums by domain. Collective.
-
-    The sums are of |d loss / d logit| over tokens and vocabulary. A share of the weights' gradient
-    would need a backward pass and a gradient buffer for each domain; this one is exact for the
-    gradient that enters the model, costs one read of it, and knows no cancellation between tokens.
-    """
-    names = list(slopes)
-    own = sum_over_shards(torch.stack([slopes[name] for name in names]))
-    whole = sum_over_data(dict(zip(names, own.tolist(), strict=True)))
-    total = sum(whole.values())
-    return {f"gradient_share/{name}": whole[name] / (total or 1.0) for name in names}
-
-
-def _add_slope(total: torch.Tensor, logits: torch.Tensor | HeadLogits) -> None:
-    """Add the logits' gradient, when it is computed, to `total` as the sum of absolute values."""
-
-    def add(gradient: torch.Tensor) -> None:
-        total.add_(torch.linalg.vector_norm(gradient, 1, dtype=torch.float32))
-
-    assert isinstance(logits, torch.Tensor)
-    logits.register_hook(add)
+def sampled_settings(merge: DistillSettings) -> DistillSettings:
+    """Return the settings with the prompts of a step that the student answers itself."""
+    sampling = merge.sampling
+    prompts = sampling.prompts_per_step - given_prompts(merge.data_share, sampling)
+    own = sampling.model_copy(update={"prompts_per_step": prompts})
+    return merge.model_copy(update={"sampling": own})

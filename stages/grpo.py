@@ -98,9 +98,9 @@ class Expert(OnPolicyStage):
         rewards = self.rewards[group.problem.domain]
         return len({is_right(sample, rewards) for sample in graded(group)}) <= 1
 
-    def packed_together(self, samples: list[Sample]) -> dict[str, list[Sample]]:
+    def packed_together(self, samples: list[Sample]) -> list[tuple[str, list[Sample]]]:
         """Return the samples of each objective."""
-        return self.objectives.packed_together(samples)
+        return [*self.objectives.packed_together(samples).items()]
 
     def correction(self, part: MicroBatch) -> CorrectionSettings:
         """Return how the micro-batch's objective weighs samples that pi_old did not draw."""

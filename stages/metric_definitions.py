@@ -54,6 +54,12 @@ _TABLE = {
         " `lambda` | as `length_exponent`, which is logged where all domains share it",
         "token_share/NAME": "share of the step's tokens that domain NAME has | what the domain"
         " would weigh with `averaged_over: tokens`",
+        "data_token_share/NAME": "share of domain NAME's learned tokens that are of `data`; with"
+        " `data_share` | near it where data are as long as what the student writes",
+        "sampled_token_share/NAME": "share of domain NAME's learned tokens that the student"
+        " sampled; with `data_share` | 1 - `data_token_share/NAME`",
+        "data_too_long/NAME": "data of domain NAME skipped for their length; with `data_share` |"
+        " near 0; else raise `demonstrations.max_tokens`",
         "gradient_share/NAME": "share of domain NAME in the gradient that enters the merge's model:"
         " |d loss / d logit|, summed over its tokens and the vocabulary | near its weight; one at"
         " 0.9 decides alone what the merge learns",
@@ -104,6 +110,10 @@ _TABLE = {
         " raise `max_response_tokens`. Guard `truncation`",
         "response_tokens": "mean response length, end token included | no steady growth without"
         " reward",
+        "no_context/NAME": "share of domain NAME's responses without a context for the teacher"
+        " `self`, which are masked | of `sibling` the prompts that none or one solves; else 0",
+        "context_too_long/NAME": "share of domain NAME's responses masked since what the teacher"
+        " `self` reads exceeds `model.max_positions` | 0; else a shorter context",
         "wrong_over_right": "mean length of the graded responses that do not solve their problem,"
         " over that of those that do; where there are both | steady; near 1",
         "identical_responses": "share of all but the first responses to a prompt that equal an"
@@ -154,6 +164,16 @@ _TABLE = {
         " tokens, nats; of several teachers the mean by weight, and `teacher_kl/NAME/TEACHER` of"
         " each, a path being its place in `teachers` from 1 | falls; one that stays high is hard to"
         " follow, or weighs too little",
+        "preflight_kl/NAME": "mean full-vocabulary KL(student ‖ its teacher) over the first step's"
+        " samples of domain NAME, nats; in that step; of several teachers each one's is"
+        " `preflight_kl/NAME/TEACHER` | above 0; at 0 it teaches nothing",
+        "disjoint_tokens/NAME": "share of those tokens that the student gives more than 0.1 and the"
+        " teacher of domain NAME less than 1e-6, by teacher as `preflight_kl` is | 0; else the log"
+        " names the tokens",
+        "data_loss/NAME": "mean loss of `method` over domain NAME's tokens of `data`; with"
+        " `data_share` | falls; above `sampled_loss/NAME` where data are foreign to the student",
+        "sampled_loss/NAME": "mean loss of `method` over domain NAME's sampled tokens; with"
+        " `data_share` | falls",
         "mismatch_mean": "mean |log mu - log pi| of the tokens of `mismatch_max`, nats | a few"
         " 1e-7 in fp32",
         "high_ratio": "share of the tokens of `mismatch_max` with pi / mu or mu / pi above 2 | 0."

@@ -1,17 +1,22 @@
-"""A stage that trains on sequences of several sources: its draws, its state, the end of a step."""
+"""The sources of sequences, and a stage that trains on several: its draws, its state, its steps."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from random import Random
 from typing import Any, Generic, Protocol, TypeVar
 
 from parallel.batch import MicroBatch
 from parallel.distributed import is_main
 from parallel.model.policy import TrainedPolicy
 from parallel.sample import Sample
+from stages.data.demonstrations import ConversationStream, demonstrations, response_sample
 from stages.data.mixture import Mixture
-from stages.data.tokenizer import load_tokenizer
+from stages.data.problem import seed_of
+from stages.data.prompts import PromptStream
+from stages.data.settings import GeneratedDemonstrationSettings
+from stages.data.tokenizer import Tokenizer, load_tokenizer
 from stages.directory import StageDirectory
 from stages.kinds.mixture import MixtureStageSettings
 from stages.metrics import token_efficiency, trained_tokens
@@ -112,3 +117,36 @@ def collected(job: StageJob, name: str) -> Path:
     path = job.data[name]
     StageDirectory(path.parent).check_collected()
     return path
+
+
+class GeneratedPool:
+    """A pool of generated demonstrations, sampled with replacement; else a ConversationStream."""
+
+    cursor = 0  # no state: a step's choice depends on its number alone
+    too_long = 0
+
+    def __init__(self, samples: list[Sample], domain: str, seed: int) -> None:
+        self._samples, self._domain, self._seed = samples, domain, seed
+
+    def draw(self, step: int, count: int) -> list[Sample]:
+        """Return `count` demonstrations for a step."""
+        return Random(f"{self._seed}/{self._domain}/{step}").choices(self._samples, k=count)
+
+
+SequenceSource = ConversationStream | GeneratedPool
+
+
+def demonstrated(job: StageJob, domain: str, tokenizer: Tokenizer) -> SequenceSource:
+    """Return the source of a domain's demonstrations."""
+    seed, settings = job.settings.seed, job.settings.domains[domain]
+    wanted = settings.demonstrations
+    if isinstance(wanted, GeneratedDemonstrationSettings):
+        prompts = PromptStream(settings.prompts, tokenizer, domain, seed, job.seeded_as)
+        samples = [
+            response_sample(tokenizer, shown.problem.prompt, shown.response, domain)
+            for shown in demonstrations(wanted, prompts, seed)
+        ]
+        return GeneratedPool(samples, domain, seed)
+    order, fraction = seed_of(seed, domain, "demonstrations"), settings.prompts.held_out_fraction
+    most = wanted.max_tokens or job.settings.model.max_positions
+    return ConversationStream(wanted, tokenizer, domain, order, fraction, most)

@@ -5,8 +5,6 @@ A mixture has sources with weights: what other stages collected, files, and demo
 
 from __future__ import annotations
 
-from random import Random
-
 import torch
 
 from parallel import batch
@@ -14,20 +12,15 @@ from parallel.batch import RankPlace, Responses
 from parallel.distributed import broadcast, is_main, sum_over_data
 from parallel.model.policy import TrainedPolicy
 from parallel.sample import Sample
-from stages.data.demonstrations import ConversationStream, demonstrations, response_sample
+from stages.data.demonstrations import ConversationStream
 from stages.data.problem import seed_of
-from stages.data.prompts import PromptStream
-from stages.data.settings import (
-    CollectedFileSettings,
-    ConversationFileSettings,
-    GeneratedDemonstrationSettings,
-)
+from stages.data.settings import CollectedFileSettings, ConversationFileSettings
 from stages.data.tokenizer import Tokenizer
 from stages.import_weights import look_for_held_out
 from stages.kinds.mixture import StageSourceSettings
 from stages.kinds.sft import DomainDemonstrationsSettings, SftSettings
 from stages.loop import train
-from stages.mixture import MixtureStage, collected
+from stages.mixture import MixtureStage, SequenceSource, collected, demonstrated
 from stages.objectives.loss import Totals, token_mean
 from stages.settings import StageJob
 
@@ -54,7 +47,7 @@ class Sft(MixtureStage[Sample]):
         )
         if is_main():
             look_for_held_out(job.settings, self.tokenizer)
-            of = _mixed if own.data else _demonstrated
+            of = _mixed if own.data else demonstrated
             self.sources = {
                 name: of(job, name, self.tokenizer) for name in (own.data or job.domains)
             }
@@ -82,39 +75,6 @@ class Sft(MixtureStage[Sample]):
         return {name: each.demonstrations.sequences_per_step for name, each in domains}
 
 
-class GeneratedPool:
-    """A pool of generated demonstrations, sampled with replacement; else a ConversationStream."""
-
-    cursor = 0  # no state: a step's choice depends on its number alone
-    too_long = 0
-
-    def __init__(self, samples: list[Sample], domain: str, seed: int) -> None:
-        self._samples, self._domain, self._seed = samples, domain, seed
-
-    def draw(self, step: int, count: int) -> list[Sample]:
-        """Return `count` demonstrations for a step."""
-        return Random(f"{self._seed}/{self._domain}/{step}").choices(self._samples, k=count)
-
-
-SequenceSource = ConversationStream | GeneratedPool
-
-
-def _demonstrated(job: StageJob, domain: str, tokenizer: Tokenizer) -> SequenceSource:
-    """Return the source of a domain's demonstrations."""
-    seed, settings = job.settings.seed, job.settings.domains[domain]
-    wanted = settings.demonstrations
-    if isinstance(wanted, GeneratedDemonstrationSettings):
-        prompts = PromptStream(settings.prompts, tokenizer, domain, seed, job.seeded_as)
-        samples = [
-            response_sample(tokenizer, shown.problem.prompt, shown.response, domain)
-            for shown in demonstrations(wanted, prompts, seed)
-        ]
-        return GeneratedPool(samples, domain, seed)
-    order, fraction = seed_of(seed, domain, "demonstrations"), settings.prompts.held_out_fraction
-    most = wanted.max_tokens or job.settings.model.max_positions
-    return ConversationStream(wanted, tokenizer, domain, order, fraction, most)
-
-
 def _mixed(job: StageJob, name: str, tokenizer: Tokenizer) -> SequenceSource:
     """Return a source of the stage's mixture.
 
@@ -123,7 +83,7 @@ def _mixed(job: StageJob, name: str, tokenizer: Tokenizer) -> SequenceSource:
     assert isinstance(job.own, SftSettings)
     source = job.own.data[name]
     if isinstance(source, DomainDemonstrationsSettings):
-        return _demonstrated(job, source.domain, tokenizer)
+        return demonstrated(job, source.domain, tokenizer)
     if isinstance(source, StageSourceSettings):
         wanted: ConversationFileSettings = CollectedFileSettings(path=collected(job, name))
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from pipeline.config.unroll import Blocks, is_path
+from stages.kinds.distill import domain_of
 from stages.settings import RunSettings
 
 
@@ -25,12 +26,12 @@ def ancestor_cautions(settings: RunSettings) -> Iterator[tuple[str, str]]:
         student = parents[stage.name]
         if student is None:
             continue
-        for domain, reference in blocks.inputs(stage).teachers.items():
-            teacher = blocks.resolve(reference, domain)
+        for label, reference in blocks.inputs(stage).teachers.items():
+            teacher = blocks.resolve(reference, domain_of(label))
             if teacher is None or is_path(teacher):
                 continue
             if _line(teacher, parents).isdisjoint(_line(student, parents)):
-                key = f"{stage.key}.{stage.settings.key_of('teachers', domain)}"
+                key = f"{stage.key}.{stage.settings.key_of('teachers', label)}"
                 found[key, teacher] = (
                     f"{teacher} and {student}, which {stage.name} starts from, have no common"
                     " ancestor; a student learns little from a teacher of another start"

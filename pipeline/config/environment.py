@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 
@@ -29,7 +29,9 @@ from stages.data.settings import (
 )
 from stages.directory import COLLECTION, StageDirectory
 from stages.domains import DomainSettings
+from stages.kinds.distill import DistillSettings
 from stages.kinds.dpo import FilePairSettings
+from stages.kinds.merge_data import CollectedDataSettings
 from stages.kinds.mixture import MixtureStageSettings, StageSourceSettings
 from stages.kinds.sft import SftSettings
 from stages.rewards.kinds.judge import JudgeReward
@@ -63,23 +65,26 @@ def violations(run: RunSettings) -> Found:
     shown_in = {
         name
         for block in run.stages.values()
-        if isinstance(block, SftSettings)
+        if isinstance(block, SftSettings | DistillSettings)
         for name in block.demonstrated(run.domains_of(block))
     }
     for name, domain in run.domains.items():
         yield from domain_violations(name, domain, demonstrated=name in shown_in)
     for key, block in run.stages.items():
         if isinstance(block, MixtureStageSettings):
-            yield from _data_violations(f"stages.{key}.data", block)
+            for name, files in block.files():
+                at = f"stages.{key}.data.{name}"
+                yield from [*_missing_files(at, files)] or _malformed(at, files)
+        if isinstance(block, MixtureStageSettings | DistillSettings):
+            yield from _collected_violations(f"stages.{key}.data", block.data)
 
 
-def _data_violations(key: str, block: MixtureStageSettings) -> Found:
-    """Yield the sources of a mixture that are missing here, or whose first rows are unusable."""
-    for name, files in block.files():
-        missing = [*_missing_files(f"{key}.{name}", files)]
-        yield from missing or _malformed(f"{key}.{name}", files)
-    for name, source in block.data.items():
-        if not isinstance(source, StageSourceSettings) or not is_path(source.stage):
+def _collected_violations(key: str, data: Mapping[str, object]) -> Found:
+    """Yield the stages of other runs that are to have collected data and have none here."""
+    for name, source in data.items():
+        if not isinstance(source, StageSourceSettings | CollectedDataSettings):
+            continue
+        if not is_path(source.stage):
             continue
         path = Path(source.stage)
         if why := unreachable(path):

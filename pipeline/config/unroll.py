@@ -23,6 +23,7 @@ from stages.kinds.grpo import GrpoSettings
 from stages.kinds.kind import KINDS, Found, Inputs, StageSettings
 from stages.kinds.rules import At
 from stages.kinds.sample import SampleSettings
+from stages.kinds.self_teacher import SELF
 from stages.objectives.loss import ObjectiveSettings
 from stages.settings import RunSettings
 
@@ -324,6 +325,9 @@ def _name_rules(blocks: Blocks) -> Found:
                 f"a stage would have a name of {len(stage.name)} characters, which names a "
                 f"directory; at most {LONGEST_NAME} are allowed",
             )
+        if SELF in (stage.name, stage.block):
+            why = f"{SELF} is the student itself in `teachers` of a merge; choose another name"
+            yield stage.key, why
         for name in filter(None, (stage.name, stage.gate)):
             other = first.setdefault(name, stage)
             if other is not stage and (stage.key, other.key) not in pairs:

@@ -171,8 +171,9 @@ def origin(stage: Stage) -> str:
         parts.append(f"{own} models{f' ({_named(paths)})' if paths else ''}")
     else:
         parts.append("model.initial_weights" if stage.kind == "import" else "the model settings")
-    if stage.teachers:
-        parts.append(f"taught by {_named(stage.teachers.values())}")
+    itself = ["itself"] if "self_teacher.context" in stage.reads else []
+    if taught := [*stage.teachers.values(), *itself]:
+        parts.append(f"taught by {_named(taught)}")
     if stage.data:
         parts.append(f"on {_named(stage.data.values())}")
     if stage.parent and stage.models:

@@ -64,7 +64,8 @@ def compared_with(stage: Stage, settings: RunSettings) -> tuple[int, int]:
     that come in turn one is.
     """
     if rewarded(stage, settings) is None:
-        return _teachers(stage, settings) + _starts(stage, settings), 0
+        frozen, moving = _self_teachers(stage, settings)
+        return _teachers(stage, settings) + _starts(stage, settings) + frozen, moving
     own = {name: each.kl for name, each in objectives(stage, settings).items()}
     penalties = {name: kl for name, kl in own.items() if kl.coefficient > 0}
     averages = {kl.ema_decay for kl in penalties.values() if kl.reference == AVERAGE}
@@ -85,6 +86,15 @@ def _teachers(stage: Stage, settings: RunSettings) -> int:
     one = isinstance(block, DistillSettings) and block.teacher_memory.resident == "one"
     distinct = len(set(stage.teachers.values()))
     return min(distinct, 1) if one else distinct
+
+
+def _self_teachers(stage: Stage, settings: RunSettings) -> tuple[int, int]:
+    """Return the frozen models and the averages that are a merge's teacher `self`."""
+    block = settings.stages[stage.block] if stage.block is not None else None
+    if not isinstance(block, DistillSettings) or not block.self_taught(stage.domains):
+        return 0, 0
+    decay = block.self_teacher.ema_decay
+    return int(decay == 1), int(0 < decay < 1)
 
 
 def _starts(stage: Stage, settings: RunSettings) -> int:

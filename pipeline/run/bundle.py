@@ -27,6 +27,7 @@ from pipeline.run.unfinished import unfinished
 from pipeline.text import shown
 from stages.directory import StageDirectory
 from stages.kinds.distill import DistillSettings
+from stages.kinds.self_teacher import SELF
 
 FORMAT = 1
 INDEX, CONFIG = "bundle.json", "config.yaml"
@@ -82,7 +83,7 @@ def _routing(run: Run, stage: Stage) -> Tree:
     found: Tree = {}
     for domain in stage.domains:
         weights = block.teacher_weights(domain)
-        named = {stage.teachers[label]: weight for label, weight in weights.items()}
+        named = {stage.teachers.get(label, SELF): weight for label, weight in weights.items()}
         found[domain] = named if len(weights) > 1 else next(iter(named))
     return found
 

@@ -199,7 +199,9 @@ class _Compiler:
         if isinstance(gate, MergeGateSettings) and isinstance(of.settings, DistillSettings):
             for domain in of.domains:  # of several teachers the one with the largest weight
                 weights = of.settings.teacher_weights(domain)
-                others[domain] = stage.teachers[max(weights, key=weights.__getitem__)]
+                label = max(weights, key=weights.__getitem__)
+                if label in stage.teachers:  # else `self`: the student, as its start was
+                    others[domain] = stage.teachers[label]
         against = {each: others.get(each, stage.parent or "") for each in domains}
         models = {model: model for model in (stage.name, *against.values())}
         own = {"gate": gate.model_dump(mode="json", exclude={"domains"})}

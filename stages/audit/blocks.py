@@ -12,6 +12,7 @@ from typing import Any
 from stages.audit.recorded import NotAuditable, RecordedRun, document, naming
 
 GATE = "gates."
+SELF = "self"  # in place of a teacher: the student
 SHARED = ""
 # Of a policy; a stage that does not state one takes it from its only domain.
 OF_DOMAIN = (
@@ -88,12 +89,17 @@ def _teachers(own: dict[str, Any], stage: str, domains: tuple[str, ...]) -> dict
     """Return the teacher of each domain as it is named."""
     given = own.get("teachers") or {}
     if isinstance(given, str):
-        return dict.fromkeys(domains, given)
+        given = dict.fromkeys(domains, given)
     found = {}
     for domain, named in given.items():
         if isinstance(named, dict) and domain in domains and len(named) > 1:
             raise NotAuditable(f"{stage}: {domain} has several teachers, which are not audited")
         found[domain] = next(iter(named)) if isinstance(named, dict) else named
+        if domain in domains and found[domain] == SELF:
+            raise NotAuditable(
+                f"{stage} has the teacher {SELF}, whose contexts are not recorded: it is not"
+                " audited"
+            )
     return found
 
 

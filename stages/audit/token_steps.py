@@ -55,6 +55,8 @@ def merge_step(
     precision = settings.get("teacher_memory", {}).get("hidden_states_precision", "model")
     if precision != "model":
         raise NotAuditable(f"hidden states of teachers in {precision} are not audited")
+    if settings.get("data_share"):
+        raise NotAuditable("data_share above 0 trains on what no engine sampled: it is not audited")
     if settings["averaged_over"] == "gap":
         raise NotAuditable("averaged_over: gap follows earlier steps, and is not audited")
     counts = {

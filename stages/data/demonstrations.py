@@ -19,7 +19,7 @@ from stages.data.index import Order, RowIndex, build_index
 from stages.data.problem import ASSISTANT, DataError, Message, Problem, content_key
 from stages.data.prompts import PromptStream
 from stages.data.reasoning_gym import FORMATS
-from stages.data.row_forms import Conversation, Row, conversation_of
+from stages.data.row_forms import Conversation, Row, RowError, conversation_of
 from stages.data.settings import (
     CollectedFileSettings,
     ConversationFileSettings,
@@ -226,10 +226,13 @@ def conversation_index(
     if settings.response is not None:
         columns = [settings.prompt, settings.response]
     if isinstance(settings, CollectedFileSettings):
-        columns.append(settings.messages)
+        columns += [settings.messages, "domain"]
 
     def parse(row: Row) -> tuple[Conversation, str, str]:
         """Return a row's demonstration, and the hash of the turns before the first response too."""
+        only = settings.domain if isinstance(settings, CollectedFileSettings) else None
+        if only not in (None, row.get("domain")):
+            raise RowError(f"it is of the domain {row.get('domain')}")
         # Of what a stage collected, `prompt` is the rendering of the chat messages.
         found = conversation_of(
             row,

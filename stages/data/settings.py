@@ -182,6 +182,7 @@ class CollectedFileSettings(ConversationFileSettings):
 
     source: Literal["parquet"] = "parquet"
     response: str | None = "response"
+    domain: str | None = Field(default=None, description="the only domain to read; null: all")
 
 
 class FileDemonstrationSettings(DrawSettings, ConversationFileSettings):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
@@ -23,8 +23,11 @@ from stages.kinds.kind import (
     StageKind,
     TrainedStageSettings,
     register,
+    with_domains,
 )
+from stages.kinds.merge_data import CollectedDataSettings, merge_data_rules
 from stages.kinds.rules import At, sampling_rules, under, warmup_rules
+from stages.kinds.self_teacher import SELF, SelfTeacherSettings, self_teacher_rules
 from stages.objectives.distillation import MethodSettings
 from stages.objectives.distillation.reverse_kl import ReverseKLSettings
 from stages.objectives.distillation.top_k import TopKReverseKLSettings
@@ -91,7 +94,10 @@ class DistillSettings(TrainedStageSettings):
     teachers: Annotated[str | dict[str, str | Weighted], BeforeValidator(_teachers)] = Field(
         description="teachers by domain; or one block for all: with for_each: domain, each domain's"
         " own stage of it. Several of a domain have weights, which sum to 1: `{math: {experts: 0.7,"
-        f" ../other/run: 0.3}}`. Each is {SOURCE}"
+        f" ../other/run: 0.3}}}}`. Each is {SOURCE}; or self, the student with `self_teacher`"
+    )
+    self_teacher: SelfTeacherSettings = Field(
+        default=SelfTeacherSettings(), description="the teacher `self`, where `teachers` names it"
     )
     teacher_memory: TeacherMemorySettings = TeacherMemorySettings()
     method: MethodSettings = Field(
@@ -105,6 +111,16 @@ class DistillSettings(TrainedStageSettings):
     )
     domain_weights: dict[str, Annotated[float, Field(gt=0)]] = Field(
         default={}, description="relative weights of domains in that mean; of the others 1"
+    )
+    data_share: Annotated[float, Field(ge=0, lt=1)] = Field(
+        default=0.0,
+        description="share of a step's sequences of each domain that come from `data` instead of"
+        " the student, and that its teacher grades alike; 0: all are the student's samples",
+    )
+    data: dict[str, CollectedDataSettings] = Field(
+        default={},
+        description="what domains take that share from, by domain: {stage: NAME}; a domain that is"
+        " not named takes its own demonstrations",
     )
     sampling: DistillSamplingSettings = DistillSamplingSettings()
     rollout: PromptRolloutSettings = PromptRolloutSettings()
@@ -121,7 +137,13 @@ class DistillSettings(TrainedStageSettings):
     def inputs(self, run: RunBlocks, domains: Sequence[str]) -> Inputs:
         start = self.method.start_model
         models = {start: start} if start not in (None, PARENT, self.from_) else {}
-        return Inputs(parent=self.from_, teachers=self.teachers_of(domains), models=models)
+        named = self.teachers_of(domains).items()
+        return Inputs(
+            parent=self.from_,
+            teachers={label: teacher for label, teacher in named if teacher != SELF},
+            models=models,
+            data={name: self.data[name].stage for name in domains if name in self.data},
+        )
 
     def key_of(self, role: str, name: str = "") -> str:
         if role == "models":
@@ -139,6 +161,12 @@ class DistillSettings(TrainedStageSettings):
             name: list(each.values()) for name, each in weights.items() if len(each) > 1
         }:
             found["teacher_weights"] = several
+        # Absent where they say nothing: else every finished merge would be stale.
+        if not self.self_taught(domains):
+            del found["self_teacher"]
+        if not self.data_share:
+            del found["data_share"]
+        del found["data"]  # the lineage has what it names
         if self.method.needs_rewards:
             found["graded_by"] = {
                 name: {
@@ -174,6 +202,23 @@ class DistillSettings(TrainedStageSettings):
         labels = [f"{domain}/{n + 1}" for n in range(len(named))] if len(named) > 1 else [domain]
         return dict(zip(labels, named.items(), strict=False))
 
+    def self_taught(self, domains: Sequence[str]) -> Sequence[str]:
+        """Return the domains that the student itself teaches, and none beside it."""
+        named = self.teachers_of(domains)
+        return [domain for domain in domains if named.get(domain) == SELF]
+
+    def demonstrated(self, domains: Sequence[str]) -> Sequence[str]:
+        """Return the domains whose demonstrations it reads."""
+        shown = self.self_taught(domains) if self.self_teacher.context == "demonstration" else ()
+        given = [name for name in domains if self.data_share and name not in self.data]
+        return [name for name in domains if name in given or name in shown]
+
+    def run_keys(self, domains: Sequence[str]) -> Iterator[str]:
+        yield from super().run_keys(domains)
+        yield from with_domains(["domains.{domain}.demonstrations"], self.demonstrated(domains))
+        if self.self_teacher.context == "sibling":  # which responses are right
+            yield from with_domains(["domains.{domain}.rewards"], self.self_taught(domains))
+
     def replay(self, run: RunBlocks, domains: Sequence[str]) -> str:
         return self.routing.replay
 
@@ -192,10 +237,22 @@ class DistillSettings(TrainedStageSettings):
                 instead = f", or leave {it} out of domains: [{taught}]" if taught else ""
                 yield at("teachers"), f"no teacher for the {names}; add one{instead}"
         yield from self._weight_violations(at)
-        for block, named in (("teachers", self.teachers), ("domain_weights", self.domain_weights)):
+        by_domain = {
+            "teachers": self.teachers,
+            "domain_weights": self.domain_weights,
+            "data": self.data,
+        }
+        for block, named in by_domain.items():
             for name in sorted(set(named) - set(known)) if isinstance(named, dict) else ():
                 yield at(f"{block}.{name}"), f"no such domain: {name}; {hint(name, known)}"
         yield from self._method_violations(under(f"{key}.method"), at, run, domains)
+        if self.self_teacher != SelfTeacherSettings() and not self.self_taught(known):
+            why = "only read where a teacher is self; name self in teachers, or delete it"
+            yield at("self_teacher"), why
+        own, group = self.self_taught(domains), self.sampling.group_size
+        yield from self_teacher_rules(at, self.self_teacher, self.method, group, run, own)
+        of = self.data_share, self.data, self.method, self.sampling
+        yield from merge_data_rules(at, *of, run, domains, own)
         yield from warmup_rules(at, self.optimizer, self.loop)
         yield from sampling_rules(at, self.sampling, self.rollout, run)
 
@@ -203,6 +260,13 @@ class DistillSettings(TrainedStageSettings):
         """Check the weights of domains with several teachers."""
         for domain, named in self.teachers.items() if isinstance(self.teachers, dict) else ():
             weights = named if isinstance(named, dict) else {}
+            if SELF in weights and len(weights) > 1:
+                yield (
+                    at(f"teachers.{domain}"),
+                    f"{SELF} is one of several teachers: a response without a context for it is"
+                    " masked, and would lose the others' grades too; name it alone, or leave it"
+                    " out",
+                )
             for name, weight in weights.items():
                 if not weight > 0 or not math.isfinite(weight):
                     yield (

@@ -89,6 +89,8 @@ def compare(policy: Policy, batches: list[MicroBatch]) -> Mismatch:
     for batch in batches:
         if batch.old_logprobs is None:  # not on the last pipeline stage
             continue
+        if batch.demonstrated:  # no engine has log-probabilities of them
+            continue
         log_ratio = batch.old_logprobs - batch.engine_logprobs
         difference = torch.nan_to_num(log_ratio[batch.mask].abs(), nan=math.inf)
         largest = max(largest, *difference.tolist(), 0.0)

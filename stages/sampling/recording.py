@@ -61,6 +61,8 @@ def record(
             line["advantages"] = sample.advantages.tolist()
         if sample.loss_mask is not None:
             line["learned"] = sample.learned.tolist()
+        if sample.demonstrated:
+            line["demonstrated"] = True
         lines.append(line)
     for line, row in zip(lines, rows, strict=False):
         line["row"] = row

@@ -210,9 +210,9 @@ class OnPolicyStage(ABC):
             samples.metrics |= self._buffer.metrics()
         return self._distribute(samples)
 
-    def packed_together(self, samples: list[Sample]) -> dict[str, list[Sample]]:
-        """Return the samples of an update that may share micro-batches, by their `domain`."""
-        return {"": samples}
+    def packed_together(self, samples: list[Sample]) -> list[tuple[str, list[Sample]]]:
+        """Return the samples of an update that may share micro-batches, each with its `domain`."""
+        return [("", samples)]
 
     def _distribute(self, samples: StepSamples | None) -> StepSamples:
         """Return the main rank's samples, with outlines of those that this rank does not train."""
@@ -230,7 +230,7 @@ class OnPolicyStage(ABC):
         """Return an update's samples, of which those of other data-parallel ranks are outlines."""
         own = {
             id(sample)
-            for together in self.packed_together(samples).values()
+            for _, together in self.packed_together(samples)
             for sample in batch.deal(together, data)[data_rank]
         }
         return [sample if id(sample) in own else sample.outline() for sample in samples]
@@ -238,8 +238,8 @@ class OnPolicyStage(ABC):
     def pack(self, samples: list[Sample]) -> list[MicroBatch]:
         """Return this rank's micro-batches of one update."""
         return [
-            replace(part, domain=domain)
-            for domain, together in self.packed_together(samples).items()
+            replace(part, domain=domain, demonstrated=any(each.demonstrated for each in together))
+            for domain, together in self.packed_together(samples)
             for part in self._split(together)
         ]
 
@@ -349,7 +349,9 @@ class OnPolicyStage(ABC):
         return differences
 
     def _split(self, samples: list[Sample]) -> list[MicroBatch]:
-        return batch.split(samples, RankPlace.here(), self.loop.micro_batch_tokens, self.replay)
+        # Demonstrations have no routes to replay.
+        replay = self.replay and not any(each.demonstrated for each in samples)
+        return batch.split(samples, RankPlace.here(), self.loop.micro_batch_tokens, replay)
 
     def _weights(self, part: MicroBatch) -> torch.Tensor | None:
         """Return the factors [B, R] of the tokens' surrogates; None where nothing is corrected."""

@@ -73,6 +73,7 @@ def test_the_memory_of_teachers_makes_nothing_stale_but_their_precision_does(con
         ("{cold_start: 0, experts: 1}", "the weight of cold_start is 0, but must be more than 0"),
         ("{cold_start: a, experts: 1}", "should be a block, or a mapping of domains to blocks"),
         ("{cold: 0.5, experts: 0.5}", "no such stage: cold; known: cold_start, "),
+        ("{self: 0.5, experts: 0.5}", "self is one of several teachers: a response without"),
         ("{}", "should be a block, or a mapping of domains to blocks or stages, or to several"),
     ],
 )
