@@ -181,10 +181,10 @@ class DistillSettings(TrainedStageSettings):
         if self.self_teacher != SelfTeacherSettings() and not self.self_taught(known):
             why = "only read where a teacher is self; name self in teachers, or delete it"
             yield at("self_teacher"), why
-        taught, group = self.self_taught(domains), self.sampling.group_size
-        yield from self_teacher_rules(at, self.self_teacher, self.method, group, run, taught)
+        own, group = self.self_taught(domains), self.sampling.group_size
+        yield from self_teacher_rules(at, self.self_teacher, self.method, group, run, own)
         of = self.data_share, self.data, self.method, self.sampling
-        yield from merge_data_rules(at, *of, run, domains, taught)
+        yield from merge_data_rules(at, *of, run, domains, own)
         yield from warmup_rules(at, self.optimizer, self.loop)
         yield from sampling_rules(at, self.sampling, self.rollout, run)
 
