@@ -197,9 +197,8 @@ class _Compiler:
         domains = tuple(each for each in of.domains if each in (gate.domains or of.domains))
         others: dict[str, str] = {}
         if isinstance(gate, MergeGateSettings) and isinstance(of.settings, DistillSettings):
-            for domain in of.domains:  # of several teachers the one with the largest weight
-                weights = of.settings.teacher_weights(domain)
-                others[domain] = stage.teachers[max(weights, key=weights.__getitem__)]
+            for domain in of.domains:
+                others[domain] = stage.teachers[of.settings.main_teacher(domain)]
         against = {each: others.get(each, stage.parent or "") for each in domains}
         models = {model: model for model in (stage.name, *against.values())}
         own = {"gate": gate.model_dump(mode="json", exclude={"domains"})}
