@@ -14,11 +14,14 @@ from torch import distributed as dist
 from parallel.checkpoint import load
 from parallel.checkpoint.save import Saver
 from parallel.checkpoint.tensors import Places, StoredWeights, places
+from parallel.device import DTYPES
 from parallel.distributed import gather
+from parallel.errors import UserError
+from parallel.hugging_face.files import is_finite
 from parallel.hugging_face.weights import checked_files, spread_weights
 from parallel.model.policy import Policy
 from parallel.settings import ModelSettings
-from parallel.weights.names import is_router, tensors
+from parallel.weights.names import is_precise, is_router, tensors
 from stages.kinds.merge_weights import MergeWeightsSettings
 from stages.objectives.registry import WEIGHT_METHODS
 from stages.settings import StageJob
@@ -40,6 +43,7 @@ def run(job: StageJob) -> None:
     Raises:
         CheckpointError: a model is damaged, or of another architecture or vocabulary.
         WeightsError: a Hugging Face checkpoint is of another model.
+        UserError: a merged tensor has NaN or infinite elements.
     """
     policy = Policy(job.settings.model, job.settings.layout)
     merge = WeightMerge(job, places(policy))
@@ -57,7 +61,9 @@ class WeightMerge:
         self.settings = job.own
         self._overlaps: list[tuple[int, int]] = []
         self._seed = f"{job.settings.seed}/{job.seeded_as}"
+        self._key = f"stages.{job.block}"
         model, self._names = job.settings.model, job.own.names(job.domains)
+        self._dtype = DTYPES[model.precision]
         opened: dict[Path, WeightSource] = {}
 
         def source(path: Path | None) -> WeightSource:
@@ -72,12 +78,32 @@ class WeightMerge:
         self._overlaps = self._counted(list(tensors(model)))
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return a merged tensor, in float64 or as it is stored in the start."""
+        """Return a merged tensor, in the dtype in which it is saved.
+
+        Raises:
+            UserError: it has NaN or infinite elements.
+        """
         if self._keeps(name):
             assert self._start is not None
-            return self._start.read(name)
-        method = self.settings.method
-        return WEIGHT_METHODS[method.name](self._merged(name), method)
+            found = self._start.read(name)
+        else:
+            method = self.settings.method
+            found = WEIGHT_METHODS[method.name](self._merged(name), method)
+        found = found.to(torch.float32 if is_precise(name) else self._dtype)
+        if not is_finite(found):
+            raise UserError(self._not_finite(name))
+        return found
+
+    def _not_finite(self, name: str) -> str:
+        """Return the error of a merged tensor: of the model that has it, or of the method."""
+        for number, model in [(-1, "from")] * bool(self._start) + [*enumerate(self._names)]:
+            if not is_finite(self._read(name, number)):
+                key = model if number < 0 else f"models: {model}"
+                return f"{self._key}.{key}: {name} has NaN or infinite elements; rerun its stage"
+        return (
+            f"{self._key}.method: the merged {name} has NaN or infinite elements; use smaller"
+            " weights, or a smaller scale of the method"
+        )
 
     def _counted(self, names: list[str]) -> list[tuple[int, int]]:
         """Return the overlaps of the models over all merged tensors, if the method reads them."""

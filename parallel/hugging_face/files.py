@@ -165,7 +165,7 @@ def verify(directory: Path, expected: Mapping[str, TensorSpec], digests: Mapping
             errors.append(f"{file.name}: {name} is {dtype}, not {spec.dtype}")
         elif hashlib.sha256(_bytes(tensor)).hexdigest() != digests[name]:
             errors.append(f"{file.name}: {name} is not what was written")
-        elif dtype in DTYPES and not _is_finite(tensor):
+        elif dtype in DTYPES and not is_finite(tensor):
             errors.append(f"{file.name}: {name} has NaN or infinite elements")
     if errors:
         raise WeightsError(f"{directory} was not written right", errors)
@@ -220,7 +220,8 @@ def _create(path: Path, tensors: Mapping[str, TensorSpec]) -> dict[str, tuple[Pa
     return {name: (path, first + begin) for name, begin in begins.items()}
 
 
-def _is_finite(tensor: torch.Tensor) -> bool:
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has neither NaN nor infinite elements."""
     return bool(torch.stack(tensor.aminmax()).isfinite().all())  # without a mask of its size
 
 

@@ -82,7 +82,7 @@ def checked_files(settings: ModelSettings, directory: Path) -> WeightFiles:
     """
     errors = broadcast(_errors(settings, directory) if is_main() else None)
     if errors:
-        raise WeightsError(f"model.initial_weights: cannot start from {directory}", errors)
+        raise WeightsError(f"{directory}: no checkpoint of this model", errors)
     return WeightFiles(directory)
 
 

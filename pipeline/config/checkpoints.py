@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +46,8 @@ def model_violation(path: Path, model: ModelSettings) -> str | None:
 def _other_model(settings: Path, model: ModelSettings) -> str | None:
     """Return the first difference between the model of another run and this one's."""
     try:
-        theirs = yaml.load(read_text(settings), Loader=CSafeLoader)["model"].copy()
-    # ValueError: no UTF-8, or a date that does not exist. AttributeError: `model` is no mapping.
+        theirs = dict(yaml.load(read_text(settings), Loader=CSafeLoader)["model"])
+    # ValueError: no UTF-8, or a date that does not exist. AttributeError: a tag without its value.
     except (OSError, yaml.YAMLError, LookupError, TypeError, ValueError, AttributeError) as error:
         return f"{shown(settings)}: cannot be read: {error!r}"
     except RecursionError as error:
@@ -54,10 +55,18 @@ def _other_model(settings: Path, model: ModelSettings) -> str | None:
     for key, ours in model.model_dump(mode="json").items():
         if key not in ANY_VALUE and theirs.get(key) != ours:
             return (
-                f"{shown(settings)}: another model: model.{key} is {json.dumps(theirs.get(key))}"
+                f"{shown(settings)}: another model: model.{key} is {_as_json(theirs.get(key))}"
                 f" there and {json.dumps(ours)} here"
             )
     return None
+
+
+def _as_json(value: Any) -> str:
+    """Return a value of YAML as JSON, or as Python writes it: dates and loops have no JSON."""
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        return reprlib.repr(value)
 
 
 def weights_violation(directory: Path, model: ModelSettings) -> str | None:
@@ -80,6 +89,8 @@ def weights_violation(directory: Path, model: ModelSettings) -> str | None:
         return f"{shown(path)}: model_type: unknown family {json.dumps(kind)}; {known}"
     if kind != model.family:
         return f"{shown(path)}: model_type: {kind}, but model.family is {model.family}"
+    if "quantization_config" in config:
+        return f"{shown(path)}: its weights are quantized; name the checkpoint before that"
     ours, names = configuration(model), FAMILIES[kind].names
     for key, value in ours.items():
         if key in config and key not in COMPUTED and config[key] != value:

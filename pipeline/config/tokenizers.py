@@ -72,16 +72,20 @@ def template_cautions(settings: RunSettings) -> Iterator[tuple[str, str]]:
 
 
 def template_digest(directory: Path) -> str | None:
-    """Return the SHA-256 of a tokenizer's chat template; None where it has none."""
+    """Return the SHA-256 of a tokenizer's chat template; None where none can be read.
+
+    The stage that loads a broken one reports it.
+    """
     try:
-        template = (directory / "chat_template.jinja").read_text(encoding="utf-8")
-    except OSError:
         try:
-            text = (directory / "tokenizer_config.json").read_text(encoding="utf-8")
-            template = json.loads(text).get("chat_template")
-        except (OSError, ValueError):
-            return None
-    return hashlib.sha256(template.encode()).hexdigest() if isinstance(template, str) else None
+            template = read_text(directory / "chat_template.jinja")
+            template = template.replace("\r\n", "\n").replace("\r", "\n")
+        except OSError:
+            template = json.loads(read_text(directory / "tokenizer_config.json"))["chat_template"]
+        return hashlib.sha256(template.encode()).hexdigest()
+    # ValueError: no UTF-8, no JSON, or half of a surrogate pair. AttributeError: several templates.
+    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
+        return None
 
 
 def _tokenizer_of(path: Path) -> str | None:
@@ -94,7 +98,9 @@ def _tokenizer_of(path: Path) -> str | None:
     try:
         name = yaml.load(read_text(run), Loader=CSafeLoader)["model"]["tokenizer"]
     # `model_violation` reports a run.yaml that cannot be read.
-    except (OSError, yaml.YAMLError, LookupError, TypeError, ValueError, RecursionError):
+    except (OSError, yaml.YAMLError, LookupError, TypeError, ValueError, AttributeError):
+        return None
+    except RecursionError:
         return None
     return name if isinstance(name, str) else None
 
@@ -122,7 +128,10 @@ def _tokens(name: str) -> dict[int, str]:
         else:
             tokens = {number: str(pair[0]) for number, pair in enumerate(vocabulary)}
         added = {int(each["id"]): str(each["content"]) for each in found.get("added_tokens", ())}
+    # OverflowError: the id Infinity, which Python's JSON has.
     except (OSError, LookupError, TypeError, ValueError, RecursionError, AttributeError):
+        return {}
+    except OverflowError:
         return {}
     return tokens | added
 

@@ -15,6 +15,7 @@ from pipeline.run.answers import MeasuredModel, common_keys, stale_evaluations
 from pipeline.run.gates import points
 from pipeline.run.run import Run
 from pipeline.text import shown
+from stages.kinds.distill import DistillSettings
 from stages.statistics import (
     Accuracy,
     Answers,
@@ -108,7 +109,7 @@ def compare(
     own = {name: each for name, each in models.items() if each.run is run}
     merge = _merge(own)
     start = start or _start(run, own, merge)
-    experts = _experts(own, merge, start)
+    experts = _experts(run, own, merge, start)
     rows = list(dict.fromkeys([start, *(chosen or models)]))
     used = {name: models[name] for name in dict.fromkeys([*rows, *experts.values()])}
     answers = _common_answers(used, list(used[start].domains))
@@ -164,11 +165,17 @@ def _start(run: Run, own: Models, merge: str | None) -> str:
     return parent
 
 
-def _experts(own: Models, merge: str | None, start: str) -> dict[str, str]:
-    """Return each domain's expert: the merge's teacher, else the last model trained on it alone."""
+def _experts(run: Run, own: Models, merge: str | None, start: str) -> dict[str, str]:
+    """Return each domain's expert: the merge's teacher, else the last model trained on it alone.
+
+    Of several teachers it is the one with the largest weight.
+    """
     stage = own[merge].stage if merge else None
     if stage is not None:
-        return {domain: name for domain, name in stage.teachers.items() if name in own}
+        block = run.settings.stages[stage.block or ""]
+        assert isinstance(block, DistillSettings)
+        found = {each: stage.teachers[block.main_teacher(each)] for each in stage.domains}
+        return {domain: name for domain, name in found.items() if name in own}
     trained = ((name, each.stage) for name, each in own.items() if name != start)
     return {of.domain: name for name, of in trained if of and of.trains and of.steps and of.domain}
 

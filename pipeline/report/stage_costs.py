@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -58,10 +59,15 @@ def stage_costs(run: Run) -> list[StageCost]:
 
 
 def _sum(lines: Sequence[Mapping[str, Any]], metric: str) -> int | None:
-    """Return the sum of a metric over a stage's steps; None where a step lacks it."""
+    """Return the sum of a metric over a stage's steps; None where a step lacks it.
+
+    None too where the sum is not finite: a damaged line is not worth an error.
+    """
     values = [line.get(metric) for line in lines]
     counted = [value for value in values if value is not None]
-    return round(sum(counted)) if counted and len(counted) == len(values) else None
+    total = sum(map(float, counted))
+    whole = counted and len(counted) == len(values) and math.isfinite(total)
+    return round(total) if whole else None
 
 
 def _memory(directory: StageDirectory) -> dict[str, int]:
@@ -71,7 +77,7 @@ def _memory(directory: StageDirectory) -> dict[str, int]:
         try:
             peaks = json.loads(read_text(directory.memory(attempt)))
             peaks = {name: int(value) for name, value in peaks.items()}
-        except (OSError, ValueError, RecursionError, TypeError, AttributeError):
+        except (OSError, ValueError, RecursionError, TypeError, AttributeError, OverflowError):
             continue  # it failed, or its file is damaged: not worth an error
         for name, value in peaks.items():
             found[name] = max(value, found.get(name, 0))

@@ -173,9 +173,11 @@ def _answers(run: Run, stage: Stage, model: str) -> Iterator[tuple[str, DomainAn
         samples = scores.get(domain, {}).get("samples_per_problem", 1)
         keys = problems[domain] if problems and domain in problems else None
         numbers = list(map(str, range(len(counts))))
+        if type(samples) is not int or samples < 1:
+            raise _damaged(directory.measured / file, stage)
         if not counts or not all(0 <= each <= samples for each in counts):
             raise _damaged(solved, stage)
-        if keys is not None and len(keys) != len(counts):
+        if keys is not None and not len(set(keys)) == len(keys) == len(counts):
             raise _damaged(directory.problems, stage)
         answers, grading = Answers(counts, samples), _grading(manifest, domain)
         yield domain, DomainAnswers(answers, keys or numbers, bool(keys), grading, stage.name)

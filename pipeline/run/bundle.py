@@ -40,6 +40,8 @@ def write_bundle(run: Run, to: Path, weights: Weights) -> Path:
     Raises:
         UserError: `to` exists or is being written, or an input of the run is missing.
     """
+    if to.name in ("", *ARCHIVES):  # as of "." and "/"; an archive is unpacked to its name's rest
+        raise UserError(f"{shown(to)}: not a bundle's name; choose another path with --to")
     # Complete bundles alone have the name. Two commands at once: the second is refused.
     with unfinished(to, timeout=0) as place:
         if to.exists():

@@ -197,11 +197,9 @@ class _Compiler:
         domains = tuple(each for each in of.domains if each in (gate.domains or of.domains))
         others: dict[str, str] = {}
         if isinstance(gate, MergeGateSettings) and isinstance(of.settings, DistillSettings):
-            for domain in of.domains:  # of several teachers the one with the largest weight
-                weights = of.settings.teacher_weights(domain)
-                label = max(weights, key=weights.__getitem__)
-                if label in stage.teachers:  # else `self`: the student, as its start was
-                    others[domain] = stage.teachers[label]
+            for domain in of.domains:
+                if (label := of.settings.main_teacher(domain)) in stage.teachers:
+                    others[domain] = stage.teachers[label]  # else `self`: as its start was
         against = {each: others.get(each, stage.parent or "") for each in domains}
         models = {model: model for model in (stage.name, *against.values())}
         own = {"gate": gate.model_dump(mode="json", exclude={"domains"})}

@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
 
@@ -108,6 +109,9 @@ class Bundle:
     def _wrong(self, each: BundleInput, tree: Tree) -> str | None:
         """Return what is wrong with an input; None where its content is the bundled one."""
         stated = _value_at(tree, each.key)
+        named_with = f"with {each.key}=PATH"
+        if isinstance(stated, dict):
+            stated, named_with = self._teacher(each, stated), f"in {each.key}"
         gone = stated is None and each.function is None
         if gone or (each.kind == "model" and not is_path(stated)):
             return None  # an override has removed what reads it, or named a stage instead
@@ -121,19 +125,34 @@ class Bundle:
             return None
         first = f"; {each.readers[0]} is the first stage that reads it" if each.readers else ""
         if found is None:
-            return f"{name}: missing; restore it, or name its copy with {each.key}=PATH{first}"
+            return f"{name}: missing; restore it, or name its copy {named_with}{first}"
         return f"{name}: its content differs; restore it{first}"
 
+    def _teacher(self, each: BundleInput, weights: dict[str, Any]) -> str | None:
+        """Return the path of a domain's weighted teacher; None where only stages teach it.
 
-def _value_at(tree: Tree, key: str) -> Any:
-    """Return the value at a dotted key, which numbers the elements of lists; None without one."""
-    value: Any = tree
-    for part in key.split("."):
-        if isinstance(value, list):
-            value = value[int(part)] if part.isdecimal() and int(part) < len(value) else None
-        else:
-            value = value.get(part) if isinstance(value, dict) else None
-    return value
+        That is the bundled path, or one that an override names with the same content.
+        """
+        bundled = os.path.normpath((self.path / each.path).absolute())
+        paths = [path for path in weights if is_path(path)]
+        at = (path for path in paths if os.path.normpath(Path(path).absolute()) == bundled)
+        same = (path for path in paths if input_digest(each, Path(path)) == each.digest)
+        return next(chain(at, same, paths), None)
+
+
+def _value_at(value: Any, key: str) -> Any:
+    """Return the value at a dotted key, which numbers the elements of lists; None without one.
+
+    A free name, as of a merged model, may have dots itself.
+    """
+    named = enumerate(value) if isinstance(value, list) else ()
+    for name, each in value.items() if isinstance(value, dict) else named:
+        if key == str(name):
+            return each
+        inside = key.startswith(f"{name}.")
+        if inside and (found := _value_at(each, key.removeprefix(f"{name}."))) is not None:
+            return found
+    return None
 
 
 def bundle_at(path: Path) -> Bundle | None:
@@ -154,6 +173,8 @@ def bundle_at(path: Path) -> Bundle | None:
 def _unpacked(archive: Path) -> Path:
     """Unpack an archive into the directory of its name beside it, unless it was before."""
     name = next(archive.name.removesuffix(end) for end in ARCHIVES if archive.name.endswith(end))
+    if not name:
+        raise UserError(f"{shown(archive)}: unpacked to its name without {archive.name}; rename it")
     to, digest = archive.with_name(name), sha256(archive)
     if not to.exists():
         with unfinished(to, UNPACKING_SECONDS) as place:

@@ -187,6 +187,11 @@ class DistillSettings(TrainedStageSettings):
         """Return the weight of each of a domain's teachers in its loss, by label."""
         return {label: weight for label, (_, weight) in self._by_label(domain).items()}
 
+    def main_teacher(self, domain: str) -> str:
+        """Return the label of a domain's teacher with the largest weight, the first of several."""
+        weights = self.teacher_weights(domain)
+        return max(weights, key=weights.__getitem__)
+
     def teacher_names(self, domain: str) -> dict[str, str]:
         """Return the names of a domain's teachers in metrics, by label; paths have numbers."""
         return {

@@ -21,6 +21,17 @@ def save_model(layout: LayoutSettings, model: str, name: str, directory: str) ->
     save(policy, Path(directory) / name, 0, {})
 
 
+def save_infinite(model: str, directory: str) -> None:
+    """Save a model with an infinite weight as `directory`/step_0."""
+    policy = _random(LayoutSettings(), model)
+    with torch.no_grad():
+        named = policy.named_weights().items()
+        norm = next(each for name, each in named if name.endswith("final_layernorm.weight"))
+        norm[0] = torch.inf
+    policy.weights_changed()
+    save(policy, Path(directory), 0, {})
+
+
 def export_model(model: str, name: str, directory: str) -> None:
     """Export the same model to `directory`/NAME_exported."""
     from stages import export

@@ -113,6 +113,32 @@ def test_another_model_is_refused(
     assert not (tmp_path / "merged" / "checkpoints").exists()
 
 
+@pytest.mark.parametrize(
+    ("block", "said"),
+    [
+        ({"weights": {"sums": 1e308, "words": 1e308}}, "stages.merged.method: the merged "),
+        ({"method": {"name": "task_arithmetic", "lambda": 1e300}}, "stages.merged.method: the "),
+        ({"method": {"name": "ram", "rescale": 1e300}}, "use smaller weights, or a smaller scale"),
+    ],
+)
+def test_a_merge_that_overflows_leaves_no_checkpoint(
+    block: dict[str, Any], said: str, on: On, saved: dict[str, dict[str, str]], tmp_path: Path
+) -> None:
+    with pytest.raises(AssertionError, match=said):
+        on(ONE, _merge, ONE, str(tmp_path / "merged"), {"paths": saved["bf16"], **block})
+    assert not (tmp_path / "merged").exists()
+
+
+def test_a_model_that_is_not_finite_is_named(
+    on: On, saved: dict[str, dict[str, str]], tmp_path: Path
+) -> None:
+    on(ONE, cases.save_infinite, "qwen3_moe", str(tmp_path))
+    paths = {**saved["qwen3_moe"], "words": str(tmp_path / "step_0")}
+    said = "stages.merged.models: words: model.norm.weight has NaN or infinite elements"
+    with pytest.raises(AssertionError, match=said):
+        on(ONE, _merge, ONE, str(tmp_path / "merged"), {"paths": paths}, "qwen3_moe")
+
+
 def test_a_damaged_model_is_refused_and_a_partial_merge_replaced(
     on: On, saved: dict[str, dict[str, str]], tmp_path: Path
 ) -> None:

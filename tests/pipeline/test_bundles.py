@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from parallel.files import sha256
-from tests.pipeline.violations import edited_copy, with_data
+from tests.pipeline.violations import edited, edited_copy, with_data
 
 Braid = Callable[..., tuple[int, str, str]]
 GATE = "stages.experts.gate={domains: [sums], problems: 20}"
@@ -284,6 +284,10 @@ def test_what_is_no_bundle_is_said_to_be_none(
     assert "exists; choose another path" in braid("bundle", "small", "--to", archive)[2]
     assert "no bundle there" in braid("bundle", "--check", "small", config)[2]
     assert "compares" in braid("bundle", "small", archive)[2]
+    for name in (".", "/", ".tar.gz", ".tgz"):
+        assert "not a bundle's name; choose another" in braid("bundle", "small", "--to", name)[2]
+    unnamed = Path(shutil.copy(archive, tmp_path / ".tar.gz"))
+    assert f"{unnamed}: unpacked to its name without .tar.gz" in braid("run", unnamed)[2]
 
 
 def test_a_copied_input_that_links_outside_is_refused(braid: Braid, archive: Path) -> None:
@@ -385,6 +389,43 @@ def test_teachers_references_and_evaluated_models_are_inputs(
     code, out, err = braid("run", to, "--name", "again")
     assert code == 0 and "no stage reads the checkpoints of experts.sums" in err
     assert "the output of all 5 stages equals the bundle's" in out  # results too, elsewhere
+
+
+@pytest.mark.parametrize("weights", ["reference", "copy"])
+def test_weighted_teachers_and_models_with_dots_in_their_names_are_checked(
+    weights: str, braid: Braid, config: Path, runs: Path, tmp_path: Path
+) -> None:
+    assert braid("run", config, *RIGHT, "--name", "first")[0] == 0
+    first = runs / "first/stages"
+    sums = f"{first}/experts.sums"
+    given = (
+        *RIGHT,
+        f"stages.merge.teachers={{sums: {{{sums}: 0.5, experts: 0.5}}, words: experts}}",
+    )
+    merged = f"{{kind: merge_weights, models: {{s.1: {first}/merge, w: experts.words}}}}"
+    edited(config, "  evaluate:", f"  soup: {merged}\n  evaluate:")
+    assert braid("run", config, *given)[::2] == (0, "")
+    to = tmp_path / "b"
+    assert braid("bundle", "small", "--to", to, "--weights", weights)[0] == 0
+    assert braid("plan", to, "--name", "again")[0] == 0
+    roots = (
+        [to / "weights/0", to / "weights/1"] if weights == "copy" else [Path(sums), first / "merge"]
+    )
+    keys = ("stages.merge.teachers.sums", "stages.soup.models.s.1")
+    for root, key in zip(roots, keys, strict=True):
+        file = root / "checkpoints/step_2/checksums.json"
+        before = file.read_text()
+        file.write_text('{"digest": "other", "files": {}}')
+        code, _, err = braid("plan", to, "--name", "again")
+        assert code == 1 and f"{key}: {root}: its content differs; restore it" in err
+        file.write_text(before)
+    moved = shutil.copytree(roots[0], tmp_path / "moved")
+    stated = "weights/0" if weights == "copy" else sums  # as config.yaml names it
+    elsewhere = f"stages.merge.teachers.sums={{{stated}: null, {moved}: 0.5}}"
+    assert braid("plan", to, elsewhere, "--name", "again")[0] == 0
+    shutil.rmtree(roots[0])
+    missing = f"{keys[0]}: {roots[0]}: missing; restore it, or name its copy in {keys[0]}"
+    assert missing in braid("plan", to, "--name", "again")[2]
 
 
 def test_collected_responses_of_another_run_are_copied(

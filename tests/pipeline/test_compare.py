@@ -29,6 +29,7 @@ SKILLS = {
 }
 RIGHT = answers(SKILLS)
 MEASURED = Measured(RIGHT, keys(DOMAINS))
+BAD = ("0", "-1", "1e308", "true", "null", '"a"', "[]", "NaN")  # samples of a problem
 
 
 @pytest.fixture
@@ -218,7 +219,9 @@ def test_a_run_without_an_evaluation(braid: Braid, write: Callable[..., None]) -
         ("solved/merge.json", '{"sums": []}'),
         ("solved/merge.json", "[" * 100_000),
         ("models/merge.json", "7"),
+        *(("models/merge.json", f'{{"sums": {{"samples_per_problem": {each}}}}}') for each in BAD),
         ("problems.json", '{"sums": ["a"]}'),
+        ("problems.json", json.dumps({"sums": ["a"] * 200})),
         ("solved/merge.json", None),
     ],
 )
@@ -228,6 +231,28 @@ def test_a_damaged_file_is_named(file: str, text: str | None, braid: Braid, smal
     message = refused(braid, "small")
     state = "is missing" if text is None else "is damaged"
     assert f"evaluate/{file} {state}; rerun the evaluation with --from evaluate" in message
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "1e308"])
+def test_costs_of_damaged_lines_are_not_known(value: str, braid: Braid, small: Path) -> None:
+    merge = RunDirectory(small).stage("merge")
+    line = f'{{"step": 1, "time": 1.0, "sampled_tokens": {value}}}\n'
+    merge.metrics.write_text(line + line.replace('"step": 1', '"step": 2'))
+    merge.memory(1).write_text(f'{{"peak_bytes": {"1e999" if value == "1e308" else value}}}')
+    [cost] = [each for each in found(braid, "small")["stages"] if each["stage"] == "merge"]
+    assert (cost["sampled_tokens"], cost["peak_bytes"]) == (None, None)
+    assert "\nmerge " in printed(braid, "small")
+
+
+@pytest.mark.usefixtures("small")
+def test_of_several_teachers_the_one_with_the_largest_weight_is_the_expert(
+    braid: Braid, write: Callable[..., None]
+) -> None:
+    weights = "{experts.words: 0.3, experts.sums: 0.7}"
+    write("several", MEASURED, f"stages.merge.teachers={{sums: {weights}, words: experts.words}}")
+    document = found(braid, "several")
+    assert document["experts"] == {"sums": "experts.sums", "words": "experts.words"}
+    assert document["models"] == found(braid, "small")["models"]
 
 
 def test_domains_beyond_the_width_continue_below(braid: Braid, runs: Path, config: Path) -> None:

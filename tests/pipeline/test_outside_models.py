@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -85,6 +86,7 @@ def test_a_change_outside_the_run_makes_its_readers_stale(
         ("num_hidden_layers", 8, "num_hidden_layers: 8, but model.layers is 4"),
         ("model_type", "mixtral", "model_type: mixtral, but model.family is qwen3_moe"),
         ("tie_word_embeddings", True, "tie_word_embeddings: true, but"),
+        ("quantization_config", {}, "its weights are quantized; name the checkpoint before that"),
     ],
 )
 def test_a_checkpoint_of_another_model_is_refused(
@@ -186,3 +188,54 @@ def test_a_teacher_of_another_start_is_a_warning(
     code, out, err = braid("validate", config, f"model.initial_weights={teacher}")
     assert code == 0, err
     assert "common ancestor" not in out
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "model: [1]",
+        "model: !!set {layers}",
+        "model: {vocabulary_size: 2020-01-01}",
+        "model: {vocabulary_size: !!binary aGk=}",
+        "model: {vocabulary_size: &a [*a]}",
+        "model: {tokenizer: !!timestamp a}",
+    ],
+)
+def test_a_damaged_run_yaml_of_another_run_is_one_error(
+    text: str, config: Path, other: RunDirectory
+) -> None:
+    other.settings_file.write_text(text)
+    [said] = errors(config, taught_by(other.stage("experts.sums").path))
+    assert "stages.merge.teachers.sums: runs/other/run.yaml: " in said
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tokenizer.json", b'{"model": {"vocab": {"a": Infinity}}}'),
+        ("tokenizer.json", b'{"model": {"vocab": {}}, "added_tokens": [{"id": Infinity}]}'),
+        ("chat_template.jinja", b"\xff"),
+        ("chat_template.jinja", None),
+        ("tokenizer_config.json", b"null"),
+        ("tokenizer_config.json", b"[" * 100_000),
+        ("tokenizer_config.json", b'{"chat_template": "\\ud800"}'),
+        ("tokenizer_config.json", None),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_read_is_left_to_the_stage_that_loads_it(
+    file: str,
+    content: bytes | None,
+    braid: Callable[..., tuple[int, str, str]],
+    config: Path,
+    teacher: Path,
+    tmp_path: Path,
+) -> None:
+    """Without content it is a FIFO, which would be read for ever."""
+    ours = tokenizer(tmp_path / "ours", ["a", "b", "<end>"])
+    damaged = tokenizer(teacher, ["a", "b", "<end>"]) / file
+    if file == "tokenizer_config.json":
+        (teacher / "chat_template.jinja").unlink()
+    damaged.unlink(missing_ok=True)
+    os.mkfifo(damaged) if content is None else damaged.write_bytes(content)
+    code, out, err = braid("validate", config, taught_by(teacher), f"model.tokenizer={ours}")
+    assert (code, "chat template" in out) == (0, False), err

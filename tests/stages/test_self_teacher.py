@@ -74,7 +74,7 @@ def top_k(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
         ({"name": "jsd", "beta": 0.3}, jsd),
         ({"name": "top_k_reverse_kl", "k": 5, "tail": "lumped"}, top_k),
     ],
-    ids=str,
+    ids=["reverse_kl", "forward_kl", "jsd", "top_k"],
 )
 @pytest.mark.parametrize("decay", [0.0, 0.5, 1.0])
 def test_the_loss_is_to_the_average_after_the_privileged_prompt(
