@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from parallel.files import sha256
+from pipeline.config.validate import load
+from stages.rewards.kinds.python import PythonReward
 from tests.pipeline.violations import edited, edited_copy, with_data
 
 Braid = Callable[..., tuple[int, str, str]]
@@ -230,6 +232,32 @@ def test_patterns_and_directories_of_data_are_copied(
         assert braid("bundle", f"n{number}", "--to", to)[0] == 0
         assert braid("validate", to)[0] == 0
         assert len(list((to / "data").rglob("*.jsonl"))) == 2 - number
+
+
+def test_rewards_of_two_directories_are_copied_apart(
+    braid: Braid, config: Path, tmp_path: Path
+) -> None:
+    """Modules of one name are found by the directory that each is imported from."""
+    options = []
+    for number, domain in enumerate(("sums", "words")):
+        path = tmp_path / f"code_of_{domain}"
+        path.mkdir()
+        (path / "grading.py").write_text(f"def grade(problem, response):\n    return {number}.0\n")
+        reward = f"{{kind: python, function: 'grading:grade', path: '{path}'}}"
+        options.append(f"domains.{domain}.rewards={{own: {reward}}}")
+    assert braid("run", config, *options)[::2] == (0, "")
+    to = tmp_path / "bundle"
+    assert braid("bundle", "small", "--to", to)[::2] == (0, "")
+    copied = sorted((to / "code").rglob("*.py"))
+    assert [each.relative_to(to / "code").as_posix() for each in copied] == [
+        "0/grading.py",
+        "1/grading.py",
+    ]
+    settings = load(next(to.glob("*.yaml")), to_start=False)
+    for number, domain in enumerate(("sums", "words")):
+        reward = settings.domains[domain].rewards["own"]
+        assert isinstance(reward, PythonReward) and reward.path is not None
+        assert f"return {number}.0" in (reward.path / "grading.py").read_text()
 
 
 @pytest.mark.parametrize(

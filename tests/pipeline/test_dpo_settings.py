@@ -67,6 +67,22 @@ def test_data_loss_and_reference_make_it_stale(config: Path) -> None:
     assert list(changes(before, lineage())) == ["the files of data.files.path changed"]
 
 
+def test_the_reference_counts_by_its_digest_and_not_by_its_name(config: Path) -> None:
+    """So that a renamed stage is still the same reference."""
+    names = ("merge", "experts.sums")
+    one, other = (tuned(config, f"stages.tuned.reference={name}") for name in names)
+    assert one.reads == other.reads
+    assert one.roles != other.roles
+
+
+def test_held_out_prompts_of_its_domains_make_it_stale(config: Path) -> None:
+    """Pairs of held-out prompts are left out."""
+    halves = [f"domains.{name}.prompts.held_out_fraction=0.5" for name in ("sums", "words")]
+    before, after = tuned(config).reads, tuned(config, *halves).reads
+    changed = {key for key in before if before[key] != after[key]}
+    assert changed == {key.partition("=")[0] for key in halves}
+
+
 def test_collected_pairs_that_change_places_make_it_stale(config: Path) -> None:
     """By their digests: the names of the stages are no settings of its own."""
     with config.open("a") as file:

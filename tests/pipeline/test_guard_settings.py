@@ -100,6 +100,13 @@ def test_the_mixed_baseline_obeys_the_rules_of_a_domain(
     assert first.startswith(f"command line: {message}")
 
 
+def test_a_mixed_stage_may_stop_by_a_reward_of_any_of_its_domains(config: Path) -> None:
+    other = "domains.words.rewards={right: {kind: math}}"
+    for reward in ("exact", "right"):  # of the first domain, and of the second
+        stop = f"stages.mixed.stop={{metric: reward/{reward}, at_least: 1, window: 2}}"
+        load(config, [MIXED, other, stop])
+
+
 @pytest.mark.parametrize(
     ("override", "changed"),
     [

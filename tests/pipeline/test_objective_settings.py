@@ -295,3 +295,41 @@ def test_every_domain_s_objective_is_checked_in_a_stage_on_several(
         load(with_mixed(config), alone)
         return
     assert message in violation(with_mixed(config), *alone)
+
+
+def reads_of_mixed(config: Path, *overrides: str) -> dict[str, Any]:
+    """Return what a stage on both domains reads."""
+    graph = compile_graph(load(config, [MIXED, *overrides]))
+    return next(each for each in graph if each.name == "mixed").reads
+
+
+def test_a_stage_on_several_domains_reads_one_objective_or_each_domain_s(config: Path) -> None:
+    """Its own replaces theirs, equal ones are one, and only unlike ones have names."""
+    stated = reads_of_mixed(config, "stages.mixed.objective={entropy_bonus: 0.25}")
+    assert stated["objective.entropy_bonus"] == 0.25
+    alike = reads_of_mixed(config)
+    assert alike["objective.entropy_bonus"] == 0.0
+    assert not [key for key in alike if key.startswith("objectives.")]
+    unlike = reads_of_mixed(config, "domains.words.objective.entropy_bonus=0.25")
+    assert not [key for key in unlike if key.startswith("objective.")]
+    names = ("sums", "words")
+    assert [unlike[f"objectives.{name}.entropy_bonus"] for name in names] == [0.0, 0.25]
+
+
+def test_a_critic_on_several_domains_is_an_error_where_it_is_stated(config: Path) -> None:
+    gae = "objective={advantage: {name: gae}, ratio: {name: token}}"
+    why = "objective.advantage.name: gae trains a critic, for one domain alone; stages.mixed has 2"
+    [*found] = errors(config, MIXED, f"stages.mixed.{gae}")
+    assert set(found) == {f"command line: stages.mixed.{why}"}
+    assert f"command line: domains.words.{why}" in errors(config, MIXED, f"domains.words.{gae}")
+
+
+def test_a_critic_s_warmup_counts_every_update_of_a_step(config: Path) -> None:
+    updates = "domains.sums.updates_per_rollout=2"
+    for steps in (3, 4):
+        critic = f"{{optimizer: {{learning_rate: 1, warmup_steps: {steps}}}}}"
+        given = [RATIO, updates, f"{EXPERT}.advantage={{name: gae, critic: {critic}}}"]
+        if steps == 3:
+            load(config, given)
+        else:
+            assert "4 must be less than the 4 updates of" in violation(config, *given)

@@ -282,6 +282,19 @@ def test_a_damaged_intent_is_refused(braid: Braid, small: Path) -> None:
     assert "braid mv" in braid("resume", "small")[2]
 
 
+def test_a_setting_that_was_stale_before_stays_so(braid: Braid, small: Path) -> None:
+    """Only what is recorded under the old name becomes the new one."""
+    path, key = small / "stages/experts.sums/manifest.json", "objective.kl.reference"
+    manifest = json.loads(path.read_text())
+    manifest["settings"][key] = "elsewhere"
+    path.write_text(json.dumps(manifest))
+    assert braid("mv", "small", "cold_start", "warm")[0] == 0
+    assert json.loads(path.read_text())["settings"][key] == "elsewhere"
+    code, out, _ = braid("status", "small")
+    assert code == 0
+    assert f"{key} was \"elsewhere\" and is now \"warm\"" in out
+
+
 def test_damaged_manifests_and_results_are_left_alone(braid: Braid, small: Path) -> None:
     (small / "stages/merge/manifest.json").write_text("[]")
     (small / "stages/evaluate/results.json").write_text("[1]")

@@ -117,6 +117,33 @@ def test_a_filter_may_leave_one_length_the_longest(sampled: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "override",
+    [
+        "stages.collect.keep.per_prompt=8",  # the whole group
+        "stages.collect.prompts=2",  # one for each data-parallel rank
+        "stages.collect.sampling={top_k: 80}",  # the whole vocabulary
+        "domains={sums: {demonstrations: {sequences_per_step: 1}}, words: {demonstrations:"
+        " {sequences_per_step: 1}}}",  # a step of the cold start, over two ranks
+    ],
+)
+def test_a_number_may_reach_its_limit(sampled: Path, override: str) -> None:
+    load(sampled, [override])
+
+
+def test_a_response_as_long_as_the_engine_s_sequences_leaves_no_prompt(sampled: Path) -> None:
+    key = "stages.collect.sampling"
+    load(sampled, [f"{key}={{max_response_tokens: 63}}"])
+    [error] = errors(sampled, f"{key}={{max_response_tokens: 64}}")
+    assert f"{key}.max_response_tokens: 64 leaves no room for a prompt" in error
+
+
+def test_a_filter_is_checked_against_the_sampling_where_it_is_stated(sampled: Path) -> None:
+    given = "stages.collect.sampling={group_size: 4}", "stages.collect.keep.per_prompt=9"
+    [error] = errors(sampled, *given)
+    assert "9 is more than stages.collect.sampling.group_size = 4 responses" in error
+
+
+@pytest.mark.parametrize(
     ("row", "why"),
     [
         ('{"other": 1}', "no column 'messages'; columns: 'other'"),
@@ -166,6 +193,9 @@ def test_paths_of_sources_are_relative_to_the_file_that_states_them(sampled: Pat
         ("stages.collect.keep.choose=best", {"collect"}),
         ("stages.collect.prompts=11", {"collect"}),
         ("domains.sums.sampling.group_size=4", {"collect", "experts.sums"}),
+        # Responses are graded by the rewards, and every other stage on the domain trains on them
+        # or is graded by them too.
+        ("domains.sums.rewards={right: {kind: math}}", {"collect", "experts.sums", "evaluate"}),
         ("stages.tuned.data.kept.weight=2", {"tuned"}),
         ("stages.tuned.data.own=null", {"tuned"}),
         ("stages.tuned.sequences_per_step=9", {"tuned"}),

@@ -23,6 +23,7 @@ from stages.data.demonstrations import (
 )
 from stages.data.problem import DomainError, Message
 from stages.data.prompts import held_out_problems
+from stages.data.row_forms import conversation_of
 from stages.data.settings import (
     JsonlDemonstrationSettings,
     JsonlPromptSettings,
@@ -237,6 +238,15 @@ def test_a_bad_row_is_named_or_counted(tmp_path: Path, row: dict[str, Any], mess
     skipping = JsonlDemonstrationSettings(path=path, on_bad_row="skip")
     counts = conversation_index(skipping, "math").counts
     assert (counts.rows, counts.bad, counts.duplicates) == (5, 1, 1)
+
+
+def test_messages_replace_the_prompt_of_a_rendered_row_alone() -> None:
+    row = {"messages": chat("1+1="), "prompt": "user: 1+1= assistant: ", "response": "2"}
+    columns = ("messages", "prompt", "response")
+    assert conversation_of(row, *columns) == (row["prompt"], "2")
+    assert conversation_of(row, *columns, rendered=True) == chat("1+1=", "2")
+    text = {**row, "messages": None}
+    assert conversation_of(text, *columns, rendered=True) == (row["prompt"], "2")
 
 
 def test_an_unusable_template_is_an_error_before_training_that_names_the_row(

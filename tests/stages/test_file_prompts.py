@@ -17,6 +17,7 @@ import pytest
 
 from stages.data.problem import DomainError, Problem
 from stages.data.prompts import PromptStream, held_out_problems, is_held_out, prompt_index
+from stages.data.row_forms import messages_of, prompt_of
 from stages.data.rows import ParquetRows
 from stages.data.settings import (
     JsonlPromptSettings,
@@ -214,6 +215,12 @@ BAD_LINES = [
         '{"prompt": [{"role": "assistant", "content": "a"}], "answer": "2"}',
         "'prompt' must not end with an assistant turn",
     ),
+    (
+        '{"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],'
+        ' "answer": "2"}',
+        "'prompt' must not end with an assistant turn",
+    ),
+    ('{"prompt": "1+1=", "answer": true}', "'answer' is neither text nor a finite number"),
 ]
 
 
@@ -232,6 +239,17 @@ def test_a_bad_row_stops_with_file_and_line_or_is_counted(
     assert sorted(problem.answer for problem in stream(skipping).take(2)) == ["1", "4"]
     assert prompt_index(skipping, "math").counts.bad == 1
     assert f"1 unusable ({path}:3: {message})" in capfd.readouterr().err
+
+
+def test_one_message_that_is_not_blank_is_enough() -> None:
+    system, user = {"role": "system", "content": ""}, {"role": "user", "content": "1+1="}
+    assert prompt_of({"prompt": [system, user]}, "prompt") == [system, user]
+
+
+def test_null_keys_of_messages_are_as_if_missing() -> None:
+    """Parquet cannot omit a key of one message that another one has."""
+    user = {"role": "user", "content": "1+1="}
+    assert messages_of({"chat": [{**user, "name": None}]}, "chat") == [user]
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-32", "latin-1"])

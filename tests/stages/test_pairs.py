@@ -90,6 +90,17 @@ def test_texts_and_chat_messages_are_learned_after_the_prompt_alone(tmp_path: Pa
             },
             "'chosen' must start and end with an assistant turn, without the prompt",
         ),
+        (
+            {
+                "prompt": [{"role": "user", "content": "a"}],
+                "chosen": [
+                    {"role": "assistant", "content": "a"},
+                    {"role": "user", "content": "b"},
+                ],
+                "rejected": "b",
+            },
+            "'chosen' must start and end with an assistant turn, without the prompt",
+        ),
     ],
 )
 def test_an_unusable_row_is_an_error_or_counted(tmp_path: Path, row: Row, message: str) -> None:
@@ -120,6 +131,41 @@ def test_held_out_prompts_never_come(tmp_path: Path) -> None:
             [row for row in rows[:200] if row["prompt"] in held],
             fraction=0.25,
         )
+
+
+def test_a_prompt_that_is_held_out_with_its_assistant_turns_never_comes(tmp_path: Path) -> None:
+    """Another run may hold out the whole of it, as a prompt of several turns."""
+    asked = [
+        [
+            {"role": "user", "content": f"say {number}"},
+            {"role": "assistant", "content": "a"},
+            {"role": "user", "content": "more"},
+        ]
+        for number in range(100)
+    ]
+    rows: list[Row] = [{"prompt": each, "chosen": "b", "rejected": "c"} for each in asked]
+    found = files(tmp_path / "p.jsonl", rows, fraction=0.25)
+    held = [
+        {int(content_key(turns)[:16], 16) < 2**62 for turns in (each, each[:1])} for each in asked
+    ]
+    assert len(found) == sum(True not in each for each in held)
+    first = [int(content_key(each[:1])[:16], 16) < 2**62 for each in asked]
+    assert len(found) < first.count(False)
+
+
+def test_two_pairs_of_one_prompt_are_kept_and_equal_ones_once(tmp_path: Path) -> None:
+    pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    rows = [pair, {**pair, "chosen": "d"}, {**pair, "rejected": "d"}, pair]
+    assert len(files(tmp_path / "p.jsonl", rows)) == 3
+
+
+@pytest.mark.parametrize("side", ["chosen", "rejected"])
+def test_the_only_pair_that_fits_comes_again_and_again(tmp_path: Path, side: str) -> None:
+    """Whatever its places in two epochs; the longer response decides."""
+    pair = {"prompt": "1", "chosen": "a", "rejected": "b"}
+    rows = [pair, *({**pair, side: "c" * n} for n in range(20, 30))]
+    one = stream(files(tmp_path / "p.jsonl", rows), limit=9)
+    assert {one.next().row for _ in range(30)} == {0}
 
 
 def test_a_stream_has_each_pair_once_an_epoch_and_skips_long_ones(tmp_path: Path) -> None:
@@ -237,6 +283,27 @@ def test_the_digest_of_files_tells_apart_which_columns_are_read(tmp_path: Path) 
     )
     other = FilePairs(source, ("prompt", "chosen", "c"), KEY, 1e-9)
     assert pairs.digest() != other.digest()
+
+
+def test_the_digest_of_pairs_tells_apart_how_responses_are_tokenised(tmp_path: Path) -> None:
+    class Other(CharacterTokenizer):
+        """A tokenizer that ends responses by another token."""
+
+        end_token = CHARACTERS.pad_token
+
+    pairs = files(tmp_path / "p.jsonl", [{"prompt": "1", "chosen": "a", "rejected": "b"}])
+    other = PairStream("own", pairs, Other(), 0, 99, KEY)
+    assert other.digest != stream(pairs).digest
+
+
+def test_the_digest_of_collected_pairs_tells_apart_their_contents(tmp_path: Path) -> None:
+    """Beyond the first PROBED pairs nothing else does."""
+    digests = set()
+    for number, worse in enumerate("34"):
+        path = tmp_path / f"{number}.parquet"
+        rows = [("1+1=", "2", 1.0, True), ("1+1=", worse, 0.0, True)]
+        digests.add(CollectedPairs(collected(path, [*rows]), KEY, 1e-9).digest())
+    assert len(digests) == 2
 
 
 def test_collected_tokens_of_another_tokenizer_are_refused(tmp_path: Path) -> None:

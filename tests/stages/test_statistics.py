@@ -162,6 +162,24 @@ def test_equal_answers_leave_uncertainty_and_opposite_ones_more_than_independent
     assert paired_difference(*paired(50, 0, 0, 0)).low < 0  # no spread, no correlation
 
 
+def test_a_correlation_below_its_correction_counts_as_none() -> None:
+    weak = paired_difference(*paired(2, 2, 2, 4))  # a covariance of 0.04; the correction is 0.05
+    independent = difference(wilson(4, 10), wilson(4, 10))
+    assert (weak.low, weak.high) == pytest.approx((independent.low, independent.high))
+
+
+def test_several_answers_to_a_problem_need_less_correction() -> None:
+    """By the definition: n sum(x y) of shares changes in steps of 1 / 16 with 4 answers each."""
+    one, other = Answers([4, 3, 3, 1, 0, 2], 4), Answers([3, 3, 2, 1, 0, 1], 4)
+    x, y = np.array(one.shares), np.array(other.shares)
+    covariance = ((x - x.mean()) * (y - y.mean())).mean() - 1 / (2 * 6 * 16)
+    correlation = covariance / (x.std() * y.std())
+    up, down = one.accuracy.high - x.mean(), y.mean() - other.accuracy.low
+    expected = (up**2 + down**2 - 2 * correlation * up * down) ** 0.5
+    found = paired_difference(one, other)
+    assert found.high - found.difference == pytest.approx(expected)
+
+
 def skilled(seed: int, gain: float, samples: int = 1, problems: int = 1000) -> Answers:
     """Return answers to problems of equal difficulty for every seed."""
     noise = np.random.default_rng(seed)
