@@ -31,6 +31,7 @@ PROBES, PROBE_TOKENS = 4, 8  # random prompts and responses per data-parallel ra
 def run(job: StageJob) -> None:
     """Write the parent's weights, configuration and tokenizer to `job.output`."""
     assert job.parent is not None and job.output is not None
+    remove_unfinished(job)
     # On a GPU, kernels that sum in any order give unequal logits for equal weights.
     torch.use_deterministic_algorithms(True, warn_only=True)
     policy = Policy(job.settings.model, job.settings.layout)
@@ -100,6 +101,13 @@ def probe(policy: Policy) -> list[torch.Tensor]:
         return head.hidden @ head.weight.T
 
     return policy.evaluate(batches, logits)
+
+
+def remove_unfinished(job: StageJob) -> None:
+    """Remove what a killed attempt of the stage has written, which may be a whole model."""
+    if is_main():
+        for left in job.files.path.glob(f".{job.files.exported.name}.*"):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from parallel.settings import ModelSettings
 from parallel.weights.quantizable import FusedTensors, module_name
 from stages.data.prompts import PromptStream
 from stages.data.tokenizer import load_tokenizer
-from stages.export import beside, complete, probe
+from stages.export import beside, complete, probe, remove_unfinished
 from stages.kinds.quantize import QuantizeSettings
 from stages.settings import StageJob
 
@@ -46,6 +46,7 @@ def run(job: StageJob) -> None:
         OSError: the output cannot be written.
     """
     assert job.parent is not None and isinstance(job.own, QuantizeSettings)
+    remove_unfinished(job)
     model = job.settings.model
     scheme = Scheme(job.own.format, job.own.group, DTYPES[model.precision])
     matrices = job.own.quantized(model)
