@@ -304,7 +304,7 @@ def reads_of_mixed(config: Path, *overrides: str) -> dict[str, Any]:
 
 
 def test_a_stage_on_several_domains_reads_one_objective_or_each_domain_s(config: Path) -> None:
-    """Its own replaces theirs, equal ones are one, and only unlike ones have names."""
+    """A stage's own replaces the domains', and only unlike ones have names."""
     stated = reads_of_mixed(config, "stages.mixed.objective={entropy_bonus: 0.25}")
     assert stated["objective.entropy_bonus"] == 0.25
     alike = reads_of_mixed(config)
