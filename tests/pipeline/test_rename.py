@@ -292,7 +292,7 @@ def test_a_setting_that_was_stale_before_stays_so(braid: Braid, small: Path) -> 
     assert json.loads(path.read_text())["settings"][key] == "elsewhere"
     code, out, _ = braid("status", "small")
     assert code == 0
-    assert f"{key} was \"elsewhere\" and is now \"warm\"" in out
+    assert f'{key} was "elsewhere" and is now "warm"' in out
 
 
 def test_damaged_manifests_and_results_are_left_alone(braid: Braid, small: Path) -> None:
