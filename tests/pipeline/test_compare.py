@@ -179,6 +179,44 @@ def test_several_answers_to_a_problem(braid: Braid, write: Callable[..., None]) 
     assert score["accuracy"]["accuracy"] == pytest.approx(0.75 * sum(RIGHT["merge"]["sums"]) / 200)
 
 
+def test_merges_in_turn_start_from_what_the_first_starts_from(
+    braid: Braid, write: Callable[..., None]
+) -> None:
+    again = "{kind: distill, from: merge, teachers: experts, optimizer: {learning_rate: 1e-3},"
+    more = Measured({**RIGHT, "again": RIGHT["merge"]}, keys(DOMAINS))
+    write("twice", more, f"stages={{again: {again} loop: {{steps: 2}}}}}}")
+    document = found(braid, "twice")
+    assert document["start"] == "cold_start"
+    roles = {name: each["role"] for name, each in document["models"].items()}
+    assert (roles["again"], roles["merge"]) == ("merge", "baseline")
+
+
+def test_the_start_is_no_expert(braid: Braid, write: Callable[..., None]) -> None:
+    write("apart", MEASURED, "stages.merge=null", "stages.export=null")
+    document = found(braid, "apart", "--start", "experts.sums")
+    assert document["experts"] == {"words": "experts.words"}
+
+
+def test_other_rewards_or_other_code_of_one_are_not_comparable(
+    braid: Braid, write: Callable[..., None], tmp_path: Path
+) -> None:
+    def own(directory: str, value: float) -> str:
+        path = tmp_path / directory
+        path.mkdir()
+        (path / "grading.py").write_text(f"def grade(problem, response):\n    return {value}\n")
+        reward = f"{{kind: python, function: 'grading:grade', path: '{path}'}}"
+        return f"domains.sums.rewards={{own: {reward}}}"
+
+    write("small", MEASURED)
+    write("one", MEASURED, own("one", 1.0))
+    write("moved", MEASURED, own("moved", 1.0))
+    write("changed", MEASURED, own("changed", 0.5))
+    assert "were not graded alike: domains.sums.rewards." in refused(braid, "small", "one/merge")
+    assert "one/merge" not in found(braid, "one", "moved/merge")["models"]  # the same code
+    message = refused(braid, "one", "changed/merge")
+    assert "were not graded alike: the code of domains.sums.rewards.own" in message
+
+
 def test_a_run_without_a_merge(braid: Braid, write: Callable[..., None]) -> None:
     write("apart", MEASURED, "stages.merge=null", "stages.export=null")
     document = found(braid, "apart")

@@ -162,6 +162,8 @@ def test_a_teacher_with_another_chat_template_is_a_warning(
     assert code == 0
     assert f"{teacher} has another chat template than {ours}" in out
     assert "another chat template" in braid("run", *given, "--dry-run")[2]
+    (teacher / "chat_template.jinja").unlink()  # such as a base model
+    assert "chat template" not in braid("validate", *given)[1]
 
 
 def test_a_teacher_of_another_start_is_a_warning(
@@ -239,3 +241,11 @@ def test_a_tokenizer_that_cannot_be_read_is_left_to_the_stage_that_loads_it(
     os.mkfifo(damaged) if content is None else damaged.write_bytes(content)
     code, out, err = braid("validate", config, taught_by(teacher), f"model.tokenizer={ours}")
     assert (code, "chat template" in out) == (0, False), err
+
+
+def test_the_ancestors_of_a_teacher_outside_the_run_are_not_known(
+    braid: Callable[..., tuple[int, str, str]], config: Path, teacher: Path
+) -> None:
+    code, out, err = braid("validate", config, taught_by(teacher))
+    assert code == 0, err
+    assert "common ancestor" not in out

@@ -99,6 +99,17 @@ def test_a_group_that_divides_no_row_asks_for_another_format(quantized: Path) ->
     load(quantized, (narrow, "stages.small.format=fp8", "stages.small.group_size=null"))
 
 
+def test_a_format_of_one_group_size_is_named_where_that_divides_no_row(quantized: Path) -> None:
+    given = "model.expert_hidden_size=40", "stages.small.format=nvfp4"
+    [said] = errors(quantized, *given, "stages.small.group_size=null")
+    assert "stages.small.format: 16 weights have a scale, and do not divide the 40 columns" in said
+
+
+def test_the_group_size_of_a_format_must_divide_every_row(quantized: Path) -> None:
+    [said] = errors(quantized, "stages.small.group_size=null")
+    assert "stages.small.group_size: 128 weights have a scale, and do not divide the 96" in said
+
+
 @pytest.mark.parametrize(
     ("lost", "found", "bound", "outcome"),
     [(0, 0, 0.02, "passed"), (10, 0, 0.02, "stopped"), (10, 0, 0.05, "passed")],
