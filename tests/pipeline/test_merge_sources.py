@@ -1,4 +1,4 @@
-"""What the graph, the lineage and the plan know of the teacher `self` and of a merge's data."""
+"""The teacher `self` and the data of a merge in the graph, the lineage and the plan."""
 
 from __future__ import annotations
 
