@@ -16,7 +16,7 @@ from stages.data.settings import CollectedFileSettings
 from stages.data.tokenizer import load_tokenizer
 from stages.kinds.distill import DistillSettings
 from stages.kinds.merge_data import given_prompts
-from stages.mixture import SequenceSource, demonstrated
+from stages.mixture import SequenceSource, collected, demonstrated
 from stages.settings import StageJob
 
 
@@ -99,7 +99,7 @@ class MergeData:
 def _collected(job: StageJob, domain: str, tokenizer: Any) -> ConversationStream:
     """Return the source of a domain's responses in what a stage collected."""
     model, fraction = job.settings.model, job.settings.domains[domain].prompts.held_out_fraction
-    rows = CollectedFileSettings(path=job.data[domain], domain=domain, on_bad_row="skip")
+    rows = CollectedFileSettings(path=collected(job, domain), domain=domain, on_bad_row="skip")
     return ConversationStream(
         rows,
         tokenizer,

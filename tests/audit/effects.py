@@ -25,7 +25,7 @@ CHECKED_BY = {
     "CodeReward": "stages/test_code_reward.py",
     "BestWorstPairSettings": "pipeline/test_dpo_settings.py",
     "BestWorstPairSettings.max_tokens": "stages/test_pairs.py",
-    "CollectedDataSettings": "stages/test_merge_data.py",
+    "CollectedDataSettings": "pipeline/test_merge_sources.py",
     "ContainerSettings": "pipeline/test_slurm_jobs.py",
     "ConversationFileSettings": "stages/test_conversations.py",
     "CriticSettings": "stages/test_critic.py",

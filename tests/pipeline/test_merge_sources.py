@@ -1,4 +1,4 @@
-"""The teacher `self` and the data of a merge, as graph, lineage and plan know them."""
+"""The teacher `self` and the data of a merge in the graph, the lineage and the plan."""
 
 from __future__ import annotations
 

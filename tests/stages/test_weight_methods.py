@@ -93,6 +93,8 @@ def test_ram_scales_a_models_own_changes_alone() -> None:
     assert result("ram", of, rescale=0.2).tolist() == pytest.approx([1.2, 3, 8 * 1.1, 16 * 1.1])
     of = merged([start, first, second], (1.0, 1.0), overlaps=[(5, 0), (8, 1)])
     assert result("ram", of, rescale=0.2).tolist() == pytest.approx([1, 3, 8 * 1.2, 16 * 1.2])
+    further = result("ram", of, rescale=0.2, max_ratio=3).tolist()
+    assert further == pytest.approx([1, 3, 8 * 1.6, 16 * 1.6])
 
 
 def test_ties_keeps_one_change_of_a_short_tensor_and_the_first_of_equal_ones() -> None:
