@@ -255,6 +255,47 @@ def test_of_several_teachers_the_one_with_the_largest_weight_is_the_expert(
     assert document["models"] == found(braid, "small")["models"]
 
 
+TWO_MERGES = """\
+  soup: {kind: merge_weights, models: experts}
+  several:
+    kind: distill
+    from: soup
+    domains: [sums]
+    teachers: {sums: {experts.sums: 0.7, merge: 0.3}}
+    optimizer: {learning_rate: 1e-3}
+    loop: {steps: 2}
+"""
+
+
+def test_of_several_merges_the_first_decides_the_start_and_the_experts(
+    braid: Braid, write: Callable[..., None], config: Path
+) -> None:
+    config.write_text(config.read_text() + TWO_MERGES)
+    skills = {
+        **SKILLS,
+        "soup": {"sums": Skill(0.5), "words": Skill(0.4)},
+        "several": {"sums": Skill(0.58), "words": Skill(0.4)},
+    }
+    measured = Measured(answers(skills), keys(DOMAINS))
+    write("two", measured)
+    document = found(braid, "two")
+    assert document["start"] == "cold_start"
+    assert document["experts"] == {"sums": "experts.sums", "words": "experts.words"}
+    assert document["undefined"].keys() == {"words"}
+    models = document["models"]
+    assert [name for name, each in models.items() if each["role"] == "merge"] == [
+        "merge",
+        "several",
+    ]
+    assert models["several"]["trained_on"] == models["soup"]["trained_on"] == list(DOMAINS)
+    # A merge of weights alone starts from what its models have in common.
+    write("soup", measured, "stages.several=null", "stages.merge.from=soup")
+    assert found(braid, "soup")["start"] == "cold_start"
+    # A merge is no expert of another merge.
+    write("last", measured, "stages.several.teachers={sums: merge}")
+    assert found(braid, "last")["experts"] == document["experts"]
+
+
 def test_domains_beyond_the_width_continue_below(braid: Braid, runs: Path, config: Path) -> None:
     names = [f"domain_{number}" for number in range(9)]
     text = config.read_text()
