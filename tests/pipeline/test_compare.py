@@ -121,6 +121,26 @@ def test_an_expert_without_a_significant_gain_has_no_headroom(braid: Braid) -> N
     )
 
 
+def test_without_any_headroom_the_reasons_are_a_paragraph(
+    braid: Braid, write: Callable[..., None]
+) -> None:
+    write("flat", Measured(answers(dict.fromkeys(SKILLS, SKILLS["merge"])), keys(DOMAINS)))
+    for options, mark in (([], ""), (["--markdown"], "- ")):
+        out = printed(braid, "flat", *options)
+        gap = "\n" * (1 + len(options))
+        assert f"\n\nno headroom on any domain{gap}{mark}no headroom on sums: experts.s" in out
+        assert f"\n{mark}no headroom on words: experts.words gains" in out
+        assert "on GPU" not in out
+
+
+@pytest.mark.parametrize("options", [[], ["--markdown"]])
+def test_memory_on_gpus_is_a_column_where_there_is_any(
+    options: list[str], braid: Braid, small: Path
+) -> None:
+    RunDirectory(small).stage("merge").memory(1).write_text('{"peak_gpu_bytes": 1073741824}')
+    assert "on GPU" in printed(braid, "small", *options)
+
+
 @pytest.mark.usefixtures("small")
 def test_models_are_chosen_and_another_start(braid: Braid) -> None:
     document = found(braid, "small", "merge", "--start", "experts.words")
