@@ -146,6 +146,7 @@ def test_models_are_chosen_and_another_start(braid: Braid) -> None:
     document = found(braid, "small", "merge", "--start", "experts.words")
     assert list(document["models"]) == ["experts.words", "merge"]
     assert document["start"] == "experts.words"
+    assert found(braid, "small", "--start", "experts.words", "merge") == document
 
 
 @pytest.mark.usefixtures("small")
