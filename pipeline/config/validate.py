@@ -50,6 +50,7 @@ from stages.rewards.reward import RewardPoolSettings
 from stages.settings import RunSettings
 
 Root = TypeVar("Root", bound=Settings)
+MISSING = ("missing", "union_tag_not_found")  # pydantic's errors of a key that is not there
 MAPPING = "a mapping of keys to values"
 # Ends pydantic's location of a wrong key; only a cluster's kinds have a closed set.
 OF_KEY = "[key]"
@@ -349,7 +350,7 @@ def _validated(
         reported = [
             each
             for each in listed
-            if each["type"] != "missing" or (complete and each["loc"] not in renamed)
+            if each["type"] not in MISSING or (complete and each["loc"] not in renamed)
         ]
         first = reported[:MOST_ERRORS]
         found = [_violation(root, tree, details) for details in first]
@@ -392,7 +393,7 @@ def _message(root: type[Settings], error: ErrorDetails) -> str:
     if not error["loc"]:
         return str(error["msg"])
     *parent, name = error["loc"]
-    if error["type"] in ("missing", "union_tag_not_found"):
+    if error["type"] in MISSING:
         return "required key is missing"
     if error["type"] == "extra_forbidden":
         annotation = schema.type_at(root, tuple(parent))
