@@ -359,8 +359,8 @@ def _validated(
 
 
 def _below(root: type[Settings], tree: Mapping, error: ErrorDetails) -> Iterator[Violation]:
-    """Yield the unknown keys of a block with an unknown tag, into which pydantic does not look."""
-    if error["type"] != "union_tag_invalid":
+    """Yield the unknown keys of a block with an unknown tag, or none: pydantic skips the block."""
+    if error["type"] not in ("union_tag_invalid", "union_tag_not_found"):
         return
     root = _schema_of(root)
     key = schema.without_arms(root, error["loc"])

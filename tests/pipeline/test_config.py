@@ -291,6 +291,15 @@ def test_files_that_extend_each_other_are_an_error(config: Path) -> None:
     ]
 
 
+def test_a_misspelt_kind_is_named(config: Path) -> None:
+    edited(config, "    kind: sft", "    knd: sft")
+    found = errors(config)
+    assert [each.partition(": ")[2] for each in found] == [
+        "stages.cold_start.kind: required key is missing",
+        'stages.cold_start.knd: unknown key; did you mean "kind"?',
+    ]
+
+
 @pytest.mark.parametrize("above", ["", "configs/"])
 def test_a_shipped_file_that_is_not_beside_the_run_is_named(above: str, config: Path) -> None:
     text = config.read_text().replace("    kind: distill\n", "")  # the template's
