@@ -70,8 +70,9 @@ def _parse(argv: Sequence[str]) -> Namespace:
     plain = not any(other.startswith("-") for other in others)
     if "--side-by-side" in " ".join(others).replace("=", " ").split():
         braid.error("--side-by-side is now --parallel")
-    if plain and hasattr(arguments, "overrides"):
-        arguments.overrides = [*arguments.overrides, *others]
+    repeated = next((name for name in ("overrides", "models") if hasattr(arguments, name)), None)
+    if plain and repeated:
+        setattr(arguments, repeated, [*getattr(arguments, repeated), *others])
     elif plain and len(others) == 1 and arguments.command == "audit" and arguments.stage is None:
         [arguments.stage] = others
     elif others:

@@ -49,7 +49,8 @@ from pipeline.text import shown
     Argument(
         "--start",
         metavar="MODEL",
-        help="the model that gains are measured from (default: the one that the merge starts from)",
+        help="the model that gains are measured from (default: the one that the first"
+        " merge starts from)",
     ),
     (JSON, Argument("--markdown", action="store_true", help="print tables in Markdown")),
 )

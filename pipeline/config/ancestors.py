@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
-from pipeline.config.unroll import Blocks, is_path
+from pipeline.config.unroll import Blocks, Unrolled, is_path
 from stages.kinds.distill import domain_of
 from stages.settings import RunSettings
 
@@ -15,17 +15,12 @@ def ancestor_cautions(settings: RunSettings) -> Iterator[tuple[str, str]]:
     The ancestors of a model outside the run are not known.
     """
     blocks = Blocks(settings)
-    parents: dict[str, str | None] = {}
-    for stage in blocks.stages:
-        own = blocks.inputs(stage).parent
-        parents[stage.name] = blocks.resolve(own, stage.domain) if own else None
-        if own is None and stage.settings.kind == "import":
-            parents[stage.name] = "model.initial_weights"
+    parents = {stage.name: list(_parents(stage, blocks)) for stage in blocks.stages}
     found = {}
     for stage in blocks.stages:
-        student = parents[stage.name]
-        if student is None:
+        if blocks.inputs(stage).parent is None or not parents[stage.name]:
             continue
+        student = parents[stage.name][0]
         for label, reference in blocks.inputs(stage).teachers.items():
             teacher = blocks.resolve(reference, domain_of(label))
             if teacher is None or is_path(teacher):
@@ -39,10 +34,24 @@ def ancestor_cautions(settings: RunSettings) -> Iterator[tuple[str, str]]:
     yield from ((key, message) for (key, _), message in found.items())
 
 
-def _line(name: str | None, parents: Mapping[str, str | None]) -> set[str]:
+def _parents(stage: Unrolled, blocks: Blocks) -> Iterator[str]:
+    """Yield the models that a stage's weights come from, `from` first."""
+    inputs = blocks.inputs(stage)
+    named = [(inputs.parent, stage.domain)] if inputs.parent else []
+    if stage.settings.kind == "merge_weights":  # other kinds only compare with their models
+        named += [(name, stage.domain) for name in inputs.models.values()]
+        named += [(name, domain) for domain, name in inputs.references.items()]
+    if inputs.parent is None and stage.settings.kind == "import":
+        yield "model.initial_weights"
+    yield from filter(None, (blocks.resolve(name, domain) for name, domain in named))
+
+
+def _line(name: str, parents: Mapping[str, Iterable[str]]) -> set[str]:
     """Return a model and all that it descends from."""
     found: set[str] = set()
-    while name is not None and name not in found:
-        found.add(name)
-        name = parents.get(name)
+    left = [name]
+    while left:
+        if (model := left.pop()) not in found:
+            found.add(model)
+            left += parents.get(model, ())
     return found

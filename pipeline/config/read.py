@@ -34,6 +34,7 @@ from pipeline.config.yaml_core import (
 )
 from pipeline.text import shown, visible
 
+CONFIGS = Path(__file__).parents[2] / "configs"
 MOST_BYTES = 8 << 20  # of a file
 Key = tuple[str, ...]
 MOST_EXTENDING = 32  # files in a chain of extends; each is several frames of Python's stack
@@ -294,6 +295,7 @@ class Reader:
         try:
             resolved, is_file = path.resolve(), path.is_file()
             missing = "not a file" if path.exists() else "no such file"
+            shipped = _shipped(node.text)
         except (OSError, RuntimeError, ValueError) as error:  # not a path, or a symlink loop
             return self._unreadable(place, key_here, f"cannot be followed: {error}")
         if resolved in self._open:
@@ -302,6 +304,8 @@ class Reader:
             message = f"a chain of more than {MOST_EXTENDING} files; extend fewer"
         elif not is_file:
             message = f"{missing}: {SourceLocation(path)}"
+            if shipped is not None:
+                message += f"; a path is relative to the file that it is in; Braid's own: {shipped}"
         else:
             return self.file(path, key)
         return self._unreadable(place, key_here, message)
@@ -416,6 +420,13 @@ def _over(below: Node | None, node: Node) -> Node:
         return merge(below, node) if isinstance(below, Mapping) else node
     stated = isinstance(below, Mapping) or (isinstance(below, Leaf) and below.value is not None)
     return replace(node, replaces=stated)
+
+
+def _shipped(name: str) -> Path | None:
+    """Return the file of `configs/` that a path names as if it were written there or above."""
+    paths = (directory / name for directory in (CONFIGS, CONFIGS.parent))
+    found = (path for path in paths if path.is_relative_to(CONFIGS) and path.is_file())
+    return next(found, None)
 
 
 def _text(path: Path) -> str:

@@ -50,6 +50,7 @@ from stages.rewards.reward import RewardPoolSettings
 from stages.settings import RunSettings
 
 Root = TypeVar("Root", bound=Settings)
+MISSING = ("missing", "union_tag_not_found")  # pydantic's errors of a key that is not there
 MAPPING = "a mapping of keys to values"
 # Ends pydantic's location of a wrong key; only a cluster's kinds have a closed set.
 OF_KEY = "[key]"
@@ -349,7 +350,7 @@ def _validated(
         reported = [
             each
             for each in listed
-            if each["type"] != "missing" or (complete and each["loc"] not in renamed)
+            if each["type"] not in MISSING or (complete and each["loc"] not in renamed)
         ]
         first = reported[:MOST_ERRORS]
         found = [_violation(root, tree, details) for details in first]
@@ -358,8 +359,8 @@ def _validated(
 
 
 def _below(root: type[Settings], tree: Mapping, error: ErrorDetails) -> Iterator[Violation]:
-    """Yield the unknown keys of a block with an unknown tag, into which pydantic does not look."""
-    if error["type"] != "union_tag_invalid":
+    """Yield the unknown keys of a block with an unknown tag, or none: pydantic skips the block."""
+    if error["type"] not in ("union_tag_invalid", "union_tag_not_found"):
         return
     root = _schema_of(root)
     key = schema.without_arms(root, error["loc"])
@@ -392,7 +393,7 @@ def _message(root: type[Settings], error: ErrorDetails) -> str:
     if not error["loc"]:
         return str(error["msg"])
     *parent, name = error["loc"]
-    if error["type"] in ("missing", "union_tag_not_found"):
+    if error["type"] in MISSING:
         return "required key is missing"
     if error["type"] == "extra_forbidden":
         annotation = schema.type_at(root, tuple(parent))

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
 from parallel.errors import UserError, hint
 from pipeline.report.stage_costs import StageCost, stage_costs
 from pipeline.run.answers import MeasuredModel, common_keys, stale_evaluations
 from pipeline.run.gates import points
+from pipeline.run.graph import Stage
 from pipeline.run.run import Run
 from pipeline.text import shown
 from stages.kinds.distill import DistillSettings
@@ -101,15 +103,16 @@ def compare(
 ) -> ModelComparison:
     """Compare measured models, of this run and of others, with their start.
 
-    All `models`, or the `chosen` ones; `start` is by default what the run's merge starts from.
+    All `models`, or the `chosen` ones; `start` is by default what the first merge starts from.
 
     Raises:
         UserError: the start was not measured, or two models cannot be compared.
     """
     own = {name: each for name, each in models.items() if each.run is run}
-    merge = _merge(own)
-    start = start or _start(run, own, merge)
-    experts = _experts(run, own, merge, start)
+    merges = [each.stage for each in own.values() if each.stage and each.stage.teachers]
+    start = start or _start(run, own, merges)
+    experts = _experts(run, own, merges, start)
+    merged = [name for name, each in own.items() if each.stage in merges]
     rows = list(dict.fromkeys([start, *(chosen or models)]))
     used = {name: models[name] for name in dict.fromkeys([*rows, *experts.values()])}
     answers = _common_answers(used, list(used[start].domains))
@@ -121,7 +124,7 @@ def compare(
             if name in of
         }
         expert_of = tuple(each for each in answers if experts.get(each) == name)
-        role: Role = "expert" if expert_of else "merge" if name == merge else "baseline"
+        role: Role = "expert" if expert_of else "merge" if name in merged else "baseline"
         trained_on = None if name == start else _trained_on(used[name], used[start])
         role = "start" if name == start else role
         compared[name] = ComparedModel(role, expert_of, trained_on, scores)
@@ -138,44 +141,69 @@ def compare(
     )
 
 
-def _merge(own: Models) -> str | None:
-    """Return the last model that has teachers."""
-    merges = [name for name, each in own.items() if each.stage and each.stage.teachers]
-    return merges[-1] if merges else None
-
-
-def _start(run: Run, own: Models, merge: str | None) -> str:
-    """Return what the merge starts from, or of merges in turn the first; else the first model.
+def _start(run: Run, own: Models, merges: Sequence[Stage]) -> str:
+    """Return the trained model that the first merge starts from; without a merge the first model.
 
     Raises:
         UserError: it was not measured.
     """
-    if merge is None:
+    if not merges:
         return next(iter(own))
     stages = {stage.name: stage for stage in run.stages}
-    stage, parent = own[merge].stage, merge
-    while stage is not None and stage.teachers and stage.parent is not None:
-        parent = stage.parent
-        stage = stages.get(parent)
-    if parent not in own:
+    start = merges[0].name
+    while start in stages and _is_merge(stages[start]):
+        if (before := _merged_from(stages[start], stages)) is None:
+            break
+        start = before
+    if start not in own:
         raise UserError(
-            f"{shown(run.path)}: {parent}, which {merge} starts from, was not measured; choose"
-            f" another start: --start MODEL; {hint(parent, own)}"
+            f"{shown(run.path)}: {start}, which {merges[0].name} starts from, was not measured;"
+            f" choose another start: --start MODEL; {hint(start, own)}"
         )
-    return parent
+    return start
 
 
-def _experts(run: Run, own: Models, merge: str | None, start: str) -> dict[str, str]:
-    """Return each domain's expert: the merge's teacher, else the last model trained on it alone.
+def _is_merge(stage: Stage) -> bool:
+    """Return whether a stage's model is made of several; its own teacher alone merges nothing."""
+    return bool(stage.teachers) or stage.kind == "merge_weights"
 
-    Of several teachers it is the one with the largest weight.
+
+def _merged_from(stage: Stage, stages: Mapping[str, Stage]) -> str | None:
+    """Return what a merge starts from; of weights alone, the nearest ancestor of all its models."""
+    if stage.parent is not None:
+        return stage.parent
+    first, *others = (_ancestors(name, stages) for name in stage.models.values())
+    return next((name for name in first if all(name in each for each in others)), None)
+
+
+def _ancestors(name: str, stages: Mapping[str, Stage]) -> list[str]:
+    """Return a model and all that its weights descend from, the nearest first."""
+    found = [name]
+    for each in found:  # which grows
+        if stage := stages.get(each):
+            merged = stage.models.values() if stage.kind == "merge_weights" else ()
+            before = [*([stage.parent] if stage.parent else []), *merged]
+            found += [model for model in dict.fromkeys(before) if model not in found]
+    return found
+
+
+def _experts(run: Run, own: Models, merges: Sequence[Stage], start: str) -> dict[str, str]:
+    """Return each domain's expert: the merges' teacher, else the last model trained on it alone.
+
+    Of several teachers it is the one with the largest weight, of several merges the first one's. A
+    teacher that is itself a merge is no expert.
     """
-    stage = own[merge].stage if merge else None
-    if stage is not None:
+    found: dict[str, str] = {}
+    for stage in merges:
         block = run.settings.stages[stage.block or ""]
         assert isinstance(block, DistillSettings)
-        found = {each: stage.teachers[block.main_teacher(each)] for each in stage.domains}
-        return {domain: name for domain, name in found.items() if name in own}
+        for domain in stage.domains:
+            name = stage.teachers.get(block.main_teacher(domain), "")  # none where it is `self`
+            of = own[name].stage if name in own else None
+            if name in own and not (of and _is_merge(of)):
+                found.setdefault(domain, name)
+    if merges:
+        return found
     trained = ((name, each.stage) for name, each in own.items() if name != start)
     return {of.domain: name for name, of in trained if of and of.trains and of.steps and of.domain}
 
@@ -202,16 +230,13 @@ def _trained_on(model: MeasuredModel, start: MeasuredModel) -> tuple[str, ...] |
 
     In another run the start is the stage of the same name.
     """
-    stages = {stage.name: stage for stage in model.run.stages}
-    found: dict[str, None] = {}
-    stage = model.stage
-    if stage is None:
+    if model.stage is None:
         return None
-    while stage is not None and (start.stage is None or stage.name != start.stage.name):
-        if stage.steps:
-            found |= dict.fromkeys(stage.domains)
-        stage = stages.get(stage.parent or "")
-    return tuple(found)
+    stages = {stage.name: stage for stage in model.run.stages}
+    before = _ancestors(start.stage.name, stages) if start.stage else []
+    line = (each for each in _ancestors(model.stage.name, stages) if each not in before)
+    of_domains = (stages[each].domains for each in line if each in stages and stages[each].steps)
+    return tuple(dict.fromkeys(chain.from_iterable(of_domains)))
 
 
 def _undefined(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from pipeline.report.comparison import ComparedModel, DomainScore, ModelComparison
@@ -20,13 +20,13 @@ COST_HEADINGS = ("stage", "kind", "sampled tokens", "trained tokens", "time", "m
 
 @dataclass(frozen=True)
 class Section:
-    """A table of a comparison, and the lines below it."""
+    """A table of a comparison, and the lines below it; without headings the title is a line."""
 
     title: str
-    headings: Sequence[str]
-    rows: Sequence[Sequence[str | Cell]]
-    right: Sequence[int]
-    below: Sequence[str] = field(default=())
+    headings: Sequence[str] = ()
+    rows: Sequence[Sequence[str | Cell]] = ()
+    right: Sequence[int] = ()
+    below: Sequence[str] = ()
 
 
 def comparison_text(found: ModelComparison, markdown: bool = False) -> str:
@@ -36,7 +36,9 @@ def comparison_text(found: ModelComparison, markdown: bool = False) -> str:
     for section in _sections(found):
         below = [f"{visible(line)}" for line in section.below]
         lines = [f"- {line}" for line in below] if markdown else below
-        made = write(section.title, section.headings, section.rows, section.right)
+        made = visible(section.title)
+        if section.headings:
+            made = write(section.title, section.headings, section.rows, section.right)
         texts.append("\n".join([made, *([""] if markdown and lines else []), *lines]))
     notes = [f"{'- ' * markdown}{visible(note)}" for note in found.notes]
     return "\n\n".join([*texts, *(["\n".join(notes)] if notes else [])])
@@ -78,11 +80,13 @@ def _sections(found: ModelComparison) -> Iterator[Section]:
     yield Section(title, headings, rows, right, below)
     yield from _headroom(found, domains)
     yield from _forgetting(found, domains)
+    costs = [*map(_cost_row, found.costs), _total_row(found.costs)]
+    columns = len(COST_HEADINGS) - (not costs[-1][-1])  # without GPUs no column of their memory
     yield Section(
         "cost of the stages: time of all attempts, most memory of a rank",
-        COST_HEADINGS,
-        [*map(_cost_row, found.costs), _total_row(found.costs)],
-        range(2, len(COST_HEADINGS)),
+        COST_HEADINGS[:columns],
+        [row[:columns] for row in costs],
+        range(2, columns),
     )
 
 
@@ -104,7 +108,7 @@ def _headroom(found: ModelComparison, domains: Sequence[str]) -> Iterator[Sectio
     if rows:
         yield Section(title, headings, rows, range(1, len(headings)), below)
     else:
-        yield Section(title, ("no expert has gained",), [[line] for line in below], ())
+        yield Section("no headroom on any domain", below=below)
 
 
 def _forgetting(found: ModelComparison, domains: Sequence[str]) -> Iterator[Section]:

@@ -64,8 +64,8 @@ def write_run(path: Path, settings: RunSettings, measured: Measured) -> Run:
     path.mkdir(parents=True)
     run.settings_file.write_text(dump_resolved(settings))
     for stage in run.stages:  # before any manifest, which has its inputs' digests
-        if stage.trains:
-            checkpoint = run.stage(stage.name).path / "checkpoints" / "step_2"
+        if stage.steps is not None:
+            checkpoint = run.stage(stage.name).path / "checkpoints" / f"step_{stage.steps}"
             checkpoint.mkdir(parents=True)
             (checkpoint / "checksums.json").write_text('{"digest": "d", "files": {}}')
     for number, stage in enumerate(run.stages, start=1):

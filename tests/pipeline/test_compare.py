@@ -121,11 +121,32 @@ def test_an_expert_without_a_significant_gain_has_no_headroom(braid: Braid) -> N
     )
 
 
+def test_without_any_headroom_the_reasons_are_a_paragraph(
+    braid: Braid, write: Callable[..., None]
+) -> None:
+    write("flat", Measured(answers(dict.fromkeys(SKILLS, SKILLS["merge"])), keys(DOMAINS)))
+    for options, mark in (([], ""), (["--markdown"], "- ")):
+        out = printed(braid, "flat", *options)
+        gap = "\n" * (1 + len(options))
+        assert f"\n\nno headroom on any domain{gap}{mark}no headroom on sums: experts.s" in out
+        assert f"\n{mark}no headroom on words: experts.words gains" in out
+        assert "on GPU" not in out
+
+
+@pytest.mark.parametrize("options", [[], ["--markdown"]])
+def test_memory_on_gpus_is_a_column_where_there_is_any(
+    options: list[str], braid: Braid, small: Path
+) -> None:
+    RunDirectory(small).stage("merge").memory(1).write_text('{"peak_gpu_bytes": 1073741824}')
+    assert "on GPU" in printed(braid, "small", *options)
+
+
 @pytest.mark.usefixtures("small")
 def test_models_are_chosen_and_another_start(braid: Braid) -> None:
     document = found(braid, "small", "merge", "--start", "experts.words")
     assert list(document["models"]) == ["experts.words", "merge"]
     assert document["start"] == "experts.words"
+    assert found(braid, "small", "--start", "experts.words", "merge") == document
 
 
 @pytest.mark.usefixtures("small")
@@ -291,6 +312,47 @@ def test_of_several_teachers_the_one_with_the_largest_weight_is_the_expert(
     document = found(braid, "several")
     assert document["experts"] == {"sums": "experts.sums", "words": "experts.words"}
     assert document["models"] == found(braid, "small")["models"]
+
+
+TWO_MERGES = """\
+  soup: {kind: merge_weights, models: experts}
+  several:
+    kind: distill
+    from: soup
+    domains: [sums]
+    teachers: {sums: {experts.sums: 0.7, merge: 0.3}}
+    optimizer: {learning_rate: 1e-3}
+    loop: {steps: 2}
+"""
+
+
+def test_of_several_merges_the_first_decides_the_start_and_the_experts(
+    braid: Braid, write: Callable[..., None], config: Path
+) -> None:
+    config.write_text(config.read_text() + TWO_MERGES)
+    skills = {
+        **SKILLS,
+        "soup": {"sums": Skill(0.5), "words": Skill(0.4)},
+        "several": {"sums": Skill(0.58), "words": Skill(0.4)},
+    }
+    measured = Measured(answers(skills), keys(DOMAINS))
+    write("two", measured)
+    document = found(braid, "two")
+    assert document["start"] == "cold_start"
+    assert document["experts"] == {"sums": "experts.sums", "words": "experts.words"}
+    assert document["undefined"].keys() == {"words"}
+    models = document["models"]
+    assert [name for name, each in models.items() if each["role"] == "merge"] == [
+        "merge",
+        "several",
+    ]
+    assert models["several"]["trained_on"] == models["soup"]["trained_on"] == list(DOMAINS)
+    # A merge of weights alone starts from what its models have in common.
+    write("soup", measured, "stages.several=null", "stages.merge.from=soup")
+    assert found(braid, "soup")["start"] == "cold_start"
+    # A merge is no expert of another merge.
+    write("last", measured, "stages.several.teachers={sums: merge}")
+    assert found(braid, "last")["experts"] == document["experts"]
 
 
 def test_domains_beyond_the_width_continue_below(braid: Braid, runs: Path, config: Path) -> None:

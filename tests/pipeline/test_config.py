@@ -291,6 +291,26 @@ def test_files_that_extend_each_other_are_an_error(config: Path) -> None:
     ]
 
 
+def test_a_misspelt_kind_is_named(config: Path) -> None:
+    edited(config, "    kind: sft", "    knd: sft")
+    found = errors(config)
+    assert [each.partition(": ")[2] for each in found] == [
+        "stages.cold_start.kind: required key is missing",
+        'stages.cold_start.knd: unknown key; did you mean "kind"?',
+    ]
+
+
+@pytest.mark.parametrize("above", ["", "configs/"])
+def test_a_shipped_file_that_is_not_beside_the_run_is_named(above: str, config: Path) -> None:
+    text = config.read_text().replace("    kind: distill\n", "")  # the template's
+    config.write_text(f"extends: {above}pipelines/experts-merge.yaml\n{text}")
+    shipped = Path(__file__).parents[2] / "configs" / "pipelines" / "experts-merge.yaml"
+    assert errors(config) == [
+        f"small.yaml:1: extends: no such file: {above}pipelines/experts-merge.yaml; a path is"
+        f" relative to the file that it is in; Braid's own: {shipped}"
+    ]
+
+
 def test_a_long_chain_of_extends_is_an_error(config: Path) -> None:
     for number in range(200):
         below = config.with_name(f"c{number}.yaml")

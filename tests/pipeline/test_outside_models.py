@@ -192,6 +192,19 @@ def test_a_teacher_of_another_start_is_a_warning(
     assert "common ancestor" not in out
 
 
+@pytest.mark.parametrize("models", ["experts", "{one: experts.sums, two: experts.words}"])
+def test_a_student_of_averaged_models_has_their_ancestors(
+    models: str, braid: Callable[..., tuple[int, str, str]], config: Path
+) -> None:
+    soup = f"  soup: {{kind: merge_weights, models: {models}}}\n  merge:\n"
+    text = config.read_text().replace("  merge:\n", soup)
+    merge = text.index("  merge:\n")
+    config.write_text(text[:merge] + text[merge:].replace("from: cold_start", "from: soup", 1))
+    code, out, err = braid("validate", config)
+    assert code == 0, err
+    assert "common ancestor" not in out
+
+
 @pytest.mark.parametrize(
     "text",
     [
