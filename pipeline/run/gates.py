@@ -52,12 +52,13 @@ Solved = Mapping[str, Mapping[str, Sequence[int]]]  # right answers by model, do
 class GateStopped(UserError):
     """A gate stopped the stages that wait for it; the message is its verdict."""
 
-    def __init__(self, run: RunDirectory, stage: Stage, verdict: GateVerdict) -> None:
+    def __init__(self, run: Run, stage: Stage, verdict: GateVerdict) -> None:
         super().__init__(verdict.text)
         where = shown(run.path)
+        waits = any(stage.name in each.waits_for for each in run.stages)
+        held = f"stages that wait for {stage.name} do not start. " if waits else ""
         self.add_note(
-            f"stages that wait for {stage.name} do not start. Edit the settings of {stage.gated} "
-            f"and rerun it with\n--from {stage.gated}, or edit the gate and rerun it with --from "
+            f"{held}Edit the settings of {stage.gated} and rerun it with\n--from {stage.gated}, or edit the gate and rerun it with --from "
             f"{stage.name}, or override the gate:\n"
             f'  braid gate override {where} {stage.name} --reason "..."\n'
             f"  {run.resume_command()}"
@@ -117,9 +118,7 @@ def report_verdict(run: RunDirectory, stage: Stage, say: Callable[[str], None]) 
         say(verdict.text)
 
 
-def check_stopped(
-    run: RunDirectory, wanted: Sequence[Stage], states: Mapping[str, StageState]
-) -> None:
+def check_stopped(run: Run, wanted: Sequence[Stage], states: Mapping[str, StageState]) -> None:
     """Raise GateStopped where a wanted stage is a gate that has stopped.
 
     The same models on the same problems would stop it again.
