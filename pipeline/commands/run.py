@@ -362,8 +362,9 @@ def _show_results(run: Run, models: Models) -> None:
     print("", report.results_table(models, own=run.own_domains), sep="\n")
     say(f"\nresults: {shown(run.results)}")
     for stage in run.stages:
-        if stage.kind == "export" and run.states[stage.name].state == "done":
-            say(f"model of {stage.parent}: {shown(run.stage(stage.name).exported)}")
+        if stage.kind in ("export", "quantize") and run.states[stage.name].state == "done":
+            model = stage.parent if stage.kind == "export" else stage.name
+            say(f"model of {model}: {shown(run.stage(stage.name).exported)}")
 
 
 def _again(run: Run, arguments: Namespace) -> str:

@@ -58,7 +58,8 @@ class GateStopped(UserError):
         waits = any(stage.name in each.waits_for for each in run.stages)
         held = f"stages that wait for {stage.name} do not start. " if waits else ""
         self.add_note(
-            f"{held}Edit the settings of {stage.gated} and rerun it with\n--from {stage.gated}, or edit the gate and rerun it with --from "
+            f"{held}Edit the settings of {stage.gated} and rerun it with\n"
+            f"--from {stage.gated}, or edit the gate and rerun it with --from "
             f"{stage.name}, or override the gate:\n"
             f'  braid gate override {where} {stage.name} --reason "..."\n'
             f"  {run.resume_command()}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,9 @@ from pipeline.run.graph import Stage, compile_graph
 from stages.guards.settings import LossGateSettings
 from tests.pipeline.violations import edited, errors, violation
 
+Braid = Callable[..., tuple[int, str, str]]
 BLOCK = "  small: {kind: quantize, from: merge, format: int4, group_size: 32, gate: {}}\n"
-KEY = "stages.small"
+TUNED = "  tuned: {kind: sft, from: small, optimizer: {learning_rate: 1e-3}, loop: {steps: 2}}\n"
 EXPERTS = "stages.small.exclude=['*.experts.*']"
 
 
@@ -27,12 +29,12 @@ def stages(path: Path, *overrides: str) -> dict[str, Stage]:
 
 
 def test_it_is_evaluated_and_its_gate_compares_it_with_its_parent(quantized: Path) -> None:
-    found = stages(quantized, "stages.export.from=small")
+    found = stages(edited(quantized, "  evaluate:", f"{TUNED}  evaluate:"))
     assert found["small"].parent == "merge" and found["small"].steps == 0
     assert "small" in found["evaluate"].models
     gate = found["gates.small"]
     assert gate.gated == "small" and gate.against == {"sums": "merge", "words": "merge"}
-    assert found["export"].after == ("gates.small",)
+    assert found["tuned"].after == ("gates.small",)
 
 
 def test_its_prompts_make_it_stale_and_its_gate_does_not(quantized: Path) -> None:
@@ -88,6 +90,29 @@ def test_broken_rules_name_file_and_key(quantized: Path, override: str, message:
 def test_it_starts_from_a_model(quantized: Path) -> None:
     said = violation(quantized, "stages.small.from=null", "stages.small.gate=null")
     assert said.endswith("stages.small.from: must name the stage whose model is quantized")
+
+
+def test_a_quantized_model_is_neither_exported_nor_quantized_again(quantized: Path) -> None:
+    assert violation(quantized, "stages.export.from=small") == (
+        "command line: stages.export.from: small is quantized, and its stage already leaves the"
+        " export: stages/small/huggingface; remove this stage, or export merge"
+    )
+    again = "  again: {kind: quantize, from: small, format: fp8}\n"
+    assert violation(edited(quantized, "  evaluate:", f"{again}  evaluate:")) == (
+        "small.yaml:35: stages.again.from: small is quantized already; name the model before that,"
+        " merge"
+    )
+
+
+def test_the_end_of_a_run_names_the_files_for_vllm(
+    braid: Braid, quantized: Path, runs: Path
+) -> None:
+    code, out, err = braid("run", quantized)
+    assert (code, err) == (0, "")
+    assert f"\nmodel of small: {runs}/small/stages/small/huggingface\n" in out
+    code, _, err = braid("export", "small", "--stage", "small", "--to", runs / "other")
+    assert code == 1
+    assert err.startswith("braid: small is quantized, and its stage already leaves the export: ")
 
 
 def test_a_group_that_divides_no_row_asks_for_another_format(quantized: Path) -> None:
