@@ -120,6 +120,8 @@ def test_a_group_that_divides_no_row_asks_for_another_format(quantized: Path) ->
     [said] = errors(quantized, narrow, "stages.small.group_size=32")
     assert "do not divide the 40 columns of model.layers.0.mlp.experts.0.down_proj.weight" in said
     assert said.endswith("exclude it, or use format: fp8")
+    said = violation(quantized, narrow, "stages.small.format=fp8", "stages.small.group_size=64")
+    assert said.endswith("group_size: only of format int8 and int4; remove it")
     load(quantized, (narrow, EXPERTS))
     load(quantized, (narrow, "stages.small.format=fp8", "stages.small.group_size=null"))
 
