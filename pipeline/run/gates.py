@@ -203,6 +203,10 @@ def _lost(stage: Stage, gate: LossGateSettings, solved: Solved, domain: str) -> 
     other = stage.against[domain]
     lost = paired_difference(Answers(solved[other][domain]), Answers(solved[stage.gated][domain]))
     said = f"{stage.gated} loses {points(lost)} of {other} on {domain}"
+    if lost.difference < 0:
+        low, high = (f"{100 * value:+.1f}" for value in (lost.low, lost.high))
+        gained = f"gains {-100 * lost.difference:.1f} points over {other} on {domain}"
+        said = f"{stage.gated} {gained} (95 % of the loss: {low} to {high})"
     if lost.high <= gate.max_loss:
         return _Finding("passed", said)
     bound = f"stages.{stage.block}.gate.max_loss = {100 * gate.max_loss:+.1f}"

@@ -145,3 +145,42 @@ def test_the_gate_bounds_the_loss_on_the_same_problems(
             "small loses +2.5 points (95 %: +0.9 to +4.1) of merge on sums; the upper 95 % bound"
             " must be at most stages.small.gate.max_loss = +2.0",
         )
+
+
+def test_a_quantized_model_that_solves_more_gains(quantized: Path) -> None:
+    stage = stages(quantized)["gates.small"]
+    before, after = [1] * 200 + [0] * 200, [1] * 204 + [0] * 196
+    solved = {
+        name: dict.fromkeys(("sums", "words"), right)
+        for name, right in (("merge", before), ("small", after))
+    }
+    verdict = judge_loss(stage, LossGateSettings(), solved)
+    assert verdict.outcome == "passed"
+    assert verdict.reasons[0] == (
+        "small gains 1.0 points over merge on sums (95 % of the loss: -2.1 to +0.1)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("gate", "message"),
+    [
+        ("max_loss: 0.02, problems: 98", None),
+        (
+            "max_loss: 0.02, problems: 50",
+            "with 50 problems the upper 95 % bound of the loss is +3.8 points where two models solve"
+            " the same half of them, above +2.0; it takes at least 98 problems",
+        ),
+        (
+            "max_loss: 0.0",
+            "with 500 problems the upper 95 % bound of the loss is +0.4 points where two models solve"
+            " the same half of them, above +0.0; no number of problems below 10000 is enough",
+        ),
+    ],
+)
+def test_a_bound_that_no_model_can_keep_is_a_warning(
+    braid: Braid, quantized: Path, gate: str, message: str | None
+) -> None:
+    code, out, err = braid("validate", quantized, f"stages.small.gate={{{gate}}}")
+    assert (code, err) == (0, "")
+    said = [line.partition("stages.small.gate.max_loss: ")[2] for line in out.splitlines()[1:]]
+    assert said == ([] if message is None else [message])
