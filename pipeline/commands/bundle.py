@@ -8,7 +8,7 @@ from pathlib import Path
 from parallel.errors import UserError
 from pipeline.commands import common
 from pipeline.commands.common import RUN, Argument, command
-from pipeline.run.bundle import write_bundle
+from pipeline.run.bundle import has_finished, write_bundle
 from pipeline.run.reproduce import bundle_at, compare
 from pipeline.run.run import check_renamed
 from pipeline.text import say, shown
@@ -59,7 +59,7 @@ def bundle(arguments: Namespace) -> None:
         raise UserError(f"{shown(run.path)} is running; bundle it when it has ended")
     to = write_bundle(run, arguments.to or Path(f"{run.name}.tar.gz"), arguments.weights)
     say(f"{shown(to)}: reproduce it with: braid run {shown(to)}")
-    if left := [name for name, each in run.states.items() if each.state != "done"]:
+    if left := [name for name, each in run.states.items() if not has_finished(each)]:
         say(f"not finished or stale, so without an output to compare: {', '.join(left)}")
     if not run.settings.deterministic:
         say("the run is not deterministic: true, so its digests cannot be compared")

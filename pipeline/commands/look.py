@@ -26,6 +26,7 @@ from pipeline.commands.common import (
     print_json,
     read_run,
 )
+from pipeline.config.quantized import loss_gate_cautions
 from pipeline.config.read import ConfigError
 from pipeline.config.rules import policy_cautions
 from pipeline.config.validate import dump_resolved, load_cluster
@@ -95,7 +96,11 @@ def validate(arguments: Namespace) -> None:
         *cautions({name: each.rewards for name, each in settings.domains.items()}),
         *common.cautions_of(
             arguments,
-            chain(policy_cautions(settings), common.graph_cautions(settings)),
+            chain(
+                policy_cautions(settings),
+                loss_gate_cautions(settings),
+                common.graph_cautions(settings),
+            ),
         ),
         *_refused_here(settings, stages),
         *too_large,

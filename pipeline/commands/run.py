@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,9 @@ from pipeline.report.tables import Cell, table, terminal
 from pipeline.run import gates
 from pipeline.run.directory import TRUST_OPTION, check_owner, warn_of_readers
 from pipeline.run.edits import moved_lines
+from pipeline.run.gates import GateStopped
 from pipeline.run.graph import Stage
+from pipeline.run.metrics import Models
 from pipeline.run.reproduce import compare, foreseen
 from pipeline.run.run import Run
 from pipeline.run.select import (
@@ -333,23 +335,36 @@ def _run_stages(run: Run, arguments: Namespace) -> None:
     common.rerun(run, arguments.rerun)
     try:
         run_stages(run, console, common.PROGRAMS, arguments.only, arguments.parallel)
-    except (JobFailed, Stopped) as error:
-        error.add_note(f"finished stages are kept; continue with: {_again(run, arguments)}")
+    except (JobFailed, GateStopped, Stopped) as error:
+        if not isinstance(error, GateStopped):  # which names its own ways to continue
+            error.add_note(f"finished stages are kept; continue with: {_again(run, arguments)}")
+        models = _written_results(run, arguments.only)
+        if models is not None and not arguments.json:
+            _show_results(run, models)
         raise
-    run.refresh()
-    names = {stage.name for stage in run.stages if stage.kind == "evaluate"}
-    evaluated = names if not arguments.only else names & set(arguments.only)
-    models = run.write_results() if evaluated else None
+    models = _written_results(run, arguments.only)
     if arguments.json:
         print_json(arguments, report.run_state(run, run.states))
     elif models is None:
         say(f"{shown(run.path)}: {report.summary(run.states)}")
     else:
-        print("", report.results_table(models, own=run.own_domains), sep="\n")
-        say(f"\nresults: {shown(run.results)}")
-        for stage in run.stages:
-            if stage.kind == "export" and run.states[stage.name].state == "done":
-                say(f"model of {stage.parent}: {shown(run.stage(stage.name).exported)}")
+        _show_results(run, models)
+
+
+def _written_results(run: Run, only: Collection[str]) -> Models | None:
+    """Write results.json where an evaluation of the chosen stages is done; return its models."""
+    states = run.refresh().states
+    done = (stage for stage in run.chosen(only) if states[stage.name].state == "done")
+    return run.write_results() if any(stage.kind == "evaluate" for stage in done) else None
+
+
+def _show_results(run: Run, models: Models) -> None:
+    print("", report.results_table(models, own=run.own_domains), sep="\n")
+    say(f"\nresults: {shown(run.results)}")
+    for stage in run.stages:
+        if stage.kind in ("export", "quantize") and run.states[stage.name].state == "done":
+            model = stage.parent if stage.kind == "export" else stage.name
+            say(f"model of {model}: {shown(run.stage(stage.name).exported)}")
 
 
 def _again(run: Run, arguments: Namespace) -> str:

@@ -25,6 +25,7 @@ from parallel.settings import (
     optimizer_violations,
 )
 from pipeline.config.engine_rules import engine_rules, quantized_rollout_rules
+from pipeline.config.quantized import requantized
 from pipeline.config.unroll import Blocks, graph_rules, policies
 from stages.data.reasoning_gym import FORMATS
 from stages.data.settings import (
@@ -63,6 +64,7 @@ def violations(run: RunSettings, *, graph: bool = True) -> Found:
     yield from broken
     if not broken:
         yield from _stage_rules(run)
+        yield from requantized(run) if graph else ()
     yield from evaluation_rules(run.evaluation, run.layout)
 
 

@@ -128,9 +128,12 @@ def export(
     """Write the model of a finished stage, or of a stage's step, as a Hugging Face checkpoint.
 
     Raises:
-        UserError: `to` is not empty, the stage is not finished, there is no such checkpoint, or
-            the export failed.
+        UserError: `to` is not empty, the stage is not finished or of kind quantize, there is no
+            such checkpoint, or the export failed.
     """
+    if any(each.name == stage and each.kind == "quantize" for each in run.stages):
+        there = shown(run.stage(stage).exported)
+        raise UserError(f"{stage} is quantized, and its stage already leaves the export: {there}")
     if to.exists() and not (to.is_dir() and not any(to.iterdir())):
         raise UserError(f"{shown(to)} exists and is not empty; choose another --to")
     written = {"parent": checkpoint_of(run, stage, step), "output": to.absolute()}

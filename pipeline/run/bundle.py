@@ -22,7 +22,7 @@ from pipeline.run.bundle_inputs import Tree, Weights, copy_inputs
 from pipeline.run.graph import Stage, digest
 from pipeline.run.ledger import Event
 from pipeline.run.lineage import read_manifest
-from pipeline.run.run import STOPPED_MARK, Run, read_verdict
+from pipeline.run.run import STOPPED_MARK, Run, StageState, read_verdict
 from pipeline.run.unfinished import unfinished
 from pipeline.text import shown
 from stages.directory import StageDirectory
@@ -111,6 +111,13 @@ def _stage(run: Run, stage: Stage) -> Tree:
     }
 
 
+def has_finished(state: StageState) -> bool:
+    """Return whether a stage is done, or is a gate that has stopped."""
+    return state.state == "done" or (
+        state.state == "failed" and state.cause.startswith(STOPPED_MARK)
+    )
+
+
 def finished_output(run: Run, stage: Stage) -> str | None:
     """Return the digest of what a stage left; None where it is not finished, or stale.
 
@@ -121,8 +128,7 @@ def finished_output(run: Run, stage: Stage) -> str | None:
         UserError: collected responses that are damaged.
     """
     state, directory = run.states[stage.name], run.stage(stage.name)
-    judged = state.state == "failed" and state.cause.startswith(STOPPED_MARK)
-    if state.state != "done" and not judged:
+    if not has_finished(state):
         return None
     if stage.measures:
         return _results_digest(stage, directory)

@@ -52,12 +52,14 @@ Solved = Mapping[str, Mapping[str, Sequence[int]]]  # right answers by model, do
 class GateStopped(UserError):
     """A gate stopped the stages that wait for it; the message is its verdict."""
 
-    def __init__(self, run: RunDirectory, stage: Stage, verdict: GateVerdict) -> None:
+    def __init__(self, run: Run, stage: Stage, verdict: GateVerdict) -> None:
         super().__init__(verdict.text)
         where = shown(run.path)
+        waits = any(stage.name in each.waits_for for each in run.stages)
+        held = f"stages that wait for {stage.name} do not start. " if waits else ""
         self.add_note(
-            f"stages that wait for {stage.name} do not start. Edit the settings of {stage.gated} "
-            f"and rerun it with\n--from {stage.gated}, or edit the gate and rerun it with --from "
+            f"{held}Edit the settings of {stage.gated} and rerun it with\n"
+            f"--from {stage.gated}, or edit the gate and rerun it with --from "
             f"{stage.name}, or override the gate:\n"
             f'  braid gate override {where} {stage.name} --reason "..."\n'
             f"  {run.resume_command()}"
@@ -117,9 +119,7 @@ def report_verdict(run: RunDirectory, stage: Stage, say: Callable[[str], None]) 
         say(verdict.text)
 
 
-def check_stopped(
-    run: RunDirectory, wanted: Sequence[Stage], states: Mapping[str, StageState]
-) -> None:
+def check_stopped(run: Run, wanted: Sequence[Stage], states: Mapping[str, StageState]) -> None:
     """Raise GateStopped where a wanted stage is a gate that has stopped.
 
     The same models on the same problems would stop it again.
@@ -203,6 +203,10 @@ def _lost(stage: Stage, gate: LossGateSettings, solved: Solved, domain: str) -> 
     other = stage.against[domain]
     lost = paired_difference(Answers(solved[other][domain]), Answers(solved[stage.gated][domain]))
     said = f"{stage.gated} loses {points(lost)} of {other} on {domain}"
+    if lost.difference < 0:
+        low, high = (f"{100 * value:+.1f}" for value in (lost.low, lost.high))
+        gained = f"gains {-100 * lost.difference:.1f} points over {other} on {domain}"
+        said = f"{stage.gated} {gained} (95 % of the loss: {low} to {high})"
     if lost.high <= gate.max_loss:
         return _Finding("passed", said)
     bound = f"stages.{stage.block}.gate.max_loss = {100 * gate.max_loss:+.1f}"

@@ -269,6 +269,12 @@ def compare(bundle: Bundle, run: Run, only: Collection[str] = ()) -> list[str]:
             f"{where}: {missing[0]} is the first stage that has no finished output yet; "
             f"{len(ours) - len(missing)} of {len(ours)} stages are equal"
         )
+    asked = [stage.name for stage in run.stages if not only or stage.name in only]
+    if left := [name for name in asked if name not in ours]:
+        return [
+            f"{where}: the output of {len(ours)} of {len(asked)} stages equals the bundle's; not"
+            f" compared, since the bundle has no finished output of them: {', '.join(left)}"
+        ]
     return [f"{where}: the output of all {len(ours)} stages equals the bundle's"]
 
 

@@ -50,7 +50,8 @@ class QuantizeSettings(StageSettings):
     @property
     def group(self) -> int | None:
         """The number of weights that share a scale; None where a row does."""
-        return self.group_size or GROUP_SIZES.get(self.format)
+        own = self.group_size if self.format in GROUPED else None  # else an error of its own
+        return own or GROUP_SIZES.get(self.format)
 
     def violations(self, key: str, run: RunBlocks, domains: Sequence[str]) -> Found:
         if self.from_ is None:

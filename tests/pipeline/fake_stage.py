@@ -47,7 +47,8 @@ def work(job: dict, rank: int) -> None:
     elif job["kind"] == "sample":
         collect(directory)
     else:
-        save(directory, job["stage"], 0 if job["kind"] in ("import", "merge_weights") else 2)
+        untrained = job["kind"] in ("import", "merge_weights", "quantize")
+        save(directory, job["stage"], 0 if untrained else 2)
 
 
 def measure(directory: Path, job: dict, first: float) -> None:

@@ -96,7 +96,7 @@ def test_a_bundle_runs_elsewhere_and_is_compared(
     code, out, err = braid("run", archive)
     assert (code, err) == (0, "")
     # A fake export is empty, and so has no output to compare.
-    assert "the output of all 6 stages equals the bundle's" in out
+    assert "the output of 6 of 7 stages equals the bundle's" in out  # an export of no files
     assert braid("bundle", "--check", "small", archive)[0] == 0
     assert braid("run", archive.with_name("small"))[0] == 0  # what was unpacked
     assert sorted(path.name for path in archive.parent.iterdir()) == ["small", "small.tar.gz"]
@@ -152,6 +152,24 @@ def test_only_the_chosen_stages_are_compared(braid: Braid, archive: Path, runs: 
     code, _, err = braid("bundle", "--check", "small", archive)
     assert code == 1
     assert "experts.sums is the first stage that has no finished output yet; 1 of 6" in err
+
+
+def test_a_stage_that_is_not_compared_is_named(
+    braid: Braid, config: Path, runs: Path, tmp_path: Path
+) -> None:
+    broken = {"gates.experts.sums": {"0": "break_down"}}
+    given = ("run", config, *RIGHT, GATE, "deterministic=true")
+    assert braid(*given, actions=broken)[0] == 1
+    assert braid("bundle", "small", "--to", tmp_path / "b")[0] == 0
+    shutil.rmtree(runs)
+    only = ("--only", "cold_start", "--only", "experts.sums", "--only", "gates.experts.sums")
+    assert braid(*given, *only)[::2] == (0, "")
+    args = ("bundle", "--check", "small", tmp_path / "b")
+    assert braid(*given, "--only", "experts.words")[::2] == (0, "")
+    code, out, _ = braid(*args)
+    assert code == 0
+    assert "the output of 3 of 7 stages equals the bundle's; not compared, since the bundle" in out
+    assert " has no finished output of them: gates.experts.sums, merge, evaluate, export\n" in out
 
 
 def test_half_finished_and_stale_stages_have_no_output(
@@ -351,7 +369,9 @@ def test_a_gate_that_stopped_is_compared_with_its_verdict(
     short = {"gates.experts.sums": {"0": "fall_short"}}
     given = (*RIGHT, "deterministic=true")
     assert braid("run", config, *given, GATE, actions=short)[0] == 1
-    assert braid("bundle", "small", "--to", tmp_path / "b")[0] == 0
+    code, out, _ = braid("bundle", "small", "--to", tmp_path / "b")
+    assert code == 0
+    assert "so without an output to compare: merge, evaluate, export\n" in out
     found = json.loads((tmp_path / "b/bundle.json").read_text())["stages"]
     [gate] = [each for each in found if each["kind"] == "gate"]
     assert gate["state"] == "failed"
@@ -416,7 +436,7 @@ def test_teachers_references_and_evaluated_models_are_inputs(
         shutil.rmtree(first)
     code, out, err = braid("run", to, "--name", "again")
     assert code == 0 and "no stage reads the checkpoints of experts.sums" in err
-    assert "the output of all 5 stages equals the bundle's" in out  # results too, elsewhere
+    assert "the output of 5 of 6 stages equals the bundle's" in out  # results too, elsewhere
 
 
 @pytest.mark.parametrize("weights", ["reference", "copy"])

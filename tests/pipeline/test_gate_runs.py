@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pipeline.violations import cells
+from tests.pipeline.violations import cells, edited
 
 Braid = Callable[..., tuple[int, str, str]]
 GATES = (
@@ -81,6 +81,30 @@ def test_a_gate_that_stops_lets_nothing_start_that_waits_for_it(
     code, _, err = braid("resume", "small", "--only", "merge")
     assert code == 1
     assert "  merge waits for gates.experts.sums, which is failed\n" in err
+
+
+def test_a_stopped_gate_hides_no_results(braid: Braid, config: Path, runs: Path) -> None:
+    short = {"gates.merge": {"0": "fall_short"}}
+    table = "accuracy in %, with 95 % intervals; "
+    code, out, err = braid("run", config, GATES[1], actions=short)
+    assert code == 1
+    assert "\nstages that wait for gates.merge do not start. Edit" in err
+    assert table in out
+    assert out.endswith(f"\nresults: {runs}/small/results.json\n")
+    models = json.loads((runs / "small/results.json").read_text())["models"]
+    assert "merge" in models
+    assert json.loads(braid("status", "small", "--json")[1])["results"] == models
+    code, out, _ = braid("resume", "small")
+    assert (code, table in out) == (1, True)
+
+
+def test_a_gate_that_none_waits_for_says_so(braid: Braid, config: Path, runs: Path) -> None:
+    alone = edited(config, "  export: {kind: export, from: merge}\n", "")
+    code, out, err = braid("run", alone, GATES[1], actions={"gates.merge": {"0": "fall_short"}})
+    assert code == 1
+    assert "do not start" not in err
+    assert "\nEdit the settings of merge and rerun it with\n--from merge, or edit the gate" in err
+    assert "\nmerge " in out
 
 
 def test_a_gate_is_made_anew_with_other_settings(braid: Braid, config: Path, stopped: Path) -> None:

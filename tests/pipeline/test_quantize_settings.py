@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,9 @@ from pipeline.run.graph import Stage, compile_graph
 from stages.guards.settings import LossGateSettings
 from tests.pipeline.violations import edited, errors, violation
 
+Braid = Callable[..., tuple[int, str, str]]
 BLOCK = "  small: {kind: quantize, from: merge, format: int4, group_size: 32, gate: {}}\n"
-KEY = "stages.small"
+TUNED = "  tuned: {kind: sft, from: small, optimizer: {learning_rate: 1e-3}, loop: {steps: 2}}\n"
 EXPERTS = "stages.small.exclude=['*.experts.*']"
 
 
@@ -27,12 +29,12 @@ def stages(path: Path, *overrides: str) -> dict[str, Stage]:
 
 
 def test_it_is_evaluated_and_its_gate_compares_it_with_its_parent(quantized: Path) -> None:
-    found = stages(quantized, "stages.export.from=small")
+    found = stages(edited(quantized, "  evaluate:", f"{TUNED}  evaluate:"))
     assert found["small"].parent == "merge" and found["small"].steps == 0
     assert "small" in found["evaluate"].models
     gate = found["gates.small"]
     assert gate.gated == "small" and gate.against == {"sums": "merge", "words": "merge"}
-    assert found["export"].after == ("gates.small",)
+    assert found["tuned"].after == ("gates.small",)
 
 
 def test_its_prompts_make_it_stale_and_its_gate_does_not(quantized: Path) -> None:
@@ -90,11 +92,36 @@ def test_it_starts_from_a_model(quantized: Path) -> None:
     assert said.endswith("stages.small.from: must name the stage whose model is quantized")
 
 
+def test_a_quantized_model_is_neither_exported_nor_quantized_again(quantized: Path) -> None:
+    assert violation(quantized, "stages.export.from=small") == (
+        "command line: stages.export.from: small is quantized, and its stage already leaves the"
+        " export: stages/small/huggingface; remove this stage, or export merge"
+    )
+    again = "  again: {kind: quantize, from: small, format: fp8}\n"
+    assert violation(edited(quantized, "  evaluate:", f"{again}  evaluate:")) == (
+        "small.yaml:35: stages.again.from: small is quantized already; name the model before that,"
+        " merge"
+    )
+
+
+def test_the_end_of_a_run_names_the_files_for_vllm(
+    braid: Braid, quantized: Path, runs: Path
+) -> None:
+    code, out, err = braid("run", quantized)
+    assert (code, err) == (0, "")
+    assert f"\nmodel of small: {runs}/small/stages/small/huggingface\n" in out
+    code, _, err = braid("export", "small", "--stage", "small", "--to", runs / "other")
+    assert code == 1
+    assert err.startswith("braid: small is quantized, and its stage already leaves the export: ")
+
+
 def test_a_group_that_divides_no_row_asks_for_another_format(quantized: Path) -> None:
     narrow = "model.expert_hidden_size=40"
     [said] = errors(quantized, narrow, "stages.small.group_size=32")
     assert "do not divide the 40 columns of model.layers.0.mlp.experts.0.down_proj.weight" in said
     assert said.endswith("exclude it, or use format: fp8")
+    said = violation(quantized, narrow, "stages.small.format=fp8", "stages.small.group_size=64")
+    assert said.endswith("group_size: only of format int8 and int4; remove it")
     load(quantized, (narrow, EXPERTS))
     load(quantized, (narrow, "stages.small.format=fp8", "stages.small.group_size=null"))
 
@@ -129,3 +156,42 @@ def test_the_gate_bounds_the_loss_on_the_same_problems(
             "small loses +2.5 points (95 %: +0.9 to +4.1) of merge on sums; the upper 95 % bound"
             " must be at most stages.small.gate.max_loss = +2.0",
         )
+
+
+def test_a_quantized_model_that_solves_more_gains(quantized: Path) -> None:
+    stage = stages(quantized)["gates.small"]
+    before, after = [1] * 200 + [0] * 200, [1] * 204 + [0] * 196
+    solved = {
+        name: dict.fromkeys(("sums", "words"), right)
+        for name, right in (("merge", before), ("small", after))
+    }
+    verdict = judge_loss(stage, LossGateSettings(), solved)
+    assert verdict.outcome == "passed"
+    assert verdict.reasons[0] == (
+        "small gains 1.0 points over merge on sums (95 % of the loss: -2.1 to +0.1)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("gate", "message"),
+    [
+        ("max_loss: 0.02, problems: 98", None),
+        (
+            "max_loss: 0.02, problems: 50",
+            "with 50 problems the upper 95 % bound of the loss is +3.8 points where two models solve"
+            " the same half of them, above +2.0; it takes at least 98 problems",
+        ),
+        (
+            "max_loss: 0.0",
+            "with 500 problems the upper 95 % bound of the loss is +0.4 points where two models solve"
+            " the same half of them, above +0.0; no number of problems below 10000 is enough",
+        ),
+    ],
+)
+def test_a_bound_that_no_model_can_keep_is_a_warning(
+    braid: Braid, quantized: Path, gate: str, message: str | None
+) -> None:
+    code, out, err = braid("validate", quantized, f"stages.small.gate={{{gate}}}")
+    assert (code, err) == (0, "")
+    said = [line.partition("stages.small.gate.max_loss: ")[2] for line in out.splitlines()[1:]]
+    assert said == ([] if message is None else [message])

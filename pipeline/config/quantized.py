@@ -1,0 +1,75 @@
+"""Rules of stages of kind `quantize`: what may load their models, and what their gates can show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pipeline.config.unroll import Blocks
+from stages.kinds.export import ExportSettings
+from stages.kinds.quantize import QuantizeSettings
+from stages.settings import RunSettings
+from stages.statistics import Answers, paired_difference
+
+MOST_PROBLEMS = 10_000  # that a warning advises
+
+
+def requantized(run: RunSettings) -> Iterator[tuple[str, str]]:
+    """Yield each stage that would export or quantize a quantized model, as (dotted key, message).
+
+    Its checkpoint has the weights that the quantized ones stand for, in the model's precision: an
+    export would write those.
+    """
+    blocks = Blocks(run)
+    for stage in blocks.stages:
+        parent = blocks.inputs(stage).parent
+        found = blocks.by_name.get(blocks.resolve(parent, stage.domain) or "") if parent else None
+        if found is None or not isinstance(found.settings, QuantizeSettings):
+            continue
+        if isinstance(stage.settings, ExportSettings):
+            yield (
+                f"{stage.key}.from",
+                f"{found.name} is quantized, and its stage already leaves the export:"
+                f" stages/{found.name}/huggingface; remove this stage, or export"
+                f" {found.settings.from_}",
+            )
+        elif isinstance(stage.settings, QuantizeSettings):
+            yield (
+                f"{stage.key}.from",
+                f"{found.name} is quantized already; name the model before that,"
+                f" {found.settings.from_}",
+            )
+
+
+def loss_gate_cautions(run: RunSettings) -> Iterator[tuple[str, str]]:
+    """Yield each `max_loss` that equal answers exceed, as (dotted key, message)."""
+    for name, block in run.stages.items():
+        gate = block.gate if isinstance(block, QuantizeSettings) else None
+        if gate is None or (bound := _bound_of_equals(gate.problems)) <= gate.max_loss:
+            continue
+        enough = _enough(gate.max_loss)
+        least = f"no number of problems below {MOST_PROBLEMS} is enough"
+        yield (
+            f"stages.{name}.gate.max_loss",
+            f"with {gate.problems} problems the upper 95 % bound of the loss is"
+            f" {100 * bound:+.1f} points where two models solve the same half of them, above"
+            f" {100 * gate.max_loss:+.1f}; "
+            + (f"it takes at least {enough} problems" if enough else least),
+        )
+
+
+def _bound_of_equals(problems: int) -> float:
+    """Return the upper 95 % bound of the loss between models that solve the same half."""
+    half = problems // 2
+    equal = Answers([1] * half + [0] * (problems - half))
+    return paired_difference(equal, equal).high
+
+
+def _enough(max_loss: float) -> int | None:
+    """Return the least even number of problems whose bound is at most `max_loss`, if any is."""
+    low, high = 0, MOST_PROBLEMS // 2
+    if _bound_of_equals(2 * high) > max_loss:
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if _bound_of_equals(2 * middle) > max_loss else (low, middle)
+    return 2 * high
