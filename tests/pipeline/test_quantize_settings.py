@@ -178,13 +178,13 @@ def test_a_quantized_model_that_solves_more_gains(quantized: Path) -> None:
         ("max_loss: 0.02, problems: 98", None),
         (
             "max_loss: 0.02, problems: 50",
-            "with 50 problems the upper 95 % bound of the loss is +3.8 points where two models solve"
-            " the same half of them, above +2.0; it takes at least 98 problems",
+            "with 50 problems the upper 95 % bound of the loss is +3.8 points where two models"
+            " solve the same half of them, above +2.0; it takes at least 98 problems",
         ),
         (
             "max_loss: 0.0",
-            "with 500 problems the upper 95 % bound of the loss is +0.4 points where two models solve"
-            " the same half of them, above +0.0; no number of problems below 10000 is enough",
+            "with 500 problems the upper 95 % bound of the loss is +0.4 points where two models"
+            " solve the same half of them, above +0.0; no number of problems below 10000 is enough",
         ),
     ],
 )

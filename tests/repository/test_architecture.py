@@ -62,6 +62,7 @@ WITHOUT_TORCH = {
     "stages.kinds.grpo",
     "stages.kinds.kind",
     "stages.kinds.merge_data",
+    "stages.kinds.quantize",
     "stages.kinds.rules",
     "stages.kinds.self_teacher",
     "stages.kinds.sample",
