@@ -59,6 +59,7 @@ WITHOUT_TORCH = {
     "stages.kinds.dpo",
     "stages.objectives.kl",
     "stages.kinds.evaluate",
+    "stages.kinds.export",
     "stages.kinds.grpo",
     "stages.kinds.kind",
     "stages.kinds.merge_data",
