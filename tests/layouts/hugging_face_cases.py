@@ -103,9 +103,13 @@ def export_checkpoint(layout: LayoutSettings, model: str, checkpoint: str, outpu
     from stages.settings import RunSettings, StageJob
 
     settings = RunSettings.model_construct(model=MODELS[model], layout=layout)
-    export.run(
-        StageJob.model_construct(parent=Path(checkpoint), output=Path(output), settings=settings)
+    job = StageJob.model_construct(
+        directory=Path(output).parent,
+        parent=Path(checkpoint),
+        output=Path(output),
+        settings=settings,
     )
+    export.run(job)
     torch.use_deterministic_algorithms(False)  # the next case runs in this process too
 
 

@@ -209,7 +209,7 @@ def test_merges_in_turn_start_from_what_the_first_starts_from(
     document = found(braid, "twice")
     assert document["start"] == "cold_start"
     roles = {name: each["role"] for name, each in document["models"].items()}
-    assert (roles["again"], roles["merge"]) == ("merge", "baseline")
+    assert (roles["again"], roles["merge"]) == ("merge", "merge")
 
 
 def test_the_start_is_no_expert(braid: Braid, write: Callable[..., None]) -> None:
