@@ -43,7 +43,7 @@ from typing import Any
 
 from intervals import half_width, over_seeds, row
 from machine import measured
-from quickstart import braid, evaluation
+from quickstart import evaluation, results_of
 
 HERE = Path(__file__).parent
 CONFIG = HERE / "merge_study" / "merge_study.yaml"
@@ -98,10 +98,7 @@ def run_name(seed: int) -> str:
 def measure(seed: int, runs_dir: Path) -> dict[str, Any]:
     """Return a seed's minutes and sampled tokens by stage, and its models' accuracies."""
     run = runs_dir / run_name(seed)
-    if not (run / "results.json").exists():
-        overrides = (f"seed={seed}", f"evaluation.problems={PROBLEMS}", "logging.wandb=disabled")
-        braid("run", CONFIG, *overrides, "--name", run.name, runs_dir=runs_dir)
-    results = json.loads((run / "results.json").read_text())
+    results = results_of(run, CONFIG, seed, PROBLEMS)
     further = {}
     for name, flags in FURTHER.items():
         found = json.loads((evaluation(run, name, flags) / "results.json").read_text())
@@ -125,15 +122,9 @@ def percents(scores: dict[str, dict[str, float]], key: str = "accuracy") -> dict
 
 def sampled_tokens(stage: Path) -> int:
     """Return how many tokens of responses a stage drew, to train on or to collect."""
-    manifest = json.loads((stage / "manifest.json").read_text())
-    settings = manifest["settings"]
-    domains = sum(key.endswith(".prompts.source") for key in settings)
-    a_step = domains * settings.get("sampling.prompts_per_step", 0)
-    a_step *= settings.get("sampling.group_size", 0)
     path = stage / "metrics.jsonl"
     lines = map(json.loads, path.read_text().splitlines() if path.exists() else ())
-    # Where a stage collects, a line says how many responses it is of.
-    return round(sum(line.get("response_tokens", 0) * line.get("drawn", a_step) for line in lines))
+    return round(sum(line.get("sampled_tokens", 0) for line in lines))
 
 
 def report(seeds: Sequence[dict[str, Any]]) -> str:

@@ -94,6 +94,14 @@ def braid(*arguments: object, runs_dir: Path) -> str:
     return finished.stdout or ""
 
 
+def results_of(run: Path, config: Path, seed: int, problems: int) -> Any:
+    """Return a run's results.json, after running the seed where it is missing."""
+    if not (run / "results.json").exists():
+        overrides = (f"seed={seed}", f"evaluation.problems={problems}", "logging.wandb=disabled")
+        braid("run", config, *overrides, "--name", run.name, runs_dir=run.parent)
+    return json.loads((run / "results.json").read_text())
+
+
 def largest_mismatch(run: Path) -> float:
     """Between engine and trainer over all refits of the run, in nats."""
     lines = [

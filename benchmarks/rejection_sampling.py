@@ -29,7 +29,7 @@ from typing import Any
 
 from intervals import half_width, over_seeds, row
 from machine import measured
-from quickstart import braid
+from quickstart import results_of
 
 HERE = Path(__file__).parent
 CONFIG = HERE.parent / "configs" / "recipes" / "r1-small.yaml"
@@ -64,10 +64,7 @@ def run_name(seed: int) -> str:
 def measure(seed: int, runs_dir: Path) -> dict[str, Any]:
     """Return a seed's minutes by stage, accuracies, and what `collect` sampled and kept."""
     run = runs_dir / run_name(seed)
-    if not (run / "results.json").exists():
-        overrides = (f"seed={seed}", f"evaluation.problems={PROBLEMS}", "logging.wandb=disabled")
-        braid("run", CONFIG, *overrides, "--name", run.name, runs_dir=runs_dir)
-    results = json.loads((run / "results.json").read_text())
+    results = results_of(run, CONFIG, seed, PROBLEMS)
     return {
         "minutes": results["minutes"],
         "accuracies": {

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import quote
 
 from pydantic import TypeAdapter
 
@@ -21,6 +20,7 @@ from pipeline.run.graph import Stage
 from pipeline.run.lineage import Manifest, read_manifest
 from pipeline.run.run import Run
 from pipeline.text import shown
+from stages.directory import file_name
 from stages.statistics import Answers
 
 Read = TypeVar("Read")
@@ -159,7 +159,7 @@ def _answers(run: Run, stage: Stage, model: str) -> Iterator[tuple[str, DomainAn
         UserError: a file is damaged or missing.
     """
     directory = run.stage(stage.name)
-    file = f"{quote(model, safe='')}.json"
+    file = f"{file_name(model)}.json"
     scores = _read(_SCORES, directory.measured / file, stage)
     if scores is None:
         return

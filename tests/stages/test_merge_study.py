@@ -139,20 +139,14 @@ def test_the_report_has_every_model_and_what_each_arm_costs(study: ModuleType) -
     assert "| experts.sum | 40.0 ± 0.0 | 10.0 ± 0.0 | 25.0 ± 0.0 |" in report
 
 
-def test_tokens_are_responses_times_their_mean_length(study: ModuleType, tmp_path: Path) -> None:
-    def stage(name: str, settings: dict[str, Any], *lines: dict[str, float]) -> Path:
+def test_sampled_tokens_are_of_all_steps(study: ModuleType, tmp_path: Path) -> None:
+    def stage(name: str, *lines: dict[str, float]) -> Path:
         directory = tmp_path / name
         directory.mkdir()
-        (directory / "manifest.json").write_text(json.dumps({"settings": settings}))
         (directory / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
         return directory
 
-    two = {f"domains.{domain}.prompts.source": "reasoning_gym" for domain in DOMAINS}
-    drawn = {"sampling.prompts_per_step": 3, "sampling.group_size": 4}
-    trained = stage("mixed", two | drawn, {"response_tokens": 5.5}, {"response_tokens": 4.5})
-    assert study.sampled_tokens(trained) == 3 * 4 * 2 * (5.5 + 4.5)
-    collected = stage("collect", two, {"response_tokens": 5.0, "drawn": 7.0})
-    assert study.sampled_tokens(collected) == 35
-    assert study.sampled_tokens(stage("cold_start", two, {"loss": 1.0})) == 0
+    assert study.sampled_tokens(stage("mixed", *({"sampled_tokens": n} for n in (132, 108)))) == 240
+    assert study.sampled_tokens(stage("cold_start", {"loss": 1.0})) == 0
     tokens = {"collect.sum": 1, "collect.sort": 2, "rejection_sft": 0, "experts.sum": 4, "opd": 8}
     assert [study.total(tokens, arm) for arm in ("rejection_sft", "experts.", "opd")] == [3, 4, 8]
