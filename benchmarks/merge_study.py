@@ -28,25 +28,29 @@ six domains, and the arms. The analysis, stated before the runs:
   domain, by means over seeds; ExOPD is above its teachers on at least two domains, by intervals.
   Domains interfere where an expert loses on another domain, by the interval over seeds.
 
-Seeds that are already finished under --runs-dir are only read. Writes benchmarks/merge_study.json
-and prints the Markdown tables of docs/results.md.
+Writes benchmarks/merge_study/seeds/SEED.json, with the revision that ran the seed, and prints the
+Markdown tables of docs/results.md. A seed that has its file is not run again, so that the seeds may
+be run in several sessions; they must agree in all settings.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import yaml
 from intervals import half_width, over_seeds, row
 from machine import measured
 from quickstart import evaluation, results_of
 
 HERE = Path(__file__).parent
 CONFIG = HERE / "merge_study" / "merge_study.yaml"
+SEEDS = HERE / "merge_study" / "seeds"
 PROBLEMS = 500
 LEAST_HEADROOM = 5.0
 START, REFERENCE = "cold_start", "opd"
@@ -83,11 +87,40 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(8)))
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"))
     arguments = parser.parse_args()
-    seeds = {seed: measure(seed, arguments.runs_dir) for seed in arguments.seeds}
-    made = measured(arguments.runs_dir / run_name(seed) for seed in seeds)
-    path = HERE / "merge_study.json"
-    path.write_text(json.dumps({**made, "problems": PROBLEMS, "seeds": seeds}, indent=1) + "\n")
-    print(report(list(seeds.values())))
+    found = [numbers_of(seed, arguments.runs_dir) for seed in arguments.seeds]
+    check_alike(found)
+    print(report(found))
+
+
+def numbers_of(seed: int, runs_dir: Path) -> dict[str, Any]:
+    """Return the numbers of a seed from its file, which is written where it is missing."""
+    path = SEEDS / f"{seed}.json"
+    if not path.exists():
+        run = runs_dir / run_name(seed)
+        numbers = measure(seed, runs_dir)
+        numbers = {**measured([run]), "settings": settings_digest(run), **numbers}
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(numbers, indent=1) + "\n")
+    found: dict[str, Any] = json.loads(path.read_text())
+    return {"seed": seed, **found}
+
+
+def settings_digest(run: Path) -> str:
+    """Return a digest of all settings of a run but its name and its seed."""
+    settings = yaml.safe_load((run / "run.yaml").read_text())
+    rest = {key: value for key, value in settings.items() if key not in ("name", "seed")}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def check_alike(found: Sequence[dict[str, Any]]) -> None:
+    """Raise SystemExit where seeds were run with unlike settings."""
+    first = found[0]
+    for each in found:
+        if each["settings"] != first["settings"]:
+            raise SystemExit(
+                f"{SEEDS}: seeds {first['seed']} and {each['seed']} were run with different"
+                " settings; delete the files of the old ones to run them again"
+            )
 
 
 def run_name(seed: int) -> str:

@@ -118,6 +118,35 @@ def test_a_finished_seed_is_only_read(study: ModuleType, tmp_path: Path) -> None
     }
 
 
+def test_a_seed_that_has_its_file_needs_no_run(
+    study: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / study.run_name(3)
+    stage = run / "stages" / "cold_start"
+    stage.mkdir(parents=True)
+    (stage / "manifest.json").write_text(json.dumps({"code": 40 * "a"}))
+    (run / "run.yaml").write_text("{name: study, seed: 3, domains: {}}")
+    measured = {"accuracies": accuracies(), "minutes": {}, "sampled_tokens": {}}
+    monkeypatch.setattr(study, "measure", lambda seed, runs_dir: measured)
+    monkeypatch.setattr(study, "SEEDS", tmp_path / "seeds")
+    found = study.numbers_of(3, tmp_path)
+    assert (found["seed"], found["revision"]) == (3, 7 * "a")
+    monkeypatch.setattr(study, "measure", None)
+    assert study.numbers_of(3, tmp_path / "moved away") == found
+
+
+def test_seeds_of_other_settings_are_refused(study: ModuleType, tmp_path: Path) -> None:
+    def digest(text: str) -> str:
+        (tmp_path / "run.yaml").write_text(text)
+        return str(study.settings_digest(tmp_path))
+
+    first, second = digest("{name: a, seed: 0, loop: 1}"), digest("{name: b, seed: 1, loop: 1}")
+    other = digest("{name: b, seed: 1, loop: 2}")
+    study.check_alike([{"seed": 0, "settings": first}, {"seed": 1, "settings": second}])
+    with pytest.raises(SystemExit, match="seeds 0 and 1 were run with different settings"):
+        study.check_alike([{"seed": 0, "settings": first}, {"seed": 1, "settings": other}])
+
+
 def test_the_report_has_every_model_and_what_each_arm_costs(study: ModuleType) -> None:
     tokens = {"experts.sum": 10, "experts.sort": 20, "opd": 5, "mixed": 35, "collect.sum": 4}
     seeds = [
