@@ -1,4 +1,6 @@
-"""What teachers of a merge cost: a rank's memory with 1, 3 and 12, a step's time, and bytes kept.
+"""What a merge costs: a rank's memory with 1, 3 and 12 teachers, a step's time, and bytes kept.
+
+And the memory and time of merging the weights of 3 and of 12 models, beside those of loading one.
 
     python benchmarks/teachers.py > benchmarks/teachers.json
 
@@ -50,6 +52,9 @@ def main() -> dict[str, Any]:
         cases |= {"3 all": (3, "all", "device"), "3 one, disk": (3, "one", "disk")}
         for name, case in cases.items():
             found[name] = _on_ranks(merge_steps, directory, *case)
+        found["one model loaded"] = _on_ranks(load_model, directory)
+        for count, method in ((3, "average"), (12, "average"), (12, "ties")):
+            found[f"{method} of {count}"] = _on_ranks(merge_weights, directory, count, method)
     peaks = [found[f"{n} one"]["peak_mebibytes"] for n in (1, 3, 12)]
     found["peak_spread_percent"] = round(100 * (max(peaks) / min(peaks) - 1), 2)
     ratio = found["3 one"]["seconds_a_step"] / found["3 all"]["seconds_a_step"]
@@ -108,11 +113,50 @@ def merge_steps(directory: str, count: int, resident: str, states: str) -> dict[
         teachers.clear(parts)
         seconds.append(time.monotonic() - begun)
     return {
-        "peak_mebibytes": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
+        "peak_mebibytes": _peak_mebibytes(),
         "seconds_a_step": round(median(seconds[1:]), 3),
         "seconds_grading": round(median(grading[1:]), 3),
         "kept_bytes": kept,
     }
+
+
+def load_model(directory: str) -> dict[str, Any]:
+    """Load one of the models, without an optimizer."""
+    from parallel.checkpoint import load
+    from parallel.model.policy import Policy
+
+    begun = time.monotonic()
+    load.weights(Policy(MODEL, LAYOUT), Path(directory) / "0" / "step_1")
+    return {"peak_mebibytes": _peak_mebibytes(), "seconds": round(time.monotonic() - begun, 3)}
+
+
+def merge_weights(directory: str, count: int, method: str) -> dict[str, Any]:
+    """Run a stage that merges the weights of `count` models, which started from the first."""
+    from stages import merge_weights
+    from stages.kinds.merge_weights import MergeWeightsSettings
+    from stages.settings import RunSettings, StageJob
+
+    paths = {f"model_{n}": Path(directory) / str(n) / "step_1" for n in range(count)}
+    block = {"from": "start", "models": {name: name for name in paths}, "method": method}
+    settings = {"merged": MergeWeightsSettings.model_validate(block)}
+    job = StageJob.model_construct(
+        stage="merged",
+        block="merged",
+        seeded_as="merged",
+        directory=Path(directory) / f"{method}_{count}",
+        domains=[],
+        parent=paths["model_0"],
+        models=paths,
+        settings=RunSettings.model_construct(seed=0, model=MODEL, layout=LAYOUT, stages=settings),
+    )
+    begun = time.monotonic()
+    merge_weights.run(job)
+    return {"peak_mebibytes": _peak_mebibytes(), "seconds": round(time.monotonic() - begun, 3)}
+
+
+def _peak_mebibytes() -> float:
+    """Return the peak resident memory of this process."""
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1)
 
 
 def _job(directory: str, count: int, resident: str, states: str) -> Any:
