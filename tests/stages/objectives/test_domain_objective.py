@@ -30,7 +30,7 @@ def objective(name: str, *domains: str, **given: Any) -> DomainObjective:
 def of_stage(**objectives: dict[str, Any]) -> StageObjectives:
     """Return the objectives of a stage on domains without a penalty."""
     settings = {name: ObjectiveSettings.model_validate(each) for name, each in objectives.items()}
-    nothing: Any = SimpleNamespace(models={})
+    nothing: Any = SimpleNamespace(models={}, parent=None)
     return StageObjectives(nothing, nothing, settings)
 
 
