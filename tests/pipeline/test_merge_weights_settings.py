@@ -73,7 +73,7 @@ def test_a_path_is_relative_to_its_file(config: Path) -> None:
 
 
 def test_models_are_added_up_in_the_given_order(config: Path) -> None:
-    """Of sums in floating point another order has other bits."""
+    """A sum in floating point has other bits in another order."""
     pair: dict[str, Any] = {
         "from": "cold_start",
         "models": {"w": "experts.words", "s": "experts.sums"},

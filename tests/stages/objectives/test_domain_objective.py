@@ -1,7 +1,8 @@
-"""What the objective of a domain reads, counts and learns, without a policy."""
+"""The objective of a domain without a policy: its inputs, its counts and its learned values."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,11 +28,13 @@ def objective(name: str, *domains: str, **given: Any) -> DomainObjective:
     return DomainObjective(name, domains or (name,), settings, baseline, None)
 
 
-def of_stage(**objectives: dict[str, Any]) -> StageObjectives:
+def of_stage(
+    models: dict[str, Path] | None = None, **objectives: dict[str, Any]
+) -> StageObjectives:
     """Return the objectives of a stage on domains without a penalty."""
     settings = {name: ObjectiveSettings.model_validate(each) for name, each in objectives.items()}
-    nothing: Any = SimpleNamespace(models={}, parent=None)
-    return StageObjectives(nothing, nothing, settings)
+    job: Any = SimpleNamespace(models=models or {}, parent=None)
+    return StageObjectives(job, job, settings)
 
 
 def of_domains(*domains: str) -> list[Sample]:
@@ -130,6 +133,8 @@ def test_equal_objectives_are_one_and_others_have_their_own_samples() -> None:
         "words": samples[2:4],
     }
     assert [each.name for each in (apart.of("words"), apart.of("sums"))] == ["words", "sums"]
+    own = of_stage({"sums": Path("a"), "words": Path("b")}, sums={}, words={})  # two references
+    assert [each.name for each in own] == ["sums", "words"]
     parts: Any = [SimpleNamespace(domain=each) for each in ("words", "sums", "words")]
     assert apart.of("words").parts(parts) == parts[::2]
 
