@@ -251,7 +251,7 @@ def test_a_step_s_loss_is_the_mean_over_pairs_by_the_formula() -> None:
 def test_a_stage_starts_from_its_parent_and_compares_with_its_reference(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it draws is what it trains on, with the rows that the audit finds it by."""
+    """It trains on what it draws, with the rows that the audit finds it by."""
     opened: list[Path] = []
 
     def reference(job: Any, own: Any, streams: Any, path: Path) -> Any:

@@ -133,7 +133,7 @@ def of_transformer_engine(name: str, latent: bool) -> str:
 def test_places_do_not_depend_on_the_names_of_the_layers(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of experts and of norms, which TransformerEngine fuses into what comes after them."""
+    """TransformerEngine fuses experts into one module, and norms into what comes after them."""
     policy = Policy(MODELS[family], LayoutSettings())
     expected, weights = places(policy), checkpoint_state.weights
     latent = family == "deepseek_v3"
