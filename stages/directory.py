@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 from urllib.parse import quote
 
 from parallel.errors import UserError
@@ -110,16 +110,6 @@ class StageDirectory:
     def checkpoint(self, step: int) -> Checkpoint | None:
         """Return the whole checkpoint of a step."""
         return read_checkpoint(self.checkpoints / f"step_{step}")
-
-    def solved_by(self, model: str) -> dict[str, list[int]]:
-        """Return the number of right answers of a measured model to each problem, by domain.
-
-        Raises:
-            OSError: the model has not been measured here.
-            ValueError: the file is damaged.
-        """
-        found: Any = json.loads(read_text(self.solved / f"{file_name(model)}.json"))
-        return dict(found)
 
     def whole_checkpoints(self) -> list[Checkpoint]:
         """Return all whole checkpoints, the oldest first."""

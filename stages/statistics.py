@@ -64,20 +64,6 @@ def _interval(share: float, answers: float, n: int) -> Accuracy:
     return Accuracy(share, max(0.0, centre - half_width), min(1.0, centre + half_width), n)
 
 
-def difference(after: Accuracy, before: Accuracy, share: float = 1.0) -> Difference:
-    """Return after - share * before, for independent samples, from the two Wilson intervals.
-
-    Newcombe's hybrid score interval (Statistics in Medicine 17, 1998, method 10), extended to
-    linear combinations by Zou and Donner (Statistics in Medicine 27, 2008). It is conservative for
-    two models that answered the same problems.
-    """
-    gain = after.accuracy - share * before.accuracy
-    above, below = before.high - before.accuracy, before.accuracy - before.low
-    down = hypot(after.accuracy - after.low, share * above)
-    up = hypot(after.high - after.accuracy, share * below)
-    return Difference(gain, gain - down, gain + up)
-
-
 @dataclass(frozen=True)
 class Answers:
     """The number of right answers to each problem, of `samples` answers to each."""
@@ -96,14 +82,15 @@ class Answers:
         return of_problems(self.right, self.samples)
 
 
-def paired_difference(after: Answers, before: Answers) -> Difference:
-    """Return after - before of two models that answered the same problems, in the same order.
+def paired_difference(after: Answers, before: Answers, share: float = 1.0) -> Difference:
+    """Return after - share * before of models that answered the same problems, in the same order.
 
     Newcombe's hybrid score interval for paired data (Statistics in Medicine 17, 1998, pp.
-    2635-2650, method 10): `difference`, less the correlation of the two accuracies. Wald's
-    interval, from McNemar's variance, has no width where no answer differs, and covers too rarely
-    with few problems or near 0 and 1. With several answers to a problem the correlation is of the
-    shares of right answers, as Zou and Donner (2008) combine any two intervals.
+    2635-2650, method 10): the two Wilson intervals, less the correlation of the two accuracies.
+    Wald's interval, from McNemar's variance, has no width where no answer differs, and covers too
+    rarely with few problems or near 0 and 1. With several answers to a problem the correlation is
+    of the shares of right answers; it and `share` enter as Zou and Donner (Statistics in Medicine
+    27, 2008) combine any two intervals.
     """
     one, other = after.accuracy, before.accuracy
     correlation = _corrected_correlation(after, before)
@@ -112,9 +99,9 @@ def paired_difference(after: Answers, before: Answers) -> Difference:
         square = first**2 + second**2 - 2 * correlation * first * second
         return sqrt(max(square, 0.0))  # rounding may leave it below 0
 
-    gain = one.accuracy - other.accuracy
-    down = beyond(one.accuracy - one.low, other.high - other.accuracy)
-    up = beyond(one.high - one.accuracy, other.accuracy - other.low)
+    gain = one.accuracy - share * other.accuracy
+    down = beyond(one.accuracy - one.low, share * (other.high - other.accuracy))
+    up = beyond(one.high - one.accuracy, share * (other.accuracy - other.low))
     return Difference(gain, gain - down, gain + up)
 
 

@@ -249,7 +249,7 @@ def _undefined(
             yield domain, "none of its experts was measured"
         elif recovered_headroom(of[expert], of[start], of[expert]) is None:
             gain = paired_difference(of[expert], of[start])
-            yield domain, f"{expert} gains {points(gain)}, nothing significant"
+            yield domain, f"{expert} gains {points(gain)}, not significant"
 
 
 def _notes(

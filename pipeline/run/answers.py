@@ -9,22 +9,19 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import TypeAdapter
 
 from parallel.errors import UserError
-from parallel.files import read_text
 from pipeline.run.graph import Stage
 from pipeline.run.lineage import Manifest, read_manifest
 from pipeline.run.run import Run
+from pipeline.run.solved import COUNTS, damaged, read_json
 from pipeline.text import shown
 from stages.directory import file_name
 from stages.statistics import Answers
 
-Read = TypeVar("Read")
-_COUNTS = TypeAdapter(dict[str, list[int]])
 _KEYS = TypeAdapter(dict[str, list[str]])
 _SCORES = TypeAdapter(dict[str, dict[str, Any]])
 
@@ -160,25 +157,25 @@ def _answers(run: Run, stage: Stage, model: str) -> Iterator[tuple[str, DomainAn
     """
     directory = run.stage(stage.name)
     file = f"{file_name(model)}.json"
-    scores = _read(_SCORES, directory.measured / file, stage)
+    scores = read_json(_SCORES, directory.measured / file, stage)
     if scores is None:
         return
     solved = directory.solved / file
-    right = _read(_COUNTS, solved, stage)
-    problems = _read(_KEYS, directory.problems, stage)
+    right = read_json(COUNTS, solved, stage)
+    problems = read_json(_KEYS, directory.problems, stage)
     manifest = read_manifest(directory)
     if right is None or manifest is None:
-        raise _damaged(solved if right is None else directory.manifest, stage)
+        raise damaged(solved if right is None else directory.manifest, stage)
     for domain, counts in right.items():
         samples = scores.get(domain, {}).get("samples_per_problem", 1)
         keys = problems[domain] if problems and domain in problems else None
         numbers = list(map(str, range(len(counts))))
         if type(samples) is not int or samples < 1:
-            raise _damaged(directory.measured / file, stage)
+            raise damaged(directory.measured / file, stage)
         if not counts or not all(0 <= each <= samples for each in counts):
-            raise _damaged(solved, stage)
+            raise damaged(solved, stage)
         if keys is not None and not len(set(keys)) == len(keys) == len(counts):
-            raise _damaged(directory.problems, stage)
+            raise damaged(directory.problems, stage)
         answers, grading = Answers(counts, samples), _grading(manifest, domain)
         yield domain, DomainAnswers(answers, keys or numbers, bool(keys), grading, stage.name)
 
@@ -200,18 +197,3 @@ def _grading(manifest: Manifest, domain: str) -> dict[str, Any]:
         for key, value in (found | code).items()
         if key.removeprefix("the code of ").startswith(prefixes) and value is not None
     }
-
-
-def _read(shape: TypeAdapter[Read], path: Path, stage: Stage) -> Read | None:
-    """Return a file of JSON; None where it does not exist."""
-    try:
-        return shape.validate_python(json.loads(read_text(path)), strict=True)
-    except FileNotFoundError:
-        return None
-    except (ValueError, RecursionError) as error:
-        raise _damaged(path, stage) from error
-
-
-def _damaged(path: Path, stage: Stage) -> UserError:
-    what = "is damaged" if path.exists() else "is missing"
-    return UserError(f"{shown(path)} {what}; rerun the evaluation with --from {stage.name}")

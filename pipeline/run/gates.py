@@ -1,15 +1,18 @@
 """The gates between stages: measurements that decide whether the next stage starts.
 
 The stage itself only measures, as `stages.evaluate` does. The verdict is a pure function of the
-measured accuracies, the expert's metrics and the settings.
+answers to each problem, the expert's metrics and the settings.
 
 - A trained stage passes if the lower bound of the 95 % interval of its gain over its parent is at
   least `min_gain`: a gain within chance does not count, and an expert without one has nothing to
   teach.
 - No number of problems proves that a merge equals its teachers. Below `min_kept` of a teacher's
   accuracy the gate warns; it stops if the upper bound of the 95 % interval is below that too.
-- A quantized model passes if the upper bound of the 95 % interval of the accuracy that it loses, by
-  the pairs of answers to each problem, is at most `max_loss`.
+- A quantized model passes if the upper bound of the 95 % interval of the accuracy that it loses is
+  at most `max_loss`.
+
+Every interval is paired: both models have answered the same problems, so what is hard for both says
+nothing about their difference.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from parallel.errors import UserError
 from parallel.files import write_atomically
 from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import Stage, gate_of
-from pipeline.run.metrics import Models, all_lines
+from pipeline.run.metrics import all_lines
 from pipeline.run.run import (
     OVERRIDDEN,
     DamagedVerdict,
@@ -35,6 +38,7 @@ from pipeline.run.run import (
     StageState,
     read_verdict,
 )
+from pipeline.run.solved import Solved, solved_problems
 from pipeline.text import shown
 from stages.directory import ended_early
 from stages.guards.settings import (
@@ -43,10 +47,9 @@ from stages.guards.settings import (
     LossGateSettings,
     MergeGateSettings,
 )
-from stages.statistics import Accuracy, Answers, Difference, difference, paired_difference
+from stages.statistics import Answers, Difference, paired_difference
 
 Steps = Sequence[Mapping[str, Any]]
-Solved = Mapping[str, Mapping[str, Sequence[int]]]  # right answers by model, domain and problem
 
 
 class GateStopped(UserError):
@@ -67,21 +70,21 @@ class GateStopped(UserError):
 
 
 def judge_gain(
-    stage: Stage, gate: GainGateSettings, models: Models, steps: Steps = ()
+    stage: Stage, gate: GainGateSettings, solved: Solved, steps: Steps = ()
 ) -> GateVerdict:
     """Judge whether a stage beats its parent on its domains and has trained within bounds.
 
     `steps` are the metrics of its steps, the newest last.
     """
     key = f"stages.{stage.block}.gate"
-    gains = [_gain(stage, gate, models, domain, key) for domain in stage.against]
+    gains = [_gain(stage, gate, solved, domain, key) for domain in stage.against]
     findings = [*gains, *_bounds(stage, gate, steps[-gate.window :], key)]
     return _verdict(findings, gate)
 
 
-def judge_merge(stage: Stage, gate: MergeGateSettings, models: Models) -> GateVerdict:
+def judge_merge(stage: Stage, gate: MergeGateSettings, solved: Solved) -> GateVerdict:
     """Judge whether a merge keeps each teacher's accuracy on the teacher's domain."""
-    return _verdict([_kept(stage, gate, models, domain) for domain in stage.against], gate)
+    return _verdict([_kept(stage, gate, solved, domain) for domain in stage.against], gate)
 
 
 def judge_loss(stage: Stage, gate: LossGateSettings, solved: Solved) -> GateVerdict:
@@ -94,19 +97,20 @@ def ending(run: Run, stage: Stage) -> str:
 
     Raises:
         GateStopped: the stage is a gate and its verdict is to stop.
+        UserError: a file of a gate's answers is damaged or missing.
     """
     directory = run.stage(stage.name)
     if stage.kind != "gate":
         return ended_early(directory.newest_checkpoint()) or "finished"
     gate = gate_of(stage, run.settings)
-    models: Models = json.loads(directory.results.read_text())["models"]
+    solved = solved_problems(directory, stage)
     if isinstance(gate, MergeGateSettings):
-        verdict = judge_merge(stage, gate, models)
+        verdict = judge_merge(stage, gate, solved)
     elif isinstance(gate, LossGateSettings):
-        verdict = judge_loss(stage, gate, {name: directory.solved_by(name) for name in models})
+        verdict = judge_loss(stage, gate, solved)
     else:
         assert isinstance(gate, GainGateSettings) and stage.gated is not None
-        verdict = judge_gain(stage, gate, models, all_lines(run.stage(stage.gated).metrics))
+        verdict = judge_gain(stage, gate, solved, all_lines(run.stage(stage.gated).metrics))
     write_atomically(directory.verdict, json.dumps(asdict(verdict), indent=2) + "\n")
     if verdict.outcome == "stopped":
         raise GateStopped(run, stage, verdict)
@@ -172,8 +176,8 @@ def _verdict(findings: Sequence[_Finding], gate: GateSettings) -> GateVerdict:
     return GateVerdict("stopped" if stops else "warned", tuple(each.text for each in failed))
 
 
-def _gain(stage: Stage, gate: GainGateSettings, models: Models, domain: str, key: str) -> _Finding:
-    gain = difference(*_accuracies(stage, models, domain))
+def _gain(stage: Stage, gate: GainGateSettings, solved: Solved, domain: str, key: str) -> _Finding:
+    gain = paired_difference(*_answers(stage, solved, domain))
     said = f"{stage.gated} gains {points(gain)} over {stage.against[domain]} on {domain}"
     if gain.low >= gate.min_gain:
         return _Finding("passed", said)
@@ -183,12 +187,12 @@ def _gain(stage: Stage, gate: GainGateSettings, models: Models, domain: str, key
     )
 
 
-def _kept(stage: Stage, gate: MergeGateSettings, models: Models, domain: str) -> _Finding:
-    merge, teacher = _accuracies(stage, models, domain)
-    beyond = difference(merge, teacher, gate.min_kept)
+def _kept(stage: Stage, gate: MergeGateSettings, solved: Solved, domain: str) -> _Finding:
+    merge, teacher = _answers(stage, solved, domain)
+    beyond = paired_difference(merge, teacher, gate.min_kept)
     said = (
-        f"{stage.gated} solves {100 * merge.accuracy:.1f} % of {domain}, {stage.against[domain]}"
-        f" {100 * teacher.accuracy:.1f} %"
+        f"{stage.gated} solves {100 * merge.accuracy.accuracy:.1f} % of {domain},"
+        f" {stage.against[domain]} {100 * teacher.accuracy.accuracy:.1f} %"
     )
     if beyond.difference >= 0:
         return _Finding("passed", said)
@@ -199,14 +203,14 @@ def _kept(stage: Stage, gate: MergeGateSettings, models: Models, domain: str) ->
 
 
 def _lost(stage: Stage, gate: LossGateSettings, solved: Solved, domain: str) -> _Finding:
-    assert stage.gated is not None
     other = stage.against[domain]
-    lost = paired_difference(Answers(solved[other][domain]), Answers(solved[stage.gated][domain]))
+    after, before = _answers(stage, solved, domain)
+    lost = paired_difference(before, after)
     said = f"{stage.gated} loses {points(lost)} of {other} on {domain}"
     if lost.difference < 0:
         low, high = (f"{100 * value:+.1f}" for value in (lost.low, lost.high))
         gained = f"gains {-100 * lost.difference:.1f} points over {other} on {domain}"
-        said = f"{stage.gated} {gained} (95 % of the loss: {low} to {high})"
+        said = f"{stage.gated} {gained} (paired 95 % of the loss: {low} to {high})"
     if lost.high <= gate.max_loss:
         return _Finding("passed", said)
     bound = f"stages.{stage.block}.gate.max_loss = {100 * gate.max_loss:+.1f}"
@@ -237,18 +241,19 @@ def _bounds(stage: Stage, gate: GainGateSettings, steps: Steps, key: str) -> Ite
         yield _Finding("passed", said) if within else _Finding("stopped", beyond)
 
 
-def _accuracies(stage: Stage, models: Models, domain: str) -> tuple[Accuracy, Accuracy]:
-    """Return the accuracies of the gated model on a domain and of the model it is compared with."""
+def _answers(stage: Stage, solved: Solved, domain: str) -> tuple[Answers, Answers]:
+    """Return the answers of the gated model in a domain and of the model it is compared with.
+
+    A gate has one answer to each problem.
+    """
     assert stage.gated is not None
-    names = (stage.gated, stage.against[domain])
-    gated, other = (Accuracy(**models[name][domain]) for name in names)
-    return gated, other
+    return Answers(solved[stage.gated][domain]), Answers(solved[stage.against[domain]][domain])
 
 
 def points(change: Difference) -> str:
-    """Return a difference with its 95 % interval, in percentage points."""
+    """Return a paired difference with its 95 % interval, in percentage points."""
     low, high = (f"{100 * value:+.1f}" for value in (change.low, change.high))
-    return f"{100 * change.difference:+.1f} points (95 %: {low} to {high})"
+    return f"{100 * change.difference:+.1f} points (paired 95 %: {low} to {high})"
 
 
 def _highest(values: Sequence[float]) -> float:

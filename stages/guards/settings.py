@@ -63,8 +63,8 @@ class GainGateSettings(GateSettings):
 
     min_gain: Annotated[float, Field(ge=-1, le=1)] = Field(
         default=0.0,
-        description="minimum of the lower 95 % bound of the accuracy gain over the parent, as a"
-        " fraction",
+        description="minimum of the lower 95 % bound of the accuracy gain over the parent on the"
+        " same problems, as a fraction",
     )
     window: Count = Field(
         default=20, description="last steps of the stage that the bounds below apply to"
@@ -91,8 +91,8 @@ class MergeGateSettings(GateSettings):
 
     min_kept: Fraction = Field(
         default=0.95,
-        description="minimum share of a teacher's accuracy; below it is a warning, and a stop where"
-        " the whole 95 % interval is below",
+        description="minimum share of a teacher's accuracy on the same problems; below it is a"
+        " warning, and a stop where the whole 95 % interval is below",
     )
 
 

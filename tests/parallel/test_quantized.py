@@ -9,7 +9,8 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from modelopt.torch.quantization.qtensor import NVFP4QTensor
 from torch import Tensor
 
-from parallel.hugging_face.quantized import Format, Scheme
+from parallel.hugging_face.quantized import Format, Scheme, quantized
+from parallel.weights.quantizable import FusedTensors, module_name
 
 ROWS, COLUMNS = 48, 128
 SCHEMES = [("fp8", None), ("nvfp4", 16), ("int8", 32), ("int4", 32), ("int4", 128)]
@@ -69,6 +70,23 @@ def test_nvfp4_is_modelopt_s() -> None:
     ours = scheme.dequantize(stored, (ROWS, COLUMNS))
     decoded = theirs.dequantize(scale=scales, double_scale=whole, block_sizes={-1: 16})
     torch.testing.assert_close(decoded, ours, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_fused_parts_share_the_scale_of_their_largest_weight(place: int) -> None:
+    """Wherever the largest stands: vLLM multiplies the whole matrix by one global scale."""
+    scheme = Scheme("nvfp4", 16, torch.float32)
+    names = [f"model.layers.0.self_attn.{each}_proj.weight" for each in "qkv"]
+    matrix = FusedTensors("qkv", "qkv", tuple((name, (ROWS, COLUMNS)) for name in names))
+    weights = {name: drawn()[0] / drawn()[0].abs().max() for name in names}
+    weights[names[place]] *= -4.0
+    alone = torch.ones(2, 2)
+    stream = [(names[0], weights[names[0]]), ("model.norm.weight", alone), *[*weights.items()][1:]]
+    moments = dict.fromkeys(names, torch.ones(COLUMNS))
+    found = dict(quantized(stream, [matrix], scheme, moments))
+    scales = [found[f"{module_name(name)}.weight_global_scale"] for name in names]
+    assert [scale.item() for scale in scales] == pytest.approx([6.0 * 448.0 / 4.0] * 3)
+    assert torch.equal(found["model.norm.weight"], alone)
 
 
 @FORMATS

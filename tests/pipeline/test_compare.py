@@ -112,7 +112,7 @@ def test_an_expert_without_a_significant_gain_has_no_headroom(braid: Braid) -> N
     document = found(braid, "small")
     assert document["undefined"].keys() == {"words"}
     assert re.fullmatch(
-        r"experts\.words gains \+\d\.\d points \(95 %: -.* to .*\), nothing significant",
+        r"experts\.words gains \+\d\.\d points \(paired 95 %: -.* to .*\), not significant",
         document["undefined"]["words"],
     )
     assert document["models"]["merge"]["scores"]["words"]["headroom"] is None

@@ -16,7 +16,9 @@ GATES = (
     "stages.merge.gate={problems: 30}",
 )
 FALLS_SHORT = {"gates.experts.sums": {"0": "fall_short"}}
-SAID = "gate: experts.sums gains -20.0 points (95 %: -27.1 to -12.9) over cold_start on sums; "
+SAID = (
+    "gate: experts.sums gains -20.0 points (paired 95 %: -23.9 to -16.0) over cold_start on sums; "
+)
 
 
 def events(run: Path, stage: str) -> list[tuple[str, str]]:
@@ -44,8 +46,8 @@ def test_gates_that_pass_let_a_run_come_to_its_end(braid: Braid, config: Path, r
     code, out, err = braid("run", config, *GATES, "evaluation.samples_per_problem=4")
     assert (code, err) == (0, "")
     assert (
-        "[4/8] gates.experts.sums  passed: experts.sums gains +20.0 points (95 %: +12.9 to "
-        "+27.1) over" in out
+        "[4/8] gates.experts.sums  passed: experts.sums gains +20.0 points (paired 95 %: +16.0 to "
+        "+23.9) over" in out
     )
     assert "; mismatch_max reaches 2e-05 in the last 2 steps of experts.sums\n" in out
     assert "[6/8] gates.merge  passed: merge solves 70.0 % of sums, experts.sums 50.0 %; " in out

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from parallel.errors import UserError
 from pipeline.config.validate import load
 from pipeline.run.gates import Steps, judge_gain, judge_merge
 from pipeline.run.graph import Stage, compile_graph
 from pipeline.run.run import GateVerdict
+from pipeline.run.solved import solved_problems
+from stages.directory import StageDirectory
 from stages.guards.settings import GainGateSettings, MergeGateSettings
 from stages.settings import RunSettings
-from stages.statistics import difference, wilson
+from stages.statistics import wilson
 from tests.pipeline.violations import MIXED, TRAINED, errors, extending
+from tests.stages.unpaired import unpaired
 
 GATES = ["stages.experts.gate={}", "stages.merge.gate={}"]
 # The second expert starts from the first.
@@ -33,27 +36,42 @@ def stages(config: Path) -> dict[str, Stage]:
     return {stage.name: stage for stage in compile_graph(load(config, GATES))}
 
 
-def solved(**correct: int) -> dict[str, Any]:
-    """Return the results of N right answers to 500 problems of every domain."""
-    return {domain: asdict(wilson(right, 500)) for domain, right in correct.items()}
+def answers(after: int, before: int, both: int | None = None) -> tuple[list[int], list[int]]:
+    """Return two models' answers to 500 problems, of which both solve `both`.
+
+    By default about as many as of two models whose right answers have nothing to do with each
+    other, so that the paired interval is the one of independent samples.
+    """
+    both = after * before // 500 if both is None else both
+    one = [1] * after + [0] * (500 - after)
+    other = [1] * both + [0] * (after - both) + [1] * (before - both)
+    return one, other + [0] * (500 - len(other))
+
+
+def independent(after: int, before: int, share: float = 1.0) -> tuple[float, float]:
+    """Return the unpaired interval of after - share * before, of 500 problems each."""
+    found = unpaired(wilson(after, 500), wilson(before, 500), share)
+    return found.low, found.high
 
 
 @pytest.fixture
 def gain(stages: dict[str, Stage]) -> Callable[..., GateVerdict]:
     """The verdict on an expert of `after` right answers of 500, over a parent of `before`."""
 
-    def judge(after: int, before: int, steps: Steps = (), **gate: Any) -> GateVerdict:
-        models = {"experts.sums": solved(sums=after), "cold_start": solved(sums=before)}
-        return judge_gain(stages["gates.experts.sums"], GainGateSettings(**gate), models, steps)
+    def judge(
+        after: int, before: int, steps: Steps = (), both: int | None = None, **gate: Any
+    ) -> GateVerdict:
+        one, other = answers(after, before, both)
+        solved = {"experts.sums": {"sums": one}, "cold_start": {"sums": other}}
+        return judge_gain(stages["gates.experts.sums"], GainGateSettings(**gate), solved, steps)
 
     return judge
 
 
 def test_a_gain_that_is_beyond_chance_passes(gain: Callable[..., GateVerdict]) -> None:
     verdict = gain(240, 160)
-    assert verdict == GateVerdict(
-        "passed", ("experts.sums gains +16.0 points (95 %: +9.9 to +21.9) over cold_start on sums",)
-    )
+    said = "experts.sums gains +16.0 points (paired 95 %: +9.9 to +21.9) over cold_start on sums"
+    assert verdict == GateVerdict("passed", (said,))
     assert verdict.text.startswith("passed: experts.sums gains")
 
 
@@ -61,7 +79,7 @@ def test_a_gain_that_could_be_chance_stops(gain: Callable[..., GateVerdict]) -> 
     verdict = gain(166, 160)
     assert verdict.outcome == "stopped"
     assert verdict.text == (
-        "gate: experts.sums gains +1.2 points (95 %: -4.6 to +7.0) over cold_start on sums; "
+        "gate: experts.sums gains +1.2 points (paired 95 %: -4.6 to +7.0) over cold_start on sums; "
         "the lower 95 % bound must be at least stages.experts.gate.min_gain = +0.0"
     )
     assert gain(166, 160, on_failure="warn").outcome == "warned"
@@ -69,10 +87,33 @@ def test_a_gain_that_could_be_chance_stops(gain: Callable[..., GateVerdict]) -> 
 
 
 def test_the_lower_end_of_the_interval_decides(gain: Callable[..., GateVerdict]) -> None:
-    low = difference(wilson(240, 500), wilson(160, 500)).low
-    assert gain(240, 160, min_gain=low).outcome == "passed"
-    assert gain(240, 160, min_gain=math.nextafter(low, 1)).outcome == "stopped"
+    low, _ = independent(250, 160)  # of 80 problems that both solve: no correlation
+    assert gain(250, 160, min_gain=low).outcome == "passed"
+    assert gain(250, 160, min_gain=math.nextafter(low, 1)).outcome == "stopped"
     assert gain(150, 160, min_gain=-0.1).outcome == "passed"
+
+
+def test_a_gain_that_chance_could_give_independent_samples_passes_by_its_pairs(
+    gain: Callable[..., GateVerdict],
+) -> None:
+    low, _ = independent(180, 160)
+    assert low < 0
+    verdict = gain(180, 160, both=150)
+    assert verdict.outcome == "passed"
+    assert verdict.reasons == (
+        "experts.sums gains +4.0 points (paired 95 %: +1.5 to +6.5) over cold_start on sums",
+    )
+    assert gain(180, 160).outcome == "stopped"  # answers that have nothing in common
+
+
+def test_a_gain_on_other_problems_than_the_parent_solves_needs_to_be_larger(
+    gain: Callable[..., GateVerdict],
+) -> None:
+    low, _ = independent(276, 240)
+    assert low > 0
+    verdict = gain(276, 240, both=60)
+    assert verdict.outcome == "stopped"
+    assert verdict.text.startswith("gate: experts.sums gains +7.2 points (paired 95 %: -0.")
 
 
 def test_only_the_last_steps_are_bounded(gain: Callable[..., GateVerdict]) -> None:
@@ -123,13 +164,16 @@ def test_every_bound_holds_its_metric(
 def kept(stages: dict[str, Stage]) -> Callable[..., GateVerdict]:
     """Return the verdict on a merge with N right answers in a domain; teachers have 400."""
 
-    def judge(sums: int, words: int, **gate: Any) -> GateVerdict:
-        models = {
-            "merge": solved(sums=sums, words=words),
-            "experts.sums": solved(sums=400),
-            "experts.words": solved(words=400),
+    def judge(sums: int, words: int, both: int | None = None, **gate: Any) -> GateVerdict:
+        merge, teacher = {}, {}
+        merge["sums"], teacher["sums"] = answers(sums, 400, both)
+        merge["words"], teacher["words"] = answers(words, 400)
+        solved = {
+            "merge": merge,
+            "experts.sums": {"sums": teacher["sums"]},
+            "experts.words": {"words": teacher["words"]},
         }
-        return judge_merge(stages["gates.merge"], MergeGateSettings(**gate), models)
+        return judge_merge(stages["gates.merge"], MergeGateSettings(**gate), solved)
 
     return judge
 
@@ -151,25 +195,66 @@ def test_a_merge_is_warned_of_below_the_bound_and_stops_where_that_is_no_chance(
     verdict = kept(379, 410)
     assert verdict.outcome == "warned"
     assert verdict.reasons == (
-        "merge solves 75.8 % of sums, experts.sums 80.0 %: -0.2 points (95 %: -5.2 to +4.8) from "
-        "stages.merge.gate.min_kept = 0.95 of that",
+        "merge solves 75.8 % of sums, experts.sums 80.0 %: -0.2 points (paired 95 %: -5.2 to +4.8) "
+        "from stages.merge.gate.min_kept = 0.95 of that",
     )
     sure = next(right for right in range(379, 0, -1) if kept(right, 400).outcome == "stopped")
-    assert difference(wilson(sure, 500), wilson(400, 500), 0.95).high < 0
-    assert difference(wilson(sure + 1, 500), wilson(400, 500), 0.95).high >= 0
+    assert independent(sure, 400, 0.95)[1] < 0
+    assert independent(sure + 1, 400, 0.95)[1] >= 0
     assert kept(sure, 379).text.count("stages.merge.gate.min_kept") == 2
     assert kept(sure, 400, on_failure="warn").outcome == "warned"
+
+
+def test_a_loss_that_chance_could_give_independent_samples_stops_a_merge_by_its_pairs(
+    kept: Callable[..., GateVerdict],
+) -> None:
+    assert independent(365, 400, 0.95)[1] > 0
+    assert kept(365, 400, both=363).outcome == "stopped"
+    assert kept(365, 400).outcome == "warned"
+
+
+def test_a_loss_on_other_problems_than_the_teacher_solves_is_only_a_warning(
+    kept: Callable[..., GateVerdict],
+) -> None:
+    assert independent(353, 400, 0.95)[1] < 0
+    assert kept(353, 400, both=255).outcome == "warned"
 
 
 def test_nothing_is_asked_of_a_merge_where_its_teacher_knows_nothing(
     stages: dict[str, Stage],
 ) -> None:
-    models = {
-        "merge": solved(sums=0, words=0),
-        "experts.sums": solved(sums=0),
-        "experts.words": solved(words=0),
-    }
-    assert judge_merge(stages["gates.merge"], MergeGateSettings(), models).outcome == "passed"
+    nothing = dict.fromkeys(("sums", "words"), [0] * 500)
+    solved = dict.fromkeys(("merge", "experts.sums", "experts.words"), nothing)
+    assert judge_merge(stages["gates.merge"], MergeGateSettings(), solved).outcome == "passed"
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        ("experts.sums", None),
+        ("cold_start", "[1, 0, 1"),
+        ("experts.sums", '{"words": [1, 0, 1]}'),
+        ("experts.sums", '{"sums": []}'),
+        ("cold_start", '{"sums": [1, 0]}'),
+        ("cold_start", '{"sums": [1, 0, 2]}'),
+    ],
+    ids=["missing", "not JSON", "without the domain", "none", "fewer problems", "two answers"],
+)
+def test_a_gate_refuses_answers_that_make_no_pairs(
+    stages: dict[str, Stage], tmp_path: Path, model: str, text: str | None
+) -> None:
+    directory, gate = StageDirectory(tmp_path), stages["gates.experts.sums"]
+    directory.solved.mkdir()
+    for each in gate.models:
+        (directory.solved / f"{each}.json").write_text('{"sums": [1, 0, 1]}')
+    sound = {"sums": [1, 0, 1]}
+    assert solved_problems(directory, gate) == {"experts.sums": sound, "cold_start": sound}
+    path = directory.solved / f"{model}.json"
+    path.write_text(text) if text else path.unlink()
+    with pytest.raises(
+        UserError, match=rf"{model}\.json is .*; rerun .* --from gates\.experts\.sum"
+    ):
+        solved_problems(directory, gate)
 
 
 def names(settings: RunSettings) -> list[str]:
@@ -268,11 +353,16 @@ def test_a_gate_may_measure_a_cold_start_and_a_policy_of_several_domains(config:
         "mixed": ["sums", "words"],
         "cold_start": ["sums", "words"],
     }
-    models = {"mixed": solved(sums=240, words=160), "cold_start": solved(sums=160, words=160)}
-    verdict = judge_gain(stages["gates.mixed"], GainGateSettings(), models)
+    mixed, start = answers(240, 160)
+    other_mixed, other_start = answers(160, 160)
+    solved = {
+        "mixed": {"sums": mixed, "words": other_mixed},
+        "cold_start": {"sums": start, "words": other_start},
+    }
+    verdict = judge_gain(stages["gates.mixed"], GainGateSettings(), solved)
     assert verdict.outcome == "stopped"
     assert verdict.text == (
-        "gate: mixed gains +0.0 points (95 %: -5.8 to +5.8) over cold_start on words; "
+        "gate: mixed gains +0.0 points (paired 95 %: -5.8 to +5.8) over cold_start on words; "
         "the lower 95 % bound must be at least stages.mixed.gate.min_gain = +0.0"
     )
 

@@ -12,6 +12,7 @@ from pipeline.config.validate import load
 from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import Stage, compile_graph
 from pipeline.run.lineage import changes, lineage_from
+from stages.kinds.merge_weights import MergeWeightsSettings
 from tests.pipeline.conftest import CONFIG, Braid
 from tests.pipeline.violations import errors, violation
 
@@ -69,6 +70,17 @@ def test_a_path_is_relative_to_its_file(config: Path) -> None:
     )
     config.write_text(text)
     assert "no: no model there" in violation(config)
+
+
+def test_models_are_added_up_in_the_given_order(config: Path) -> None:
+    """A sum in floating point has other bits in another order."""
+    pair: dict[str, Any] = {
+        "from": "cold_start",
+        "models": {"w": "experts.words", "s": "experts.sums"},
+    }
+    assert MergeWeightsSettings.model_validate(pair).names(()) == ("w", "s")
+    block = MergeWeightsSettings.model_validate({**pair, "models": "experts"})
+    assert block.names(("words", "sums")) == ("words", "sums")
 
 
 def test_weights_method_and_models_make_it_stale(config: Path) -> None:

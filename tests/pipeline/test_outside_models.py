@@ -131,6 +131,8 @@ def test_a_teacher_of_as_many_but_other_tokens_is_refused_with_both_names(
     [error] = errors(config, *given)
     assert "stages.merge.teachers.sums" in error
     assert 'another tokenizer: id 1 is "c" in start and "b" in model.tokenizer = ours' in error
+    tokenizer(teacher, ["b", "a", "<end>"])  # the same tokens under other ids
+    assert 'id 0 is "b" in start and "a" in model.tokenizer' in errors(config, *given)[0]
     tokenizer(teacher, ["a", "b", "<stop>"])
     assert 'id 2 is "<stop>"' in errors(config, *given)[0]
     # Unigram has pairs, and an id that only one of them has is never sampled.

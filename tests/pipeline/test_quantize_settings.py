@@ -153,8 +153,8 @@ def test_the_gate_bounds_the_loss_on_the_same_problems(
     assert verdict.outcome == outcome
     if outcome == "stopped":
         assert verdict.reasons == (
-            "small loses +2.5 points (95 %: +0.9 to +4.1) of merge on sums; the upper 95 % bound"
-            " must be at most stages.small.gate.max_loss = +2.0",
+            "small loses +2.5 points (paired 95 %: +0.9 to +4.1) of merge on sums; the upper 95 %"
+            " bound must be at most stages.small.gate.max_loss = +2.0",
         )
 
 
@@ -168,7 +168,7 @@ def test_a_quantized_model_that_solves_more_gains(quantized: Path) -> None:
     verdict = judge_loss(stage, LossGateSettings(), solved)
     assert verdict.outcome == "passed"
     assert verdict.reasons[0] == (
-        "small gains 1.0 points over merge on sums (95 % of the loss: -2.1 to +0.1)"
+        "small gains 1.0 points over merge on sums (paired 95 % of the loss: -2.1 to +0.1)"
     )
 
 

@@ -155,6 +155,26 @@ def test_sources_are_mixed_by_weights_and_continue_where_they_were(tmp_path: Pat
 
 
 @pytest.mark.usefixtures("without_policy")
+def test_a_step_has_its_sources_in_the_order_of_the_block(tmp_path: Path) -> None:
+    """And each source's rows in the order that its stream gives them."""
+    data = {"kept": {"stage": "collect", "weight": 1}, "shown": {"domain": "sums", "weight": 3}}
+    path = {"kept": collected(tmp_path, problems(False, 20))}
+    of, same = (stage(tmp_path, data, 8, data=path) for _ in range(2))
+    drawn = responses(of.draw(1)[0])
+    assert [text[0] for text in drawn] == ["c"] * 2 + ["<"] * 6
+    assert drawn[:2] == responses(list(same.sources["kept"].draw(1, 2)))
+    assert drawn[2:] == responses(list(same.sources["shown"].draw(1, 6)))
+    of.sources["kept"].too_long, before = 5, of.sources["kept"].draw
+
+    def skip(step: int, count: int) -> Any:
+        of.sources["kept"].too_long += 2
+        return before(step, count)
+
+    of.sources["kept"].draw = skip  # type: ignore[method-assign]
+    assert of.draw(2)[1] == 2.0  # those of this step alone
+
+
+@pytest.mark.usefixtures("without_policy")
 @pytest.mark.parametrize("messages", [False, True])
 def test_held_out_prompts_never_come_in(tmp_path: Path, messages: bool) -> None:
     """Also where the collected prompt is the rendering of chat messages, which are split."""

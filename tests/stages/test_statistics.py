@@ -10,7 +10,6 @@ import pytest
 from stages.statistics import (
     Answers,
     Headroom,
-    difference,
     mean_headroom,
     of_problems,
     paired_difference,
@@ -18,6 +17,7 @@ from stages.statistics import (
     wilson,
 )
 from tests.runs import REPOSITORY
+from tests.stages.unpaired import unpaired
 
 
 @pytest.mark.parametrize(
@@ -47,10 +47,8 @@ def test_wilson(correct: int, n: int, low: float, high: float) -> None:
         ((0, 10), (0, 10), -0.2775, 0.2775),
     ],
 )
-def test_difference(
-    after: tuple[int, int], before: tuple[int, int], low: float, high: float
-) -> None:
-    gain = difference(wilson(*after), wilson(*before))
+def test_unpaired(after: tuple[int, int], before: tuple[int, int], low: float, high: float) -> None:
+    gain = unpaired(wilson(*after), wilson(*before))
     assert gain.difference == pytest.approx(after[0] / after[1] - before[0] / before[1])
     assert (gain.low, gain.high) == pytest.approx((low, high), abs=5e-5)
 
@@ -59,21 +57,6 @@ def test_difference(
 def test_no_accuracy(correct: int, n: int) -> None:
     with pytest.raises(ValueError, match="no accuracy"):
         wilson(correct, n)
-
-
-@pytest.mark.parametrize("after", [0, 1, 60, 100])
-@pytest.mark.parametrize("before", [0, 37, 99, 100])
-@pytest.mark.parametrize("share", [0.0, 0.5, 0.95, 1.0])
-def test_a_share_of_the_other_is_subtracted(after: int, before: int, share: float) -> None:
-    one, other = wilson(after, 100), wilson(before, 100)
-    found = difference(one, other, share)
-    assert found.difference == pytest.approx(one.accuracy - share * other.accuracy)
-    assert found.low <= found.difference <= found.high
-    assert difference(one, other, 1.0) == difference(one, other)
-    alone = difference(one, other, 0.0)
-    assert (alone.low, alone.high) == pytest.approx((one.low, one.high))
-    # The less of the other there is, the less its own uncertainty adds.
-    assert found.high - found.low >= alone.high - alone.low - 1e-12
 
 
 def test_several_responses_to_a_problem_narrow_the_interval_as_far_as_they_differ() -> None:
@@ -133,7 +116,7 @@ def test_a_paired_interval_nears_mcnemars_and_covers_where_that_does_not() -> No
     wide = paired_difference(*paired(400, 150, 90, 360))
     half = 1.959964 * (0.24 - 0.06**2) ** 0.5 / 1000**0.5
     assert wide.high - wide.low == pytest.approx(2 * half, rel=0.01)
-    apart = difference(wilson(550, 1000), wilson(490, 1000))
+    apart = unpaired(wilson(550, 1000), wilson(490, 1000))
     assert wide.high - wide.low < 0.9 * (apart.high - apart.low)
     # Exact coverage by enumeration of all tables of 15 problems; Wald's has 0.70 here.
     n, shares = 15, (0.85, 0.05, 0.02, 0.08)
@@ -157,14 +140,38 @@ def test_equal_answers_leave_uncertainty_and_opposite_ones_more_than_independent
     same = paired_difference(*paired(30, 0, 0, 20))
     assert same.low < 0 < same.high
     opposite = paired_difference(*paired(0, 25, 25, 0))
-    independent = difference(wilson(25, 50), wilson(25, 50))
+    independent = unpaired(wilson(25, 50), wilson(25, 50))
     assert opposite.high > independent.high
     assert paired_difference(*paired(50, 0, 0, 0)).low < 0  # no spread, no correlation
 
 
+@pytest.mark.parametrize("table", [(0, 0, 0, 9), (0, 5, 7, 0), (40, 12, 3, 45), (20, 30, 30, 20)])
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.95, 1.0])
+def test_a_share_of_the_other_is_subtracted(table: tuple[int, int, int, int], share: float) -> None:
+    one, other = paired(*table)
+    found = paired_difference(one, other, share)
+    before = other.accuracy.accuracy
+    assert found.difference == pytest.approx(one.accuracy.accuracy - share * before)
+    assert found.low <= found.difference <= found.high
+    assert paired_difference(one, other, 1.0) == paired_difference(one, other)
+    alone = paired_difference(one, other, 0.0)
+    assert (alone.low, alone.high) == pytest.approx((one.accuracy.low, one.accuracy.high))
+
+
+def test_a_share_keeps_the_correlation_of_the_pairs() -> None:
+    """By the definition, from the moments of the answers."""
+    one, other = paired(40, 12, 3, 45)
+    x, y = np.array(one.right), np.array(other.right)
+    correlation = (np.cov(x, y, ddof=0)[0, 1] - 1 / 200) / (x.std() * y.std())
+    left, right = one.accuracy.accuracy - one.accuracy.low, other.accuracy.high - y.mean()
+    square = left**2 + (0.9 * right) ** 2 - 2 * correlation * left * 0.9 * right
+    found = paired_difference(one, other, 0.9)
+    assert found.difference - found.low == pytest.approx(square**0.5)
+
+
 def test_a_correlation_below_its_correction_counts_as_none() -> None:
     weak = paired_difference(*paired(2, 2, 2, 4))  # a covariance of 0.04; the correction is 0.05
-    independent = difference(wilson(4, 10), wilson(4, 10))
+    independent = unpaired(wilson(4, 10), wilson(4, 10))
     assert (weak.low, weak.high) == pytest.approx((independent.low, independent.high))
 
 

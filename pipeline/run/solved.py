@@ -1,0 +1,62 @@
+"""The files that say which problems a measured model solved, and the error of a damaged one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import TypeAdapter
+
+from parallel.errors import UserError
+from parallel.files import read_text
+from pipeline.run.graph import Stage
+from pipeline.text import shown
+from stages.directory import StageDirectory, file_name
+
+Read = TypeVar("Read")
+Solved = Mapping[str, Mapping[str, Sequence[int]]]  # right answers by model, domain and problem
+COUNTS = TypeAdapter(dict[str, list[int]])
+
+
+def solved_problems(directory: StageDirectory, stage: Stage) -> Solved:
+    """Return the right answers of a gate's models to each problem, in one order for all models.
+
+    Raises:
+        UserError: a file is damaged or missing.
+    """
+    solved: dict[str, dict[str, list[int]]] = {}
+    problems: dict[str, int] = {}
+    for model in stage.models:
+        path = directory.solved / f"{file_name(model)}.json"
+        found = read_json(COUNTS, path, stage)
+        if found is None or not all(found.get(domain) for domain in stage.evaluated_on[model]):
+            raise damaged(path, stage)
+        for domain, right in found.items():
+            count = problems.setdefault(domain, len(right))
+            # A gate has one answer to each problem.
+            if not {0, 1}.issuperset(right) or count != len(right):
+                raise damaged(path, stage)
+        solved[model] = found
+    return solved
+
+
+def read_json(shape: TypeAdapter[Read], path: Path, stage: Stage) -> Read | None:
+    """Return what an evaluation or a gate wrote as JSON; None where the file does not exist.
+
+    Raises:
+        UserError: it is damaged.
+    """
+    try:
+        return shape.validate_python(json.loads(read_text(path)), strict=True)
+    except FileNotFoundError:
+        return None
+    except (ValueError, RecursionError) as error:
+        raise damaged(path, stage) from error
+
+
+def damaged(path: Path, stage: Stage) -> UserError:
+    """Return the error of a file that a stage has to measure again."""
+    what = "is damaged" if path.exists() else "is missing"
+    return UserError(f"{shown(path)} {what}; rerun the evaluation with --from {stage.name}")
