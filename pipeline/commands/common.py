@@ -232,7 +232,8 @@ STARTING = (
     *CONFIG,
 )
 CONFIG_HELP = """\
-CONFIG is a YAML file. Override any key on the command line, as dotted.key=value:
+CONFIG is a YAML file. Override any key on the command line, as dotted.key=value; a block merges
+with the file's, and a mapping of names to values, such as weights, replaces the file's:
 """
 
 

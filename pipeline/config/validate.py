@@ -258,7 +258,25 @@ def _with_overrides(tree: Mapping, overrides: Iterable[str], reader: Reader) -> 
             if violation not in reader.violations:
                 reader.violations.append(violation)
         elif node := reader.value(text, key):
-            tree = override_at(tree, key, node)
+            tree = _overridden(tree, key, node)
+    return tree
+
+
+def _overridden(tree: Mapping, key: Key, node: Node) -> Mapping:
+    """Return the tree with a value of the command line at `key`.
+
+    Blocks, and mappings of names to blocks, merge key by key. A mapping of names to values, such as
+    weights, is replaced: merged with the file's, weights that sum to 1 would sum to 2.
+    """
+    below = find(tree, key)
+    if not (isinstance(node, Mapping) and isinstance(below, Mapping)):
+        return override_at(tree, key, node)
+    at = _with_arms(tree, key)
+    of_blocks = schema.fields(schema.type_at(RunSettings, (*at, "*")))
+    if not of_blocks and not schema.fields(schema.type_at(RunSettings, at)):
+        return replaced(tree, key, node)
+    for name, child in node.entries.items():
+        tree = _overridden(tree, (*key, name), child)
     return tree
 
 

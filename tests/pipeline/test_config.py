@@ -246,6 +246,29 @@ def test_overrides_apply_to_the_file_in_order(config: Path) -> None:
     assert settings.seed == 2
 
 
+def test_a_mapping_of_names_to_values_replaces_the_file_s(config: Path) -> None:
+    """Merged, weights of both would sum to 2; blocks and their mappings merge."""
+    old = "    teachers: experts\n"
+    several = "    teachers:\n      sums: {cold_start: 0.5, experts: 0.5}\n      words: experts\n"
+    edited(config, old, f"{several}    domain_weights: {{sums: 2}}\n")
+    edited(config, "{dataset: chain_sum}", "{dataset: chain_sum, config: {min_terms: 2}}")
+    overrides = [
+        "stages.merge.teachers.sums={experts: 1}",
+        "stages={merge: {domain_weights: {words: 3}}, export: null}",
+        "domains.sums={prompts: {config: {max_terms: 5}}, rewards: {brief: {kind: format, "
+        "pattern: a}}}",
+    ]
+    settings = load(config, overrides)
+    merge = settings.stages["merge"]
+    assert merge.teachers == {"sums": {"experts": 1}, "words": "experts"}
+    assert merge.domain_weights == {"words": 3}
+    assert "export" not in settings.stages
+    assert settings.domains["sums"].prompts.config == {"max_terms": 5}
+    assert settings.domains["sums"].optimizer.learning_rate == 1e-3
+    whole = load(config, ["stages.merge.teachers={sums: cold_start, words: experts}"])
+    assert whole.stages["merge"].teachers == {"sums": "cold_start", "words": "experts"}
+
+
 def test_extends_merges_mappings_and_replaces_lists(config: Path) -> None:
     directory = config.parent / "domains"
     directory.mkdir()
