@@ -22,7 +22,7 @@ from pipeline.run.directory import TRUST_OPTION, RunDirectory, check_owner
 from pipeline.run.reproduce import bundle_at
 from pipeline.run.run import Run
 from pipeline.run.select import RunFork, check_run_directory, find_fork, put_aside, reuse_stages
-from pipeline.text import say, shown
+from pipeline.text import say, shown, warn
 from stages.settings import RunSettings
 
 EXIT_CODES = """\
@@ -332,8 +332,7 @@ def graph_cautions(settings: RunSettings) -> Iterator[tuple[str, str]]:
 
 def warn_of_graph(arguments: Namespace, settings: RunSettings) -> None:
     """Warn on standard error of `graph_cautions`."""
-    for line in cautions_of(arguments, graph_cautions(settings)):
-        say(line, file=sys.stderr)
+    warn(cautions_of(arguments, graph_cautions(settings)))
 
 
 def known_gpus(arguments: Namespace, settings: RunSettings) -> GpusOf:

@@ -266,14 +266,19 @@ def _overridden(tree: Mapping, key: Key, node: Node) -> Mapping:
     """Return the tree with a value of the command line at `key`.
 
     Blocks, and mappings of names to blocks, merge key by key. A mapping of names to values, such as
-    weights, is replaced: merged with the file's, weights that sum to 1 would sum to 2.
+    weights, is replaced: merged with the file's, weights that sum to 1 would sum to 2. With a null,
+    which deletes a name of the file's, it merges too.
     """
     below = find(tree, key)
     if not (isinstance(node, Mapping) and isinstance(below, Mapping)):
         return override_at(tree, key, node)
     at = _with_arms(tree, key)
     of_blocks = schema.fields(schema.type_at(RunSettings, (*at, "*")))
-    if not of_blocks and not schema.fields(schema.type_at(RunSettings, at)):
+    if not (
+        of_blocks
+        or schema.fields(schema.type_at(RunSettings, at))
+        or any(isinstance(each, Leaf) and each.value is None for each in node.entries.values())
+    ):
         return replaced(tree, key, node)
     for name, child in node.entries.items():
         tree = _overridden(tree, (*key, name), child)

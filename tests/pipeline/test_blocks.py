@@ -272,13 +272,14 @@ def test_a_key_of_a_former_domain_is_reported_with_its_new_form(
 
 
 def warnings(braid: Braid, config: Path, *overrides: str) -> list[str]:
-    """Return the warnings of `validate`, which `plan` and `run` print to standard error."""
-    code, out, _ = braid("validate", config, *overrides, "--json")
-    assert code == 0
+    """Return the warnings in the JSON of `validate`, which commands print to standard error."""
+    code, out, err = braid("validate", config, *overrides, "--json")
+    assert (code, err) == (0, "")
     found = [str(each) for each in json.loads(out)["warnings"]]
-    for command in (("plan",), ("run", "--dry-run")):
-        code, _, err = braid(*command, config, *overrides)
-        assert (code, err) == (0, "".join(f"{line}\n" for line in found))
+    for command in (("validate",), ("plan",), ("run", "--dry-run")):
+        code, out, err = braid(*command, config, *overrides)
+        assert (code, err) == (0, "".join(f"warning: {line}\n" for line in found))
+        assert not any(line in out for line in found)
     return [each.removeprefix(f"{config.parent}/") for each in found]
 
 

@@ -267,6 +267,8 @@ def test_a_mapping_of_names_to_values_replaces_the_file_s(config: Path) -> None:
     assert settings.domains["sums"].optimizer.learning_rate == 1e-3
     whole = load(config, ["stages.merge.teachers={sums: cold_start, words: experts}"])
     assert whole.stages["merge"].teachers == {"sums": "cold_start", "words": "experts"}
+    edit = load(config, ["stages.merge.teachers.sums={cold_start: null, experts.sums: 0.5}"])
+    assert edit.stages["merge"].teachers["sums"] == {"experts": 0.5, "experts.sums": 0.5}
 
 
 def test_extends_merges_mappings_and_replaces_lists(config: Path) -> None:
