@@ -308,6 +308,37 @@ def test_a_mistyped_choice_hides_no_mistyped_key(config: Path) -> None:
     ]
 
 
+def test_a_changed_source_names_the_keys_that_no_longer_fit(config: Path) -> None:
+    """The file that states them is right by itself; null drops them."""
+    domain, rows = config.with_name("sums.yaml"), config.with_name("rows.jsonl")
+    domain.write_text("prompts:\n  source: reasoning_gym\n  dataset: chain_sum\n  config: {}\n")
+    rows.write_text('{"prompt": "1+1"}\n')
+    changed = "prompts: {source: jsonl, path: rows.jsonl}"
+    edited(
+        config,
+        "prompts: {dataset: chain_sum}",
+        f"extends: sums.yaml\n    rewards: {{right: {{kind: math}}}}\n    {changed}",
+    )
+    key = "domains.sums.prompts"
+    fix = "to null, or extend another file, such as domains/_base.yaml"
+    assert errors(config) == [
+        f"small.yaml:16: {key}.source: jsonl has no key {name}, which sums.yaml:{line} states; set "
+        f"{key}.{name} {fix}"
+        for name, line in (("dataset", 3), ("config", 4))
+    ]
+    given = f"{key}.config=null"
+    [error] = errors(config, given)
+    assert error.startswith(f"small.yaml:16: {key}.source: jsonl has no key dataset")
+    edited(config, changed, changed.replace("}", ", dataset: null}"))
+    shown = "domains.sums.demonstrations={source: jsonl, path: rows.jsonl, on_bad_row: skip}"
+    assert load(config, [given, shown]).domains["sums"].prompts.source == "jsonl"
+    [error] = errors(config, given, shown, "stages.export.kind=evaluate")
+    assert error == (
+        "command line: stages.export.kind: evaluate has no key from, which small.yaml:37 states; "
+        "set stages.export.from to null"
+    )
+
+
 def test_files_that_extend_each_other_are_an_error(config: Path) -> None:
     config.with_name("other.yaml").write_text("seed: 1\nextends: small.yaml\n")
     edited(config, "name: small", "name: small\nextends: other.yaml")

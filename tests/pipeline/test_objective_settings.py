@@ -262,7 +262,8 @@ def test_a_correction_of_all_samples_is_reported(
     assert cli.main(["validate", str(config), override]) == 0
     lines = [line for line in capsys.readouterr().err.splitlines() if "pi_old / mu" in line]
     assert bool(lines) == (why is not None)
-    start = f"warning: {config}:14: domains.sums.objective.correction: all samples are"  # its domain's line
+    # Its domain's line.
+    start = f"warning: {config}:14: domains.sums.objective.correction: all samples are"
     assert not lines or lines[0].startswith(start)
     assert all(why is not None and f"since {why};" in line for line in lines)
 
