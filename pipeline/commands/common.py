@@ -14,7 +14,7 @@ from typing import Any
 from parallel.errors import UserError, hint
 from pipeline.config.ancestors import ancestor_cautions
 from pipeline.config.tokenizers import template_cautions
-from pipeline.config.unroll import pairless, unread
+from pipeline.config.unroll import pairless, unread, unread_keys
 from pipeline.config.validate import load, load_cluster, located
 from pipeline.launch.placement import Programs
 from pipeline.report.gpu_memory import GpusOf, gpus_here, gpus_of
@@ -323,8 +323,9 @@ def cautions_of(arguments: Namespace, found: Iterable[tuple[str, str]]) -> list[
 
 
 def graph_cautions(settings: RunSettings) -> Iterator[tuple[str, str]]:
-    """Yield blocks that nothing reads, pairs of none, and models that may not fit their stages."""
+    """Yield blocks and keys that nothing reads, and data and models that may not fit a stage."""
     yield from unread(settings)
+    yield from unread_keys(settings)
     yield from pairless(settings)
     yield from template_cautions(settings)
     yield from ancestor_cautions(settings)

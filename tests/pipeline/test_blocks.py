@@ -301,6 +301,29 @@ def test_a_stage_that_nothing_reads_is_a_warning_with_file_and_line(
     assert warnings(braid, config, some, "stages.alone.gate.problems=20") == []
 
 
+def test_a_key_of_a_method_that_is_not_read_is_a_warning_with_file_and_line(
+    braid: Braid, config: Path
+) -> None:
+    line = "    teachers: experts\n"
+    keys = "correction: {name: tis}, extrapolate: everywhere, top_p: 0.9, start: experts.sums"
+    edited(config, line, f"{line}    method:\n      {{name: exopd, {keys}}}\n")
+    at = "small.yaml:31: stages.merge.method"
+    correction = f"{at}.correction: only read with over: sampled; set that, or delete the key"
+    assert warnings(braid, config) == [
+        correction,
+        f"{at}.top_p: only read with extrapolate: nucleus; set that, or delete the key",
+    ]
+    sampled = ("stages.merge.method.over=sampled", "stages.merge.method.extrapolate=nucleus")
+    assert warnings(braid, config, *sampled) == []
+    assert warnings(braid, config, "stages.merge.method.lambda=1") == [
+        correction,
+        *(
+            f"{at}.{key}: only read with another lambda than 1; set that, or delete the key"
+            for key in ("start", "extrapolate", "top_p")
+        ),
+    ]
+
+
 def test_a_block_of_which_stages_nothing_reads_is_one_warning(braid: Braid, config: Path) -> None:
     with_block(
         config,

@@ -322,13 +322,13 @@ def test_a_changed_source_names_the_keys_that_no_longer_fit(config: Path) -> Non
     key = "domains.sums.prompts"
     fix = "to null, or extend another file, such as domains/_base.yaml"
     assert errors(config) == [
-        f"small.yaml:16: {key}.source: jsonl has no key {name}, which sums.yaml:{line} states; set "
+        f"small.yaml:17: {key}.source: jsonl has no key {name}, which sums.yaml:{line} states; set "
         f"{key}.{name} {fix}"
         for name, line in (("dataset", 3), ("config", 4))
     ]
     given = f"{key}.config=null"
     [error] = errors(config, given)
-    assert error.startswith(f"small.yaml:16: {key}.source: jsonl has no key dataset")
+    assert error.startswith(f"small.yaml:17: {key}.source: jsonl has no key dataset")
     edited(config, changed, changed.replace("}", ", dataset: null}"))
     shown = "domains.sums.demonstrations={source: jsonl, path: rows.jsonl, on_bad_row: skip}"
     assert load(config, [given, shown]).domains["sums"].prompts.source == "jsonl"
