@@ -307,7 +307,7 @@ def test_a_key_of_a_method_that_is_not_read_is_a_warning_with_file_and_line(
     line = "    teachers: experts\n"
     keys = "correction: {name: tis}, extrapolate: everywhere, top_p: 0.9, start: experts.sums"
     edited(config, line, f"{line}    method:\n      {{name: exopd, {keys}}}\n")
-    at = "small.yaml:31: stages.merge.method"
+    at = "small.yaml:33: stages.merge.method"
     correction = f"{at}.correction: only read with over: sampled; set that, or delete the key"
     assert warnings(braid, config) == [
         correction,

@@ -330,7 +330,7 @@ def test_a_changed_source_names_the_keys_that_no_longer_fit(config: Path) -> Non
     [error] = errors(config, given)
     assert error.startswith(f"small.yaml:17: {key}.source: jsonl has no key dataset")
     edited(config, changed, changed.replace("}", ", dataset: null}"))
-    shown = "domains.sums.demonstrations={source: jsonl, path: rows.jsonl, on_bad_row: skip}"
+    shown = f"domains.sums.demonstrations={{source: jsonl, path: {rows}, on_bad_row: skip}}"
     assert load(config, [given, shown]).domains["sums"].prompts.source == "jsonl"
     [error] = errors(config, given, shown, "stages.export.kind=evaluate")
     assert error == (
