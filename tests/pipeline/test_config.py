@@ -332,11 +332,11 @@ def test_a_changed_source_names_the_keys_that_no_longer_fit(config: Path) -> Non
     edited(config, changed, changed.replace("}", ", dataset: null}"))
     shown = f"domains.sums.demonstrations={{source: jsonl, path: {rows}, on_bad_row: skip}}"
     assert load(config, [given, shown]).domains["sums"].prompts.source == "jsonl"
-    [error] = errors(config, given, shown, "stages.export.kind=evaluate")
-    assert error == (
-        "command line: stages.export.kind: evaluate has no key from, which small.yaml:37 states; "
-        "set stages.export.from to null"
-    )
+    assert errors(config, given, shown, "stages.cold_start.kind=import") == [
+        f"command line: stages.cold_start.kind: import has no key {name}, which small.yaml:{line} "
+        f"states; set stages.cold_start.{name} to null"
+        for name, line in (("optimizer", 27), ("loop", 28))
+    ]
 
 
 def test_files_that_extend_each_other_are_an_error(config: Path) -> None:
