@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TextIO
 
@@ -34,6 +35,12 @@ def visible(text: str, keep: str = "") -> str:
 def say(*texts: str, file: TextIO | None = None, flush: bool = False) -> None:
     """Print texts, each on a new line; a text may have several lines."""
     print(*(visible(text, keep="\n\t") for text in texts), sep="\n", file=file, flush=flush)
+
+
+def warn(texts: Iterable[str]) -> None:
+    """Print texts on standard error, each as a warning; a text may have several lines."""
+    for text in texts:
+        say(f"warning: {text}", file=sys.stderr)
 
 
 def open_streams() -> None:

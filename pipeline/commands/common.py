@@ -14,7 +14,7 @@ from typing import Any
 from parallel.errors import UserError, hint
 from pipeline.config.ancestors import ancestor_cautions
 from pipeline.config.tokenizers import template_cautions
-from pipeline.config.unroll import pairless, unread
+from pipeline.config.unroll import pairless, unread, unread_keys
 from pipeline.config.validate import load, load_cluster, located
 from pipeline.launch.placement import Programs
 from pipeline.report.gpu_memory import GpusOf, gpus_here, gpus_of
@@ -22,7 +22,7 @@ from pipeline.run.directory import TRUST_OPTION, RunDirectory, check_owner
 from pipeline.run.reproduce import bundle_at
 from pipeline.run.run import Run
 from pipeline.run.select import RunFork, check_run_directory, find_fork, put_aside, reuse_stages
-from pipeline.text import say, shown
+from pipeline.text import say, shown, warn
 from stages.settings import RunSettings
 
 EXIT_CODES = """\
@@ -232,7 +232,8 @@ STARTING = (
     *CONFIG,
 )
 CONFIG_HELP = """\
-CONFIG is a YAML file. Override any key on the command line, as dotted.key=value:
+CONFIG is a YAML file. Override any key on the command line, as dotted.key=value; a block merges
+with the file's, and a mapping of names to values, such as weights, replaces the file's:
 """
 
 
@@ -322,8 +323,9 @@ def cautions_of(arguments: Namespace, found: Iterable[tuple[str, str]]) -> list[
 
 
 def graph_cautions(settings: RunSettings) -> Iterator[tuple[str, str]]:
-    """Yield blocks that nothing reads, pairs of none, and models that may not fit their stages."""
+    """Yield blocks and keys that nothing reads, and data and models that may not fit a stage."""
     yield from unread(settings)
+    yield from unread_keys(settings)
     yield from pairless(settings)
     yield from template_cautions(settings)
     yield from ancestor_cautions(settings)
@@ -331,8 +333,7 @@ def graph_cautions(settings: RunSettings) -> Iterator[tuple[str, str]]:
 
 def warn_of_graph(arguments: Namespace, settings: RunSettings) -> None:
     """Warn on standard error of `graph_cautions`."""
-    for line in cautions_of(arguments, graph_cautions(settings)):
-        say(line, file=sys.stderr)
+    warn(cautions_of(arguments, graph_cautions(settings)))
 
 
 def known_gpus(arguments: Namespace, settings: RunSettings) -> GpusOf:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
@@ -46,7 +45,7 @@ from pipeline.run.run import Run, unfinished_text
 from pipeline.run.select import rerun_options, unfinished
 from pipeline.slurm.queue import is_queued, queue_of, states_now
 from pipeline.slurm.submit import check_engines
-from pipeline.text import reason, say, shown, visible
+from pipeline.text import reason, say, shown, visible, warn
 from stages.directory import EngineDirectory
 from stages.rewards.reward import cautions
 from stages.settings import RunSettings
@@ -112,7 +111,8 @@ def validate(arguments: Namespace) -> None:
         print_json(arguments, found)
         return
     domains_text = ", ".join(settings.domains)
-    say(f"{arguments.config} is valid: {len(stages)} stages, domains {domains_text}", *warnings)
+    say(f"{arguments.config} is valid: {len(stages)} stages, domains {domains_text}")
+    warn(warnings)
 
 
 def _check_engines(arguments: Namespace, settings: RunSettings, stages: Sequence[Stage]) -> None:
@@ -136,11 +136,6 @@ def _too_large(settings: RunSettings, stages: Sequence[Stage], arguments: Namesp
     if arguments.cluster is None:
         return []
     return unchecked(load_cluster(arguments.cluster), arguments.cluster, stages)
-
-
-def _warn(texts: Iterable[str]) -> None:
-    for text in texts:
-        say(text, file=sys.stderr)
 
 
 def _refused_here(settings: RunSettings, stages: Sequence[Stage]) -> Iterator[str]:
@@ -198,13 +193,13 @@ def plan(arguments: Namespace) -> None:
             gpus = common.known_gpus(arguments, settings)
             print(*memory_report(settings, gpus), sep="\n")
         _check_engines(arguments, settings, stages)
-        _warn(_too_large(settings, stages, arguments))
+        warn(_too_large(settings, stages, arguments))
         return
     run = common.load_configured_run(arguments)
     common.warn_of_graph(arguments, run.settings)
     _check_engines(arguments, run.settings, run.stages)
     states = states_now(run)
-    _warn(_too_large(run.settings, unfinished(run.stages, states), arguments))
+    warn(_too_large(run.settings, unfinished(run.stages, states), arguments))
     if drawn:
         say(*(drawing.dot if arguments.dot else drawing.mermaid)(run, states))
         return
@@ -291,7 +286,7 @@ def _show_run(arguments: Namespace, run: Run) -> None:
     if run.renaming.exists():
         say(unfinished_text(run))
     if unasked:
-        say(unasked)
+        warn([unasked])
     if report.evaluated(run, states):
         if (models := report.current_models(run, states)) is None:
             again = " ".join(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -51,7 +50,7 @@ from pipeline.run.select import (
     unfinished,
 )
 from pipeline.slurm.queue import check_not_queued
-from pipeline.text import say, shown, visible
+from pipeline.text import say, shown, visible, warn
 
 AUDITED = ("sft", "grpo", "distill", "dpo", "sample", "gate", "evaluate")
 GATE_HELP = """\
@@ -104,8 +103,7 @@ def run(arguments: Namespace) -> None:
         return
     warn_of_readers(run)
     if arguments.bundle is not None:
-        for line in foreseen(arguments.bundle, run):
-            say(line, file=sys.stderr)
+        warn(foreseen(arguments.bundle, run))
     with run.lock():
         check_not_queued(run)
         check_settings(run, arguments.rerun, moved_lines(run))

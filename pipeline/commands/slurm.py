@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -45,7 +44,7 @@ from pipeline.slurm import queue
 from pipeline.slurm import submit as submitting
 from pipeline.slurm.queue import adopt, job_numbers, queue_of
 from pipeline.slurm.stage import run_stage, stage_of_task
-from pipeline.text import say, shown
+from pipeline.text import say, shown, warn
 
 IN_FLIGHT: tuple[State, ...] = ("submitted", "running")
 
@@ -232,8 +231,7 @@ def _asked(arguments: Namespace) -> _Submission:
     asked = _Submission(run, profile, cluster, wanted, arguments.rerun, other, fork.reused)
     left = unfinished(wanted, asked.planned(run.states))
     check_capacity(run.settings, left, gpus_of(cluster))
-    for line in unchecked(cluster, profile, left):
-        say(line, file=sys.stderr)
+    warn(unchecked(cluster, profile, left))
     return asked
 
 

@@ -20,9 +20,17 @@ from pipeline.config.tokenizers import outside_models, tokenizer_violation
 from pipeline.config.unroll import Blocks, is_path
 from pipeline.text import shown
 from stages.data.reasoning_gym import FORMATS, options, value_violation
-from stages.data.row_forms import RowError, conversation_of, pair_of, parsed_line
+from stages.data.row_forms import (
+    RowError,
+    answer_of,
+    conversation_of,
+    pair_of,
+    parsed_line,
+    prompt_of,
+)
 from stages.data.settings import (
     ConversationFileSettings,
+    FilePromptSettings,
     FileSettings,
     ReasoningGymPromptSettings,
     TooManyDirectories,
@@ -73,8 +81,7 @@ def violations(run: RunSettings) -> Found:
     for key, block in run.stages.items():
         if isinstance(block, MixtureStageSettings):
             for name, files in block.files():
-                at = f"stages.{key}.data.{name}"
-                yield from [*_missing_files(at, files)] or _malformed(at, files)
+                yield from _file_violations(f"stages.{key}.data.{name}", files)
         if isinstance(block, MixtureStageSettings | DistillSettings):
             yield from _collected_violations(f"stages.{key}.data", block.data)
 
@@ -92,6 +99,11 @@ def _collected_violations(key: str, data: Mapping[str, object]) -> Found:
         elif not StageDirectory(path).collection.is_file():
             absent = f"{shown(path)} is no finished stage that collected responses"
             yield f"{key}.{name}.stage", f"{absent}: it has no {COLLECTION}"
+
+
+def _file_violations(key: str, source: FileSettings) -> Found:
+    """Yield that no file is there, or the first unusable one of a source's first rows."""
+    yield from [*_missing_files(key, source)] or _malformed(key, source)
 
 
 def _malformed(key: str, source: FileSettings) -> Found:
@@ -120,6 +132,9 @@ def _unusable(line: bytes, source: FileSettings) -> str | None:
             raise row
         if isinstance(source, FilePairSettings):
             pair_of(row, source.prompt, source.chosen, source.rejected)
+        elif isinstance(source, FilePromptSettings):
+            prompt_of(row, source.prompt)
+            answer_of(row, source.answer)
         elif isinstance(source, ConversationFileSettings):
             conversation_of(row, source.messages, source.prompt, source.response)
     except RowError as error:
@@ -129,7 +144,12 @@ def _unusable(line: bytes, source: FileSettings) -> str | None:
 
 def domain_violations(name: str, domain: DomainSettings, *, demonstrated: bool = True) -> Found:
     """Yield everything that a domain needs and that is missing here, as (dotted key, message)."""
-    yield from _missing_data(f"domains.{name}", domain, demonstrated)
+    blocks: dict[str, object] = {"prompts": domain.prompts}
+    if demonstrated:
+        blocks["demonstrations"] = domain.demonstrations
+    for block, settings in blocks.items():
+        if isinstance(settings, FileSettings):
+            yield from _file_violations(f"domains.{name}.{block}", settings)
     prompts = domain.prompts
     if isinstance(prompts, ReasoningGymPromptSettings) and prompts.dataset in FORMATS:
         known = options(prompts.dataset)
@@ -142,16 +162,6 @@ def domain_violations(name: str, domain: DomainSettings, *, demonstrated: bool =
             elif problem := value_violation(known[option], value):
                 yield key, problem
     yield from _reward_needs(f"domains.{name}.rewards", domain)
-
-
-def _missing_data(key: str, domain: DomainSettings, demonstrated: bool) -> Found:
-    """Yield a domain's paths without files; those of demonstrations where they are used."""
-    blocks: dict[str, object] = {"prompts": domain.prompts}
-    if demonstrated:
-        blocks["demonstrations"] = domain.demonstrations
-    for block, settings in blocks.items():
-        if isinstance(settings, FileSettings):
-            yield from _missing_files(f"{key}.{block}", settings)
 
 
 def _missing_files(key: str, settings: FileSettings) -> Found:

@@ -17,7 +17,7 @@ from itertools import chain
 
 from parallel.errors import hint
 from stages.domains import PolicySettings
-from stages.kinds.distill import domain_of
+from stages.kinds.distill import DistillSettings, domain_of
 from stages.kinds.dpo import BestWorstPairSettings, DpoSettings
 from stages.kinds.grpo import GrpoSettings
 from stages.kinds.kind import KINDS, Found, Inputs, StageSettings
@@ -224,6 +224,17 @@ def unread(run: RunSettings) -> Found:
         names = [stage.name for stage in stages[:MOST_NAMED]]
         more = f" and {len(stages) - MOST_NAMED} more" if len(stages) > MOST_NAMED else ""
         yield key, f"no stage reads the {leaves} of {', '.join(names)}{more}; {UNREAD[leaves]}"
+
+
+def unread_keys(run: RunSettings) -> Found:
+    """Yield each key of a merge's method that differs from its default and is not read."""
+    for name, block in run.stages.items():
+        if not isinstance(block, DistillSettings):
+            continue
+        for key, reader in block.method.unread():
+            if getattr(block.method, key) != type(block.method).model_fields[key].default:
+                why = f"only read with {reader}; set that, or delete the key"
+                yield f"stages.{name}.method.{key}", why
 
 
 def _paired(blocks: Blocks) -> Iterator[tuple[str, Unrolled, SampleSettings]]:

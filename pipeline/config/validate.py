@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import reduce
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
@@ -13,13 +14,19 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from parallel.errors import hint, nearest_name
 from parallel.settings import CHARACTERS, Settings
 from pipeline.config import cluster as profile
 from pipeline.config import environment, rules, schema, yaml_core
 from pipeline.config.cluster import ClusterSettings
+from pipeline.config.messages import (
+    MISSING,
+    renamed_to,
+    schema_of,
+    unknown,
+    violation_of,
+    violations_below,
+)
 from pipeline.config.read import (
-    LONGEST_VALUE,
     MOST_ERRORS,
     ConfigError,
     Key,
@@ -38,22 +45,15 @@ from pipeline.config.read import (
     override_at,
     plain,
     replaced,
-    shortened,
 )
 from pipeline.config.unroll import REFERENCES, WEIGHTED, is_path
 from pipeline.text import shown
 from stages.domains import DomainSettings
 from stages.keys import STRUCTURE, flatten
-from stages.kinds import Kind
-from stages.kinds.kind import KINDS
 from stages.rewards.reward import RewardPoolSettings
 from stages.settings import RunSettings
 
 Root = TypeVar("Root", bound=Settings)
-MISSING = ("missing", "union_tag_not_found")  # pydantic's errors of a key that is not there
-MAPPING = "a mapping of keys to values"
-# Ends pydantic's location of a wrong key; only a cluster's kinds have a closed set.
-OF_KEY = "[key]"
 TOKENIZER: Key = ("model", "tokenizer")
 # Of a block: what names other stages or domains, or is of the graph alone.
 OF_OTHERS = (*STRUCTURE, "gate")
@@ -258,7 +258,30 @@ def _with_overrides(tree: Mapping, overrides: Iterable[str], reader: Reader) -> 
             if violation not in reader.violations:
                 reader.violations.append(violation)
         elif node := reader.value(text, key):
-            tree = override_at(tree, key, node)
+            tree = _overridden(tree, key, node)
+    return tree
+
+
+def _overridden(tree: Mapping, key: Key, node: Node) -> Mapping:
+    """Return the tree with a value of the command line at `key`.
+
+    Blocks, and mappings of names to blocks, merge key by key. A mapping of names to values, such as
+    weights, is replaced: merged with the file's, weights that sum to 1 would sum to 2. With a null,
+    which deletes a name of the file's, it merges too.
+    """
+    below = find(tree, key)
+    if not (isinstance(node, Mapping) and isinstance(below, Mapping)):
+        return override_at(tree, key, node)
+    at = _with_arms(tree, key)
+    of_blocks = schema.fields(schema.type_at(RunSettings, (*at, "*")))
+    if not (
+        of_blocks
+        or schema.fields(schema.type_at(RunSettings, at))
+        or any(isinstance(each, Leaf) and each.value is None for each in node.entries.values())
+    ):
+        return replaced(tree, key, node)
+    for name, child in node.entries.items():
+        tree = _overridden(tree, (*key, name), child)
     return tree
 
 
@@ -275,7 +298,7 @@ def _unknown_override(tree: Mapping, key: Key) -> Violation | None:
             return None
         if name not in known:
             return Violation(
-                SourceLocation(None), dotted(key[: depth + 1]), _unknown(parent, name, known)
+                SourceLocation(None), dotted(key[: depth + 1]), unknown(parent, name, known)
             )
     return None
 
@@ -342,10 +365,12 @@ def _validated(
         return root.model_validate_json(text, strict=True), [], 0
     except ValidationError as error:
         listed = error.errors(include_url=False)
+        if nulls := [key for each in listed if (key := _deleting_null(root, tree, each))]:
+            return _validated(root, reduce(_without, nulls, tree), complete=complete)
         renamed = {
             (*each["loc"][:-1], now)
             for each in listed
-            if each["type"] == "extra_forbidden" and (now := _renamed(root, each["loc"]))
+            if each["type"] == "extra_forbidden" and (now := renamed_to(root, each["loc"]))
         }
         reported = [
             each
@@ -353,89 +378,27 @@ def _validated(
             if each["type"] not in MISSING or (complete and each["loc"] not in renamed)
         ]
         first = reported[:MOST_ERRORS]
-        found = [_violation(root, tree, details) for details in first]
-        found += (each for details in first for each in _below(root, tree, details))
+        found = [violation_of(root, tree, details) for details in first]
+        found += (each for details in first for each in violations_below(root, tree, details))
         return None, found, len(reported) - len(first)
 
 
-def _below(root: type[Settings], tree: Mapping, error: ErrorDetails) -> Iterator[Violation]:
-    """Yield the unknown keys of a block with an unknown tag, or none: pydantic skips the block."""
-    if error["type"] not in ("union_tag_invalid", "union_tag_not_found"):
-        return
-    root = _schema_of(root)
-    key = schema.without_arms(root, error["loc"])
-    block, annotation = find(tree, key), schema.type_at(root, key)
-    known = schema.fields(annotation)
-    for name, node in block.entries.items() if isinstance(block, Mapping) else ():
-        if name not in known:
-            message = _unknown(annotation, name, known)
-            yield Violation(node.place, dotted((*key, name)), message)
+def _deleting_null(root: type[Settings], tree: Mapping, error: ErrorDetails) -> Key | None:
+    """Return the key of a null that deletes an earlier file's key, which its block does not have.
+
+    A block has fewer keys than before where a later file overrides its `source`, `kind` or `name`.
+    """
+    key = tuple(map(str, schema.without_arms(schema_of(root), error["loc"])))
+    node = find(tree, key) if error["type"] == "extra_forbidden" else None
+    return key if isinstance(node, Leaf) and node.value is None and node.replaces else None
 
 
-def _violation(root: type[Settings], tree: Mapping, error: ErrorDetails) -> Violation:
-    root = _schema_of(root)
-    key = schema.without_arms(root, error["loc"])
-    if key[-1:] == (OF_KEY,):
-        key = key[:-1]
-        message = f"unknown kind; {hint(str(key[-1]), get_args(Kind))}"
-        return Violation(nearest(tree, key), dotted(key), message)
-    if error["type"] in ("union_tag_invalid", "union_tag_not_found"):
-        key = (*key, schema.tag(schema.type_at(root, key)))
-    return Violation(nearest(tree, key), dotted(key), _message(root, error))
-
-
-def _schema_of(root: type[Settings]) -> type[Settings]:
-    """Return the schema that violations' keys belong to: a domain's are those in a run."""
-    return ClusterSettings if root is ClusterSettings else RunSettings
-
-
-def _message(root: type[Settings], error: ErrorDetails) -> str:
-    if not error["loc"]:
-        return str(error["msg"])
-    *parent, name = error["loc"]
-    if error["type"] in MISSING:
-        return "required key is missing"
-    if error["type"] == "extra_forbidden":
-        annotation = schema.type_at(root, tuple(parent))
-        return _unknown(annotation, str(name), schema.fields(annotation))
-    if error["type"] == "union_tag_invalid":
-        known, given = error["ctx"]["expected_tags"], str(error["ctx"]["tag"])
-        near = nearest_name(given, (each.strip("'") for each in known.split(", ")))
-        arms = " or ".join(known.rsplit(", ", 1))
-        return f"should be {arms}, not {json.dumps(given)}{f'; {near}' if near else ''}"
-    if error["type"] == "too_short":
-        least, given = error["ctx"]["min_length"], error["ctx"]["actual_length"]
-        return f"should have at least {least} {'item' if least == 1 else 'items'}, not {given}"
-    given = "a mapping" if isinstance(error["input"], dict) else json.dumps(error["input"])
-    given = shortened(given, LONGEST_VALUE)
-    if error["type"] == "bool_type":
-        return f"should be true or false, not {given}"
-    reason = error["msg"].removeprefix("Input ").replace("an object", MAPPING)
-    reason = reason.replace("a valid array", "a list")
-    reason = reason.replace("a valid dictionary or object to extract fields from", MAPPING)
-    return f"{reason[0].lower()}{reason[1:]}, not {given}"
-
-
-def _renamed(root: type[Settings], location: tuple[str | int, ...]) -> str | None:
-    """Return the new name of the former key at one of pydantic's locations, or None."""
-    return schema.renamed(schema.type_at(root, location[:-1]), str(location[-1]))
-
-
-def _unknown(annotation: Any, name: str, known: Collection[str]) -> str:
-    if now := schema.renamed(annotation, name):
-        return f"renamed to {now}"
-    if of := _kind_without(annotation, name):
-        return of
-    return f"unknown key; {schema.alias_hint(name, known) or hint(name, known)}"
-
-
-def _kind_without(annotation: Any, name: str) -> str | None:
-    """Return that only stages of other kinds have a key, such as `gate`; None where none has."""
-    own = [kind.name for kind in KINDS.values() if kind.settings and kind.settings is annotation]
-    having = [kind.name for kind in KINDS.values() if name in schema.fields(kind.settings)]
-    if not own or not having:
-        return None
-    return f"stages of kind {own[0]} have no such key; only of {', '.join(sorted(having))}"
+def _without(tree: Mapping, key: Key) -> Mapping:
+    """Return the tree without a key."""
+    block = find(tree, key[:-1])
+    assert isinstance(block, Mapping)
+    kept = {name: node for name, node in block.entries.items() if name != key[-1]}
+    return replaced(tree, key[:-1], Mapping(kept, block.place))
 
 
 def _reading_order(violation: Violation) -> tuple[str, int]:

@@ -29,7 +29,6 @@ from stages.statistics import (
 )
 
 Role = Literal["start", "expert", "merge", "baseline"]
-ROLES: tuple[Role, ...] = ("start", "expert", "merge", "baseline")
 Models = Mapping[str, MeasuredModel]
 
 
@@ -103,7 +102,8 @@ def compare(
 ) -> ModelComparison:
     """Compare measured models, of this run and of others, with their start.
 
-    All `models`, or the `chosen` ones; `start` is by default what the first merge starts from.
+    All `models`, or the `chosen` ones, in the order of `models`; `start` is by default what the
+    first merge starts from.
 
     Raises:
         UserError: the start was not measured, or two models cannot be compared.
@@ -113,7 +113,7 @@ def compare(
     start = start or _start(run, own, merges)
     experts = _experts(run, own, merges, start)
     merged = [name for name, each in own.items() if each.stage in merges]
-    rows = list(dict.fromkeys([start, *(chosen or models)]))
+    rows = [name for name in models if not chosen or name == start or name in chosen]
     used = {name: models[name] for name in dict.fromkeys([*rows, *experts.values()])}
     answers = _common_answers(used, list(used[start].domains))
     compared = {}
@@ -128,13 +128,12 @@ def compare(
         trained_on = None if name == start else _trained_on(used[name], used[start])
         role = "start" if name == start else role
         compared[name] = ComparedModel(role, expert_of, trained_on, scores)
-    ordered = sorted(compared, key=lambda name: ROLES.index(compared[name].role))
     return ModelComparison(
         shown(run.path),
         start,
         {domain: len(of[start].right) for domain, of in answers.items()},
         {domain: name for domain, name in experts.items() if domain in answers},
-        {name: compared[name] for name in ordered},
+        compared,
         dict(_undefined(answers, experts, start)),
         stage_costs(run),
         list(_notes(run, used, answers, start)),

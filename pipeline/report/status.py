@@ -266,13 +266,15 @@ def evaluated(run: Run, states: Mapping[str, StageState]) -> bool:
 
 
 def current_models(run: Run, states: Mapping[str, StageState]) -> Models | None:
-    """Return the results without those of stale evaluations; None where damaged."""
+    """Return the results without those of stale evaluations, in order; None where damaged."""
     left: dict[bool, set[str]] = {True: set(), False: set()}
     for stage in run.stages:
         if stage.kind == "evaluate":
             left[states[stage.name].state == "done"].update(stage.models)
     models, old = read_models(run.results), left[False] - left[True]
-    return models and {name: found for name, found in models.items() if name not in old}
+    if models is None:
+        return None
+    return run.in_order({name: found for name, found in models.items() if name not in old})
 
 
 def left_line(left: Estimate) -> str:

@@ -85,10 +85,9 @@ def measured_models(run: Run) -> dict[str, MeasuredModel]:
                 sources[name] = source
     if not found:
         raise _nothing_measured(run, evaluations)
-    order = [*(name for name in known if name in found), *(each for each in found)]
     return {
-        name: MeasuredModel(run, name, known.get(sources[name]), found[name])
-        for name in dict.fromkeys(order)
+        name: MeasuredModel(run, name, known.get(sources[name]), domains)
+        for name, domains in run.in_order(found).items()
     }
 
 

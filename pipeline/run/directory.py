@@ -7,7 +7,6 @@ import glob
 import os
 import pwd
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from pathlib import Path
 from parallel.errors import UserError
 from parallel.files import naming, open_file
 from pipeline.run.ledger import Ledger
-from pipeline.text import say, shown
+from pipeline.text import shown, warn
 from stages.directory import Below, EngineDirectory, StageDirectory
 
 LOCK_TIMEOUT_SECONDS = 0.5
@@ -251,11 +250,8 @@ def warn_of_readers(run: RunDirectory) -> None:
     mode = run.path.stat().st_mode & 0o777 if run.path.exists() else 0
     if mode & (OTHERS_READ | OTHERS_ENTER):
         here = shown(run.path)
-        say(
-            f"{here}: other users can read this run (mode {mode:o}); to make it private: "
-            f"chmod 700 {here}",
-            file=sys.stderr,
-        )
+        private = f"to make it private: chmod 700 {here}"
+        warn([f"{here}: other users can read this run (mode {mode:o}); {private}"])
 
 
 def _looked_at(run: Path) -> Iterator[tuple[Path, os.stat_result]]:

@@ -228,14 +228,14 @@ def _unpack(
 
 
 def foreseen(bundle: Bundle, run: Run) -> list[str]:
-    """Return the settings that make outputs differ, at the first stage that reads one; or none."""
+    """Return a text on the settings of the first stage that make its outputs differ; or none."""
     bundled = {each.name: each.lineage for each in bundle.index.stages}
     for stage in run.stages:
         if (theirs := bundled.get(stage.name)) is None:
             continue
         if lines := [*_pairs("", *_settings(theirs.settings, stage.reads))]:
             title = f"{stage.name} is the first stage that reads other settings than the bundle's:"
-            return [title, *(f"  {line}" for line in lines)]
+            return ["\n".join([title, *(f"  {line}" for line in lines)])]
     return []
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal, TypeVar, get_args
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -36,6 +36,7 @@ KILLED = "its launcher was killed"  # the cause where an attempt has no end in t
 OVERRIDDEN = "overridden: "  # in the cause of a gate that a person has overridden
 
 Outcome = Literal["passed", "warned", "stopped"]
+OfModel = TypeVar("OfModel")
 
 
 @dataclass(frozen=True)
@@ -221,7 +222,12 @@ class Run(RunDirectory):
                 )
             for model, domains in found.items():
                 models.setdefault(model, {}).update(domains)
-        return models
+        return self.in_order(models)
+
+    def in_order(self, models: Mapping[str, OfModel]) -> dict[str, OfModel]:
+        """Return models by name in the order of the plan; those of no stage come last."""
+        known = (stage.name for stage in self.stages if stage.name in models)
+        return {name: models[name] for name in dict.fromkeys([*known, *models])}
 
     def model_path(self, reference: str) -> Path:
         """Return the checkpoint that a reference of a stage means.

@@ -14,7 +14,7 @@ from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import Stage
 from pipeline.run.ledger import Event, latest
 from pipeline.run.run import QueuedJob, Run, StageState
-from pipeline.text import reason, say, shown
+from pipeline.text import reason, shown, warn
 
 PATIENCE_SECONDS = 60.0  # a busy controller answers late
 LOGIN_NODE = "run this on a login node of the cluster, which has Slurm's commands"
@@ -165,7 +165,7 @@ def check_not_queued(run: Run) -> None:
     if unasked and is_here():
         raise UserError(f"{unasked}; try again when it answers")
     if unasked:
-        say(unasked)
+        warn([unasked])
 
 
 def adopt(run: Run) -> Mapping[str, QueuedJob]:

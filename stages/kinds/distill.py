@@ -283,7 +283,12 @@ class DistillSettings(TrainedStageSettings):
             else:
                 if weights and abs(sum(weights.values()) - 1) > MOST_OFF:
                     total = f"the weights of the teachers sum to {sum(weights.values()):g}"
-                    yield at(f"teachers.{domain}"), f"{total}, but must sum to 1"
+                    each = ", ".join(f"{name}: {weight:g}" for name, weight in weights.items())
+                    yield (
+                        at(f"teachers.{domain}"),
+                        f"{total}, but must sum to 1: {{{each}}}; null drops a teacher of an"
+                        " extended file",
+                    )
 
     def _method_violations(
         self, method: At, at: At, run: RunBlocks, domains: Sequence[str]

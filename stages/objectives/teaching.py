@@ -59,6 +59,10 @@ class MethodBase(AlgorithmSettings):
         """The weights of tokens by pi / mu."""
         return NoCorrectionSettings()
 
+    def unread(self) -> Iterator[tuple[str, str]]:
+        """Yield each field that the others leave unread, and what reads it: `over: sampled`."""
+        yield from ()
+
     @model_serializer(mode="wrap")
     def _plain_name(self, keys: Any) -> Any:
         found = keys(self)

@@ -272,13 +272,14 @@ def test_a_key_of_a_former_domain_is_reported_with_its_new_form(
 
 
 def warnings(braid: Braid, config: Path, *overrides: str) -> list[str]:
-    """Return the warnings of `validate`, which `plan` and `run` print to standard error."""
-    code, out, _ = braid("validate", config, *overrides, "--json")
-    assert code == 0
+    """Return the warnings in the JSON of `validate`, which commands print to standard error."""
+    code, out, err = braid("validate", config, *overrides, "--json")
+    assert (code, err) == (0, "")
     found = [str(each) for each in json.loads(out)["warnings"]]
-    for command in (("plan",), ("run", "--dry-run")):
-        code, _, err = braid(*command, config, *overrides)
-        assert (code, err) == (0, "".join(f"{line}\n" for line in found))
+    for command in (("validate",), ("plan",), ("run", "--dry-run")):
+        code, out, err = braid(*command, config, *overrides)
+        assert (code, err) == (0, "".join(f"warning: {line}\n" for line in found))
+        assert not any(line in out for line in found)
     return [each.removeprefix(f"{config.parent}/") for each in found]
 
 
@@ -298,6 +299,29 @@ def test_a_stage_that_nothing_reads_is_a_warning_with_file_and_line(
     waits = warnings(braid, config, some, "stages.export.after=[alone]")
     assert len(waits) == 1  # what only waits for it reads nothing
     assert warnings(braid, config, some, "stages.alone.gate.problems=20") == []
+
+
+def test_a_key_of_a_method_that_is_not_read_is_a_warning_with_file_and_line(
+    braid: Braid, config: Path
+) -> None:
+    line = "    teachers: experts\n"
+    keys = "correction: {name: tis}, extrapolate: everywhere, top_p: 0.9, start: experts.sums"
+    edited(config, line, f"{line}    method:\n      {{name: exopd, {keys}}}\n")
+    at = "small.yaml:33: stages.merge.method"
+    correction = f"{at}.correction: only read with over: sampled; set that, or delete the key"
+    assert warnings(braid, config) == [
+        correction,
+        f"{at}.top_p: only read with extrapolate: nucleus; set that, or delete the key",
+    ]
+    sampled = ("stages.merge.method.over=sampled", "stages.merge.method.extrapolate=nucleus")
+    assert warnings(braid, config, *sampled) == []
+    assert warnings(braid, config, "stages.merge.method.lambda=1") == [
+        correction,
+        *(
+            f"{at}.{key}: only read with another lambda than 1; set that, or delete the key"
+            for key in ("start", "extrapolate", "top_p")
+        ),
+    ]
 
 
 def test_a_block_of_which_stages_nothing_reads_is_one_warning(braid: Braid, config: Path) -> None:

@@ -140,7 +140,7 @@ def test_settings_that_will_make_a_stage_differ_are_named_before_it_runs(
     inside = archive.parent / "small/config.yaml"
     inside.write_text(inside.read_text().replace("\nseed: 0\n", "\nseed: 1\n"))
     err = braid("run", archive.parent / "small", "--only", "cold_start")[2]
-    assert err.startswith("cold_start is the first stage that reads other settings than the bundle")
+    assert err.startswith("warning: cold_start is the first stage that reads other settings than")
     assert "  seed: 0 in the bundle, 1 here\n" in err
 
 

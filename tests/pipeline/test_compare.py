@@ -13,9 +13,11 @@ import pytest
 
 from pipeline.config.validate import load
 from pipeline.run.directory import RunDirectory
+from pipeline.run.run import Run
 from stages.settings import RunSettings
 from stages.statistics import Answers, paired_difference, recovered_headroom
 from tests.pipeline.measured_runs import Measured, Skill, answers, keys, write_run
+from tests.pipeline.violations import MIXED
 
 Braid = Callable[..., tuple[int, str, str]]
 
@@ -371,3 +373,29 @@ def test_domains_beyond_the_width_continue_below(braid: Braid, runs: Path, confi
     assert max(map(len, out.splitlines())) <= 100
     assert all(name in out for name in names)
     assert "no headroom on domain_8: none of its experts was measured" in out
+
+
+def test_every_table_has_the_models_in_the_order_of_the_plan(
+    braid: Braid, write: Callable[..., None], runs: Path
+) -> None:
+    """Not in the order of the evaluation's `models`, nor by role."""
+    skills = {"mixed": SKILLS["merge"], **SKILLS}
+    mixed = MIXED.replace("stages=", "stages.mixed=").replace("{mixed: ", "", 1)[:-1]
+    config = runs.parent / "small.yaml"
+    config.write_text(config.read_text().replace("  merge:\n", "  mixed: {}\n  merge:\n"))
+    models = "[mixed, merge, experts.words, experts.sums, cold_start]"
+    given = (mixed, f"stages.evaluate.models={models}", "stages.export.from=mixed")
+    write("small", Measured(answers(skills), keys(DOMAINS)), *given)
+    run = Run(runs / "small", load(runs / "small/run.yaml"))
+    planned = [stage.name for stage in run.stages if stage.steps is not None]
+    assert planned.index("mixed") < planned.index("merge")
+    score = {"accuracy": 0.5, "low": 0.4, "high": 0.6, "n": 200}
+    [evaluation] = [stage for stage in run.stages if stage.name == "evaluate"]
+    measured = {name: {"sums": score} for name in evaluation.models}
+    assert [*measured] != planned
+    run.stage("evaluate").results.write_text(json.dumps({"models": measured}))
+    assert [*run.write_results()] == planned
+    run.results.write_text(json.dumps({"models": measured}))  # as an older version wrote it
+    assert [*json.loads(braid("status", "small", "--json")[1])["results"]] == planned
+    assert [*found(braid, "small")["models"]] == planned
+    assert [*found(braid, "small", "merge", "mixed")["models"]] == ["cold_start", "mixed", "merge"]

@@ -246,6 +246,31 @@ def test_overrides_apply_to_the_file_in_order(config: Path) -> None:
     assert settings.seed == 2
 
 
+def test_a_mapping_of_names_to_values_replaces_the_file_s(config: Path) -> None:
+    """Merged, weights of both would sum to 2; blocks and their mappings merge."""
+    old = "    teachers: experts\n"
+    several = "    teachers:\n      sums: {cold_start: 0.5, experts: 0.5}\n      words: experts\n"
+    edited(config, old, f"{several}    domain_weights: {{sums: 2}}\n")
+    edited(config, "{dataset: chain_sum}", "{dataset: chain_sum, config: {min_terms: 2}}")
+    overrides = [
+        "stages.merge.teachers.sums={experts: 1}",
+        "stages={merge: {domain_weights: {words: 3}}, export: null}",
+        "domains.sums={prompts: {config: {max_terms: 5}}, rewards: {brief: {kind: format, "
+        "pattern: a}}}",
+    ]
+    settings = load(config, overrides)
+    merge = settings.stages["merge"]
+    assert merge.teachers == {"sums": {"experts": 1}, "words": "experts"}
+    assert merge.domain_weights == {"words": 3}
+    assert "export" not in settings.stages
+    assert settings.domains["sums"].prompts.config == {"max_terms": 5}
+    assert settings.domains["sums"].optimizer.learning_rate == 1e-3
+    whole = load(config, ["stages.merge.teachers={sums: cold_start, words: experts}"])
+    assert whole.stages["merge"].teachers == {"sums": "cold_start", "words": "experts"}
+    edit = load(config, ["stages.merge.teachers.sums={cold_start: null, experts.sums: 0.5}"])
+    assert edit.stages["merge"].teachers["sums"] == {"experts": 0.5, "experts.sums": 0.5}
+
+
 def test_extends_merges_mappings_and_replaces_lists(config: Path) -> None:
     directory = config.parent / "domains"
     directory.mkdir()
@@ -280,6 +305,37 @@ def test_a_mistyped_choice_hides_no_mistyped_key(config: Path) -> None:
         '"clip_high"?',
         "small.yaml:21: domains.sums.rewards.a.kind",
         'small.yaml:21: domains.sums.rewards.a.boxt: unknown key; did you mean "boxed"?',
+    ]
+
+
+def test_a_changed_source_names_the_keys_that_no_longer_fit(config: Path) -> None:
+    """The file that states them is right by itself; null drops them."""
+    domain, rows = config.with_name("sums.yaml"), config.with_name("rows.jsonl")
+    domain.write_text("prompts:\n  source: reasoning_gym\n  dataset: chain_sum\n  config: {}\n")
+    rows.write_text('{"prompt": "1+1"}\n')
+    changed = "prompts: {source: jsonl, path: rows.jsonl}"
+    edited(
+        config,
+        "prompts: {dataset: chain_sum}",
+        f"extends: sums.yaml\n    rewards: {{right: {{kind: math}}}}\n    {changed}",
+    )
+    key = "domains.sums.prompts"
+    fix = "to null, or extend another file, such as domains/_base.yaml"
+    assert errors(config) == [
+        f"small.yaml:17: {key}.source: jsonl has no key {name}, which sums.yaml:{line} states; set "
+        f"{key}.{name} {fix}"
+        for name, line in (("dataset", 3), ("config", 4))
+    ]
+    given = f"{key}.config=null"
+    [error] = errors(config, given)
+    assert error.startswith(f"small.yaml:17: {key}.source: jsonl has no key dataset")
+    edited(config, changed, changed.replace("}", ", dataset: null}"))
+    shown = f"domains.sums.demonstrations={{source: jsonl, path: {rows}, on_bad_row: skip}}"
+    assert load(config, [given, shown]).domains["sums"].prompts.source == "jsonl"
+    assert errors(config, given, shown, "stages.cold_start.kind=import") == [
+        f"command line: stages.cold_start.kind: import has no key {name}, which small.yaml:{line} "
+        f"states; set stages.cold_start.{name} to null"
+        for name, line in (("optimizer", 27), ("loop", 28))
     ]
 
 

@@ -120,3 +120,27 @@ def test_a_mistyped_key_of_a_source_is_reported(config: Path) -> None:
     )
     message = "words.prompts.source: should be 'reasoning_gym', 'jsonl' or 'parquet', not \"jsnl\""
     assert any(message in error for error in found)
+
+
+def test_the_first_rows_of_a_domain_are_checked_before_anything_runs(config: Path) -> None:
+    prompts, chats = config.with_name("a.jsonl"), config.with_name("b.jsonl")
+    edited(
+        config,
+        "prompts: {dataset: chain_sum}",
+        "prompts: {source: jsonl, path: a.jsonl, answer: answer}\n    rewards: {sum: {kind: math}}"
+        "\n    demonstrations: {source: jsonl, path: b.jsonl}",
+    )
+    prompts.write_text('{"prompt": "1+1", "answer": 2}\n\n{"prompt": "1+2", "anwser": "3"}\n')
+    chats.write_text('{"messages": [{"role": "assistant", "content": "2"}]}\n')
+    fix = "fix it, or skip such rows with domains.sums."
+    assert errors(config) == [
+        "small.yaml:15: domains.sums.prompts: a.jsonl:3: no column 'answer'; columns: 'prompt', "
+        f"'anwser'; {fix}prompts.on_bad_row: skip",
+        "small.yaml:17: domains.sums.demonstrations: b.jsonl:1: 'messages' must not start with "
+        f"an assistant turn; {fix}demonstrations.on_bad_row: skip",
+    ]
+    chats.write_text('{"messages": [{"role": "user", "content": "1"}]}\n')
+    [_, error] = errors(config)
+    assert "b.jsonl:1: 'messages' has no assistant turn to train on" in error
+    skipped = [f"domains.sums.{each}.on_bad_row=skip" for each in ("prompts", "demonstrations")]
+    load(config, skipped)

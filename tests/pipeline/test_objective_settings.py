@@ -260,9 +260,10 @@ def test_a_correction_of_all_samples_is_reported(
     config: Path, override: str, why: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["validate", str(config), override]) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if "pi_old / mu" in line]
+    lines = [line for line in capsys.readouterr().err.splitlines() if "pi_old / mu" in line]
     assert bool(lines) == (why is not None)
-    start = f"{config}:14: domains.sums.objective.correction: all samples are"  # its domain's line
+    # Its domain's line.
+    start = f"warning: {config}:14: domains.sums.objective.correction: all samples are"
     assert not lines or lines[0].startswith(start)
     assert all(why is not None and f"since {why};" in line for line in lines)
 

@@ -77,7 +77,7 @@ def test_a_run_that_others_can_read_works_and_says_so(done: RunDirectory, braid:
     code, _, err = braid("resume", "small")
     assert (code, err) == (
         0,
-        f"{done.path}: other users can read this run (mode 755); to make it private: "
+        f"warning: {done.path}: other users can read this run (mode 755); to make it private: "
         f"chmod 700 {done.path}\n",
     )
     assert mode(done.path) == 0o755  # it may be meant so

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
@@ -53,6 +54,14 @@ class ExopdSettings(SampledMethod):
     @property
     def weighing(self) -> CorrectionSettings:
         return self.correction if self.samples else NoCorrectionSettings()
+
+    def unread(self) -> Iterator[tuple[str, str]]:
+        if not self.samples:
+            yield "correction", "over: sampled"
+        if self.lambda_ == 1:
+            yield from ((key, "another lambda than 1") for key in ("start", "extrapolate", "top_p"))
+        elif self.nucleus is None:
+            yield "top_p", "extrapolate: nucleus"
 
     @property
     def nucleus(self) -> float | None:
