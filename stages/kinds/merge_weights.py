@@ -9,7 +9,9 @@ from pydantic import BeforeValidator, Field, field_validator
 from pydantic_core import PydanticCustomError
 
 from parallel.errors import hint
+from parallel.settings import Count, Settings
 from stages.kinds.kind import (
+    MODEL,
     SOURCE,
     Found,
     Inputs,
@@ -31,6 +33,14 @@ def _models(value: Any) -> Any:
     return value
 
 
+class RecalibrationSettings(Settings):
+    """The data that the routers of a merge are recalibrated on."""
+
+    prompts: Count = Field(
+        default=128, description="training prompts of each model's domain, without responses"
+    )
+
+
 class MergeWeightsSettings(StageSettings):
     """A merge of models by their weights alone: it samples nothing and trains nothing.
 
@@ -49,9 +59,15 @@ class MergeWeightsSettings(StageSettings):
         default=AverageSettings(),
         description="how weights are merged; its name, or a block with keys",
     )
-    routers: Literal["merged", "kept"] = Field(
+    routers: Literal["merged", "kept", "recalibrated"] = Field(
         default="merged",
-        description="weights of the routers. merged: as all others. kept: those of `from`",
+        description="weights of the routers. merged: as all others. kept: those of `from`."
+        " recalibrated: those that route prompts of each model's domain as that model's router"
+        " does, as far as one router can (HARC, arXiv 2606.03391); each model has the name of its"
+        " domain",
+    )
+    recalibration: RecalibrationSettings = Field(
+        default=RecalibrationSettings(), description="data of `routers: recalibrated`"
     )
 
     @field_validator("method", mode="before")
@@ -80,16 +96,26 @@ class MergeWeightsSettings(StageSettings):
 
     def read(self, run: RunBlocks, domains: Sequence[str]) -> dict[str, Any]:
         """Return the block and its models' names: their order is that of the sums."""
-        return {**super().read(run, domains), "names": list(self.names(domains))}
+        found = {**super().read(run, domains), "names": list(self.names(domains))}
+        if self.routers != "recalibrated":
+            del found["recalibration"]
+        return found
 
     def run_keys(self, domains: Sequence[str]) -> Iterator[str]:
-        """Yield the keys of the run that it reads: the seed only where the method draws."""
-        yield from (key for key in super().run_keys(domains) if key != "seed" or self.method.draws)
+        """Yield the keys of the run that it reads: prompts where they recalibrate the routers.
+
+        The seed where the method draws, or prompts are drawn; the others only with prompts.
+        """
+        if self.routers == "recalibrated":
+            yield from super().run_keys(self.names(domains))
+        else:
+            yield from ("seed", "model") if self.method.draws else ("model",)
 
     def violations(self, key: str, run: RunBlocks, domains: Sequence[str]) -> Found:
         if self.reads_start and self.from_ is None:
             why = f"method {self.method.name}" if self.method.needs_start else "routers: kept"
             yield f"{key}.from", f"{why} reads the model that all others started from; name it"
+        yield from self._recalibration_violations(key, domains)
         names = self.names(domains)
         if len(names) < 2:
             yield f"{key}.models", f"{len(names)} model cannot be merged; name at least two"
@@ -109,6 +135,18 @@ class MergeWeightsSettings(StageSettings):
         if names and not any(self.weights.get(name, 1) for name in names):
             yield f"{key}.weights", "the weights of all models are 0; give at least one a weight"
 
+    def _recalibration_violations(self, key: str, domains: Sequence[str]) -> Found:
+        if self.routers != "recalibrated":
+            if self.recalibration != RecalibrationSettings():
+                yield f"{key}.recalibration", "only of routers: recalibrated; remove it"
+            return
+        if others := [name for name in self.names(domains) if name not in domains]:
+            yield (
+                f"{key}.models",
+                f"{', '.join(others)}: no domain of the stage, and routers: recalibrated reads the"
+                f" prompts of each model's; name each model as its domain: {', '.join(domains)}",
+            )
+
     @staticmethod
     def _twice(key: str, models: dict[str, str]) -> Found:
         first: dict[str, str] = {}
@@ -123,7 +161,7 @@ MERGE_WEIGHTS = register(
         "merge_weights",
         "stages.merge_weights",
         "checkpoints",
-        ("seed", "model"),
+        (*MODEL, "domains.{domain}.prompts"),
         MergeWeightsSettings,
     )
 )

@@ -12,6 +12,7 @@ from tests.layouts.checkpoint_cases import save
 from tests.layouts.hugging_face_cases import MODELS, _random
 
 SEEDS = {"sums": 6, "words": 7}  # of the models' weights
+PROMPTS = 9  # of each domain, that routers are recalibrated on; no layout divides them evenly
 CHANGED = 1e-2  # the largest difference of a model from the start
 
 
@@ -43,28 +44,57 @@ def export_model(model: str, name: str, directory: str) -> None:
 def merge(layout: LayoutSettings, model: str, output: str, **given: Any) -> None:
     """Run the stage with a block and its models; it writes `output`/checkpoints/step_0."""
     from stages import merge_weights
+
+    merge_weights.run(_job(layout, model, output, **given))
+
+
+def recalibrated_routers(
+    layout: LayoutSettings, model: str, paths: dict[str, str]
+) -> dict[str, torch.Tensor]:
+    """Return the routers of this rank, recalibrated in the model `start` for the others."""
+    from parallel.checkpoint import load
+    from parallel.checkpoint.tensors import places
+    from parallel.model.policy import Policy
+    from stages.merge_weights import WeightMerge
+    from stages.router_recalibration import recalibrate, router_name
+
+    job = _job(layout, model, "", paths=paths, routers="recalibrated")
+    policy = Policy(MODELS[model], layout)
+    load.weights(policy, Path(paths["start"]))
+    merged = WeightMerge(job, places(policy))
+    recalibrate(policy, job, job.domains, PROMPTS, merged.models)
+    layers = {router: policy.routed_layers[router.place] for router in policy.routers}
+    return {router_name(policy, layer): router.weight.clone() for router, layer in layers.items()}
+
+
+def _job(layout: LayoutSettings, model: str, output: str, **given: Any) -> Any:
     from stages.kinds.merge_weights import MergeWeightsSettings
     from stages.settings import RunSettings, StageJob
+    from tests.fake_engines import toy_domain
 
     paths = {name: Path(path) for name, path in given.pop("paths").items()}
+    models = {name: name for name in paths if name != "start"}
+    recalibration = {"prompts": PROMPTS}
     block = MergeWeightsSettings.model_validate(
-        {"from": "start", "models": {name: name for name in paths if name != "start"}, **given}
+        {"from": "start", "models": models, "recalibration": recalibration, **given}
     )
+    words = toy_domain(prompts={"dataset": "spell_backward"})
     settings = RunSettings.model_construct(
-        seed=0, model=MODELS[model], layout=layout, stages={"merged": block}
+        seed=0,
+        model=MODELS[model],
+        layout=layout,
+        stages={"merged": block},
+        domains={"sums": toy_domain(), "words": words},
     )
-    parent = paths.pop("start")
-    merge_weights.run(
-        StageJob.model_construct(
-            stage="merged",
-            block="merged",
-            seeded_as="merged",
-            directory=Path(output),
-            domains=[],
-            parent=parent,
-            models=paths,
-            settings=settings,
-        )
+    return StageJob.model_construct(
+        stage="merged",
+        block="merged",
+        seeded_as="merged",
+        directory=Path(output),
+        domains=["sums", "words"],
+        parent=paths.pop("start"),
+        models=paths,
+        settings=settings,
     )
 
 

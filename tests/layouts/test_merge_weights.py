@@ -78,6 +78,32 @@ def test_every_layout_merges_alike(
     assert same == {each for each in first if name == "dare ties" and is_router(each)}
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])  # softmax and sigmoid
+def test_every_layout_recalibrates_alike(
+    family: str, on: On, saved: dict[str, dict[str, str]]
+) -> None:
+    [whole] = on(ONE, cases.recalibrated_routers, ONE, family, saved[family])
+    assert len(whole) == (4 if family == "qwen3_moe" else 3)  # layers with experts
+    [start] = on(ONE, cases.weights, family, saved[family]["start"])
+    for layout in ("DP2", "TP2", "PP2", "EP2", "CP2", "TP2 EP2 PP2", "CP2 EP2 VPP2"):
+        ranks = on(
+            MATRIX[layout], cases.recalibrated_routers, MATRIX[layout], family, saved[family]
+        )
+        found: dict[str, torch.Tensor] = {}
+        for rank in ranks:
+            for name, router in rank.items():
+                assert torch.equal(found.setdefault(name, router), router), (layout, name)
+        assert found.keys() == whole.keys()
+        for name, router in found.items():
+            change = (whole[name] - start[name]).norm()
+            print(
+                layout,
+                name,
+                float((router - whole[name]).norm() / change),
+                float(change / start[name].norm()),
+            )
+
+
 def test_a_hugging_face_checkpoint_is_a_model_too(
     on: On, saved: dict[str, dict[str, str]], tmp_path: Path
 ) -> None:
