@@ -22,13 +22,12 @@ def save_model(layout: LayoutSettings, model: str, name: str, directory: str) ->
     save(policy, Path(directory) / name, 0, {})
 
 
-def save_infinite(model: str, directory: str) -> None:
-    """Save a model with an infinite weight as `directory`/step_0."""
+def save_extreme(model: str, directory: str, norm: str, value: float) -> None:
+    """Save a model whose first norm of a name has this value as `directory`/step_0."""
     policy = _random(LayoutSettings(), model)
     with torch.no_grad():
         named = policy.named_weights().items()
-        norm = next(each for name, each in named if name.endswith("final_layernorm.weight"))
-        norm[0] = torch.inf
+        next(each for name, each in named if name.endswith(f"{norm}.weight"))[0] = value
     policy.weights_changed()
     save(policy, Path(directory), 0, {})
 
@@ -63,8 +62,8 @@ def recalibrated_routers(
     load.weights(policy, Path(paths["start"]))
     merged = WeightMerge(job, places(policy))
     recalibrate(policy, job, job.domains, PROMPTS, merged.models)
-    layers = {router: policy.routed_layers[router.place] for router in policy.routers}
-    return {router_name(policy, layer): router.weight.clone() for router, layer in layers.items()}
+    layers = {each: policy.routed_layers[each.place] for each in policy.routers}
+    return {router_name(policy, layer): each.weight.detach() for each, layer in layers.items()}
 
 
 def _job(layout: LayoutSettings, model: str, output: str, **given: Any) -> Any:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from parallel.settings import LayoutSettings
-from parallel.weights.names import is_router
+from parallel.weights.names import is_precise, is_router
 from tests.layouts import merge_weights_cases as cases
 from tests.layouts.cases import MATRIX
 from tests.ranks import On
@@ -86,22 +86,54 @@ def test_every_layout_recalibrates_alike(
     assert len(whole) == (4 if family == "qwen3_moe" else 3)  # layers with experts
     [start] = on(ONE, cases.weights, family, saved[family]["start"])
     for layout in ("DP2", "TP2", "PP2", "EP2", "CP2", "TP2 EP2 PP2", "CP2 EP2 VPP2"):
-        ranks = on(
-            MATRIX[layout], cases.recalibrated_routers, MATRIX[layout], family, saved[family]
-        )
+        call = partial(cases.recalibrated_routers, MATRIX[layout], family, saved[family])
         found: dict[str, torch.Tensor] = {}
-        for rank in ranks:
+        for rank in on(MATRIX[layout], call):
             for name, router in rank.items():
                 assert torch.equal(found.setdefault(name, router), router), (layout, name)
         assert found.keys() == whole.keys()
         for name, router in found.items():
             change = (whole[name] - start[name]).norm()
-            print(
-                layout,
-                name,
-                float((router - whole[name]).norm() / change),
-                float(change / start[name].norm()),
-            )
+            assert change > 0.1 * start[name].norm()
+            # Forward passes in fp32 differ by so much; 2.4e-7 was measured.
+            assert (router - whole[name]).norm() < 1e-5 * change, (layout, name)
+
+
+def test_recalibration_changes_routers_alone_and_repeats(
+    on: On, saved: dict[str, dict[str, str]], tmp_path: Path
+) -> None:
+    found = {}
+    for name, layout, routers in (
+        ("merged", "1 rank", "merged"),
+        ("first", "1 rank", "recalibrated"),
+        ("again", "1 rank", "recalibrated"),
+        ("spread", "TP2 EP2 PP2", "recalibrated"),
+    ):
+        output = str(tmp_path / name)
+        block = {"paths": saved["glm4_moe"], "method": "ties", "routers": routers}
+        on(MATRIX[layout], _merge, MATRIX[layout], output, block, "glm4_moe")
+        [found[name]] = on(ONE, cases.weights, "glm4_moe", f"{output}/checkpoints/step_0")
+    merged, first, again, spread = found.values()
+    for name, tensor in first.items():
+        assert torch.equal(tensor, again[name])
+        recalibrated = is_router(name) and not is_precise(name)
+        assert torch.equal(tensor, merged[name]) != recalibrated
+        if recalibrated:
+            torch.testing.assert_close(spread[name], tensor, rtol=1e-4, atol=1e-7)
+        else:
+            assert torch.equal(spread[name], tensor)
+
+
+def test_a_merge_that_overflows_on_the_prompts_leaves_no_checkpoint(
+    on: On, saved: dict[str, dict[str, str]], tmp_path: Path
+) -> None:
+    on(ONE, cases.save_extreme, "qwen3_moe", str(tmp_path), "pre_mlp_layernorm", 3e38)
+    paths = {**saved["qwen3_moe"], "words": str(tmp_path / "step_0")}
+    block = {"paths": paths, "weights": {"words": 3}, "routers": "recalibrated"}
+    said = "stages.merged.method: the merged model overflows on the domains' prompts at model."
+    with pytest.raises(AssertionError, match=said):
+        on(MATRIX["PP2"], _merge, MATRIX["PP2"], str(tmp_path / "merged"), block, "qwen3_moe")
+    assert not (tmp_path / "merged").exists()
 
 
 def test_a_hugging_face_checkpoint_is_a_model_too(
@@ -158,7 +190,7 @@ def test_a_merge_that_overflows_leaves_no_checkpoint(
 def test_a_model_that_is_not_finite_is_named(
     on: On, saved: dict[str, dict[str, str]], tmp_path: Path
 ) -> None:
-    on(ONE, cases.save_infinite, "qwen3_moe", str(tmp_path))
+    on(ONE, cases.save_extreme, "qwen3_moe", str(tmp_path), "final_layernorm", float("inf"))
     paths = {**saved["qwen3_moe"], "words": str(tmp_path / "step_0")}
     said = "stages.merged.models: words: model.norm.weight has NaN or infinite elements"
     with pytest.raises(AssertionError, match=said):

@@ -90,9 +90,41 @@ def test_weights_method_and_models_make_it_stale(config: Path) -> None:
     assert [*changes(lineage(dare), lineage(dare, "seed=1"))]
 
 
+def test_prompts_make_recalibrated_routers_stale(config: Path) -> None:
+    prompts = "domains.sums.prompts.config={max_digits: 2}"
+    merged = soup(config).reads
+    assert soup(config, prompts).reads == soup(config, "seed=1").reads == merged
+    assert not [key for key in merged if "recalibration" in key or key.startswith("domains")]
+    recalibrated = "stages.soup.routers=recalibrated"
+    before = soup(config, recalibrated).reads
+    for override in (prompts, "seed=1", "stages.soup.recalibration.prompts=9"):
+        assert soup(config, recalibrated, override).reads != before, override
+    for same in ("domains.sums.sampling.temperature=0.9", "domains.sums.loop.steps=3"):
+        assert soup(config, recalibrated, same).reads == before
+    # By names of domains: two of the run's three.
+    third = "domains.others={prompts: {dataset: chain_sum}, optimizer: {learning_rate: 1e-3}}"
+    named = "stages.soup.models={sums: experts.sums, words: experts.words}"
+    keys = soup(config, recalibrated, named, third).reads
+    assert "domains.sums.prompts.dataset" in keys
+    assert "domains.others.prompts.dataset" not in keys
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
+        (
+            ["stages.soup.routers=recalibrated", PAIR],
+            "stages.soup.models: s, w: no domain of the stage, and routers: recalibrated reads the"
+            " prompts of each model's; name each model as its domain: sums, words",
+        ),
+        (
+            ["stages.soup.recalibration.prompts=8"],
+            "stages.soup.recalibration: only of routers: recalibrated; remove it",
+        ),
+        (
+            ["stages.soup.routers=recalibrated", "stages.soup.recalibration.prompts=0"],
+            "stages.soup.recalibration.prompts: should be greater than 0, not 0",
+        ),
         (
             ["stages.soup.from=null"],
             "stages.soup.from: method ties reads the model that all others started from; name it",

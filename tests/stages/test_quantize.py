@@ -24,6 +24,7 @@ from parallel.model.moments import InputMoments
 from parallel.model.policy import Policy
 from parallel.settings import LayoutSettings
 from stages import quantize
+from stages.calibration import calibration_samples
 from stages.export import export
 from stages.kinds.quantize import QuantizeSettings
 from stages.settings import StageJob
