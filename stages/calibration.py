@@ -1,43 +1,52 @@
-"""The samples that a stage calibrates on: training prompts of domains, without responses."""
+"""The samples of domains that a stage calibrates on, none of them held out."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
 from parallel.distributed import broadcast, is_main
 from parallel.sample import Sample
 from stages.data.prompts import PromptStream
-from stages.data.tokenizer import load_tokenizer
+from stages.data.tokenizer import Tokenizer, load_tokenizer
+from stages.mixture import demonstrated
 from stages.settings import StageJob
 
 CALIBRATION_TOKENS = 8192  # of a rank's forward pass
 
 
-def calibration_samples(job: StageJob, domains: Iterable[str], prompts: int) -> list[Sample]:
-    """Return samples of the first `prompts` prompts of each domain, on every rank. Collective.
+def calibration_samples(
+    job: StageJob, domains: Iterable[str], count: int, *, responses: bool = False
+) -> list[Sample]:
+    """Return `count` training prompts of each domain as samples, on every rank. Collective.
+
+    With `responses` they are demonstrations of the domain instead.
 
     Raises:
-        DomainError: a domain has no prompts.
+        DomainError: a domain has none.
     """
-    return broadcast(_samples(job, domains, prompts) if is_main() else None)
+
+    def samples() -> Iterator[Sample]:
+        tokenizer = load_tokenizer(job.settings.model)
+        for domain in domains:
+            if responses:
+                yield from demonstrated(job, domain, tokenizer).draw(0, count)
+            else:
+                yield from _prompts(job, domain, tokenizer, count)
+
+    return broadcast([*samples()] if is_main() else None)
 
 
-def _samples(job: StageJob, domains: Iterable[str], prompts: int) -> list[Sample]:
-    tokenizer = load_tokenizer(job.settings.model)
+def _prompts(job: StageJob, domain: str, tokenizer: Tokenizer, count: int) -> Iterator[Sample]:
     end = np.array([tokenizer.end_token], np.int32)  # a model reads all but the last token
-    samples = []
-    for domain in domains:
-        stream = PromptStream(
-            job.settings.domains[domain].prompts,
-            tokenizer,
-            domain,
-            job.settings.seed,
-            f"{job.seeded_as}/calibration",
-            longest=job.settings.model.max_positions,
-        )
-        for problem in stream.take(prompts):
-            prompt = np.array(tokenizer.encode(problem.prompt), np.int32)
-            samples.append(Sample(domain, prompt, end))
-    return samples
+    stream = PromptStream(
+        job.settings.domains[domain].prompts,
+        tokenizer,
+        domain,
+        job.settings.seed,
+        f"{job.seeded_as}/calibration",
+        longest=job.settings.model.max_positions,
+    )
+    for problem in stream.take(count):
+        yield Sample(domain, np.array(tokenizer.encode(problem.prompt), np.int32), end)

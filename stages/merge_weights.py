@@ -45,8 +45,8 @@ def run(job: StageJob) -> None:
     Raises:
         CheckpointError: a model is damaged, or of another architecture or vocabulary.
         WeightsError: a Hugging Face checkpoint is of another model.
-        UserError: a merged tensor has NaN or infinite elements, or a domain has no prompts to
-            recalibrate routers on.
+        UserError: a merged tensor has NaN or infinite elements, or a domain no samples, where
+            routers are recalibrated.
     """
     assert isinstance(job.own, MergeWeightsSettings)
     policy = Policy(job.settings.model, job.settings.layout)
@@ -54,8 +54,7 @@ def run(job: StageJob) -> None:
     spread_weights(policy.bridge, policy.chunks, merge.tensor)
     policy.weights_changed()
     if job.own.routers == "recalibrated":
-        domains, prompts = job.own.names(job.domains), job.own.recalibration.prompts
-        recalibrate(policy, job, domains, prompts, merge.models)
+        recalibrate(policy, job, job.own, merge.models)
     Saver(job.files.checkpoints, asynchronous=False).begin(policy, 0, {})
 
 

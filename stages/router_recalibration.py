@@ -1,4 +1,4 @@
-"""The routers of a merge of weights, recalibrated on prompts of each model's domain (HARC).
+"""The routers of a merge of weights, recalibrated on samples of each model's domain (HARC).
 
 Layer by layer, in order: a forward pass of the merged model, whose earlier routers are recalibrated
 already, gives the inputs of the layer's router; of the models that are merged only the routers are
@@ -23,6 +23,7 @@ from parallel.model.policy import Policy
 from parallel.model.routing import Router, router_inputs
 from parallel.weights.names import bucket, is_precise, is_router, tensors
 from stages.calibration import CALIBRATION_TOKENS, calibration_samples
+from stages.kinds.merge_weights import MergeWeightsSettings
 from stages.settings import StageJob
 from stages.weight_merging.recalibration import RouterObjective, RouterSamples
 
@@ -39,17 +40,16 @@ class Change(NamedTuple):
 
 
 @torch.no_grad()
-def recalibrate(
-    policy: Policy, job: StageJob, domains: Iterable[str], prompts: int, read: ReadModels
-) -> None:
+def recalibrate(policy: Policy, job: StageJob, own: MergeWeightsSettings, read: ReadModels) -> None:
     """Replace the routers of a merged policy, and print what each layer gains. Collective.
 
-    `domains` are those of the models, in their order.
-
     Raises:
-        UserError: a domain has no prompts, or the merged model overflows on them.
+        UserError: a domain has no samples, or the merged model overflows on them.
     """
-    samples, place = calibration_samples(job, domains, prompts), RankPlace.here()
+    domains, data = own.names(job.domains), own.recalibration
+    responses = data.data == "demonstrations"
+    samples = calibration_samples(job, domains, data.samples, responses=responses)
+    place = RankPlace.here()
     parts = [
         batch.split(
             [sample for sample in samples if sample.domain == domain],
@@ -69,7 +69,7 @@ def recalibrate(
         found = next(each for each in gather(change) if each is not None)
         if not math.isfinite(found.after):
             raise UserError(
-                f"stages.{job.block}.method: the merged model overflows on the domains' prompts at"
+                f"stages.{job.block}.method: the merged model overflows on the domains' samples at"
                 f" {name}; use smaller weights, or a smaller scale of the method"
             )
         if is_main():

@@ -10,6 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from parallel.errors import hint
 from parallel.settings import Count, Settings
+from stages.data.settings import GeneratedDemonstrationSettings, ReasoningGymPromptSettings
 from stages.kinds.kind import (
     MODEL,
     SOURCE,
@@ -19,6 +20,7 @@ from stages.kinds.kind import (
     StageKind,
     StageSettings,
     register,
+    with_domains,
 )
 from stages.weight_merging import WeightMethodSettings
 from stages.weight_merging.average import AverageSettings
@@ -36,9 +38,12 @@ def _models(value: Any) -> Any:
 class RecalibrationSettings(Settings):
     """The data that the routers of a merge are recalibrated on."""
 
-    prompts: Count = Field(
-        default=128, description="training prompts of each model's domain, without responses"
+    data: Literal["prompts", "demonstrations"] = Field(
+        default="prompts",
+        description="prompts: training prompts of each model's domain, without responses."
+        " demonstrations: those of the domain, with their prompts",
     )
+    samples: Count = Field(default=128, description="prompts or demonstrations of each domain")
 
 
 class MergeWeightsSettings(StageSettings):
@@ -62,7 +67,7 @@ class MergeWeightsSettings(StageSettings):
     routers: Literal["merged", "kept", "recalibrated"] = Field(
         default="merged",
         description="weights of the routers. merged: as all others. kept: those of `from`."
-        " recalibrated: those that route prompts of each model's domain as that model's router"
+        " recalibrated: those that route samples of each model's domain as that model's router"
         " does, as far as one router can (HARC, arXiv 2606.03391); each model has the name of its"
         " domain",
     )
@@ -84,6 +89,11 @@ class MergeWeightsSettings(StageSettings):
         """Return the names of the models, in the order in which they are added up."""
         return tuple(domains) if isinstance(self.models, str) else tuple(self.models)
 
+    def demonstrated(self, domains: Sequence[str]) -> Sequence[str]:
+        """Return the domains whose demonstrations it reads."""
+        reads = self.routers == "recalibrated" and self.recalibration.data == "demonstrations"
+        return [name for name in self.names(domains) if name in domains] if reads else []
+
     def inputs(self, run: RunBlocks, domains: Sequence[str]) -> Inputs:
         if isinstance(self.models, str):
             return Inputs(parent=self.from_, references=dict.fromkeys(domains, self.models))
@@ -102,12 +112,14 @@ class MergeWeightsSettings(StageSettings):
         return found
 
     def run_keys(self, domains: Sequence[str]) -> Iterator[str]:
-        """Yield the keys of the run that it reads: prompts where they recalibrate the routers.
+        """Yield the keys of the run that it reads.
 
-        The seed where the method draws, or prompts are drawn; the others only with prompts.
+        The seed only where the method draws, or samples are drawn to recalibrate the routers.
         """
         if self.routers == "recalibrated":
             yield from super().run_keys(self.names(domains))
+            keys = ["domains.{domain}.demonstrations"]
+            yield from with_domains(keys, self.demonstrated(domains))
         else:
             yield from ("seed", "model") if self.method.draws else ("model",)
 
@@ -115,7 +127,7 @@ class MergeWeightsSettings(StageSettings):
         if self.reads_start and self.from_ is None:
             why = f"method {self.method.name}" if self.method.needs_start else "routers: kept"
             yield f"{key}.from", f"{why} reads the model that all others started from; name it"
-        yield from self._recalibration_violations(key, domains)
+        yield from self._recalibration_violations(key, run, domains)
         names = self.names(domains)
         if len(names) < 2:
             yield f"{key}.models", f"{len(names)} model cannot be merged; name at least two"
@@ -135,7 +147,7 @@ class MergeWeightsSettings(StageSettings):
         if names and not any(self.weights.get(name, 1) for name in names):
             yield f"{key}.weights", "the weights of all models are 0; give at least one a weight"
 
-    def _recalibration_violations(self, key: str, domains: Sequence[str]) -> Found:
+    def _recalibration_violations(self, key: str, run: RunBlocks, domains: Sequence[str]) -> Found:
         if self.routers != "recalibrated":
             if self.recalibration != RecalibrationSettings():
                 yield f"{key}.recalibration", "only of routers: recalibrated; remove it"
@@ -143,9 +155,18 @@ class MergeWeightsSettings(StageSettings):
         if others := [name for name in self.names(domains) if name not in domains]:
             yield (
                 f"{key}.models",
-                f"{', '.join(others)}: no domain of the stage, and routers: recalibrated reads the"
-                f" prompts of each model's; name each model as its domain: {', '.join(domains)}",
+                f"{', '.join(others)}: no domain of the stage, and routers: recalibrated reads"
+                f" samples of each model's; name each model as its domain: {', '.join(domains)}",
             )
+        for name in self.demonstrated(domains):
+            domain = run.domains[name]
+            generated = isinstance(domain.demonstrations, GeneratedDemonstrationSettings)
+            if generated and not isinstance(domain.prompts, ReasoningGymPromptSettings):
+                yield (
+                    f"{key}.recalibration.data",
+                    f"{name} has no demonstrations; state domains.{name}.demonstrations, or use"
+                    " prompts",
+                )
 
     @staticmethod
     def _twice(key: str, models: dict[str, str]) -> Found:

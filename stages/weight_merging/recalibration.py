@@ -18,7 +18,7 @@ of x free. Sums are in float64. Never imports torch by itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -66,13 +66,15 @@ class RouterObjective:
 
     def value(self, router: Tensor) -> float:
         """Return the objective of a router, [E, H] in float64."""
-        differences = [(each, router - each.router) for each in self._terms]
-        own = sum((of * each.times(of)).sum() for each, of in differences)
-        return float(self._reduce(own))
+        total = router.new_zeros(())
+        for each in self._terms:
+            difference = router - each.router
+            total += (difference * each.times(difference)).sum()
+        return float(self._reduce(total))
 
     def descent(self, router: Tensor) -> Tensor:
         """Return half the negative gradient of the objective at a router."""
-        return self._reduce(sum(each.times(each.router - router) for each in self._terms))
+        return self._product(each.router - router for each in self._terms)
 
     def solve(self, start: Tensor) -> Recalibrated:
         """Return the minimum, found from `start` by conjugate gradients.
@@ -81,13 +83,16 @@ class RouterObjective:
         columns much larger than the others. Where the diagonal is 0, no sample decides the element,
         and it stays as it is in `start`.
         """
-        diagonal = self._reduce(sum(each.diagonal for each in self._terms))
+        diagonal = start.new_zeros(start.shape)
+        for each in self._terms:
+            diagonal += each.diagonal
+        diagonal = self._reduce(diagonal)
         inverse = diagonal.reciprocal().masked_fill(diagonal == 0, 0.0)
         router, residual = start.clone(), self.descent(start)
         wanted = TOLERANCE**2 * _energy(self.descent(start.new_zeros(start.shape)), inverse)
         direction, energy, iterations = inverse * residual, _energy(residual, inverse), 0
         while energy > wanted and iterations < MOST_ITERATIONS:
-            product = self._reduce(sum(each.times(direction) for each in self._terms))
+            product = self._product(direction for _ in self._terms)
             step = energy / (direction * product).sum()
             router += step * direction
             residual = residual - step * product
@@ -95,6 +100,14 @@ class RouterObjective:
             direction = inverse * residual + energy / before * direction
             iterations += 1
         return Recalibrated(router, iterations)
+
+    def _product(self, vectors: Iterable[Tensor]) -> Tensor:
+        """Return the sum over models of each one's matrix times its vector."""
+        pairs = zip(self._terms, vectors, strict=True)
+        first, *others = (term.times(vector) for term, vector in pairs)
+        for each in others:
+            first += each
+        return self._reduce(first)
 
 
 class _Term:
@@ -116,8 +129,8 @@ class _Term:
             x = part.double()
             logits = a * (x @ vector.T)
             found += (a * p * (logits - (p * logits).sum(-1, keepdim=True))).T @ x
-        full = OFF_DIAGONAL * self._scale * found
-        return full.add_(self.diagonal * vector, alpha=1 - OFF_DIAGONAL)
+        shrunk = OFF_DIAGONAL * self._scale * found
+        return shrunk.add_(self.diagonal * vector, alpha=1 - OFF_DIAGONAL)
 
 
 def _curvature(samples: RouterSamples, part: Tensor) -> tuple[Tensor, Tensor]:

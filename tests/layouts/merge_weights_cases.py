@@ -12,7 +12,7 @@ from tests.layouts.checkpoint_cases import save
 from tests.layouts.hugging_face_cases import MODELS, _random
 
 SEEDS = {"sums": 6, "words": 7}  # of the models' weights
-PROMPTS = 9  # of each domain, that routers are recalibrated on; no layout divides them evenly
+SAMPLES = 9  # of each domain, that routers are recalibrated on; no layout divides them evenly
 CHANGED = 1e-2  # the largest difference of a model from the start
 
 
@@ -61,7 +61,7 @@ def recalibrated_routers(
     policy = Policy(MODELS[model], layout)
     load.weights(policy, Path(paths["start"]))
     merged = WeightMerge(job, places(policy))
-    recalibrate(policy, job, job.domains, PROMPTS, merged.models)
+    recalibrate(policy, job, job.own, merged.models)
     layers = {each: policy.routed_layers[each.place] for each in policy.routers}
     return {router_name(policy, layer): each.weight.detach() for each, layer in layers.items()}
 
@@ -73,9 +73,8 @@ def _job(layout: LayoutSettings, model: str, output: str, **given: Any) -> Any:
 
     paths = {name: Path(path) for name, path in given.pop("paths").items()}
     models = {name: name for name in paths if name != "start"}
-    recalibration = {"prompts": PROMPTS}
     block = MergeWeightsSettings.model_validate(
-        {"from": "start", "models": models, "recalibration": recalibration, **given}
+        {"from": "start", "models": models, "recalibration": {"samples": SAMPLES}, **given}
     )
     words = toy_domain(prompts={"dataset": "spell_backward"})
     settings = RunSettings.model_construct(

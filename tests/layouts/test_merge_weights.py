@@ -124,13 +124,27 @@ def test_recalibration_changes_routers_alone_and_repeats(
             assert torch.equal(spread[name], tensor)
 
 
-def test_a_merge_that_overflows_on_the_prompts_leaves_no_checkpoint(
+def test_demonstrations_recalibrate_with_their_responses(
+    on: On, saved: dict[str, dict[str, str]], tmp_path: Path
+) -> None:
+    found = []
+    for data in ("prompts", "demonstrations"):
+        output = str(tmp_path / data)
+        recalibration = {"data": data, "samples": 4}
+        block = {"routers": "recalibrated", "recalibration": recalibration}
+        on(ONE, _merge, ONE, output, {"paths": saved["qwen3_moe"], **block}, "qwen3_moe")
+        found += on(ONE, cases.weights, "qwen3_moe", f"{output}/checkpoints/step_0")
+    for name, tensor in found[0].items():
+        assert torch.equal(tensor, found[1][name]) != is_router(name)
+
+
+def test_a_merge_that_overflows_on_the_samples_leaves_no_checkpoint(
     on: On, saved: dict[str, dict[str, str]], tmp_path: Path
 ) -> None:
     on(ONE, cases.save_extreme, "qwen3_moe", str(tmp_path), "pre_mlp_layernorm", 3e38)
     paths = {**saved["qwen3_moe"], "words": str(tmp_path / "step_0")}
     block = {"paths": paths, "weights": {"words": 3}, "routers": "recalibrated"}
-    said = "stages.merged.method: the merged model overflows on the domains' prompts at model."
+    said = "stages.merged.method: the merged model overflows on the domains' samples at model."
     with pytest.raises(AssertionError, match=said):
         on(MATRIX["PP2"], _merge, MATRIX["PP2"], str(tmp_path / "merged"), block, "qwen3_moe")
     assert not (tmp_path / "merged").exists()

@@ -12,6 +12,8 @@ from pipeline.config.validate import load
 from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import Stage, compile_graph
 from pipeline.run.lineage import changes, lineage_from
+from stages.kinds.kind import MODEL
+from stages.kinds.merge_weights import MergeWeightsSettings
 from tests.pipeline.conftest import CONFIG, Braid
 from tests.pipeline.violations import errors, violation
 
@@ -97,16 +99,21 @@ def test_prompts_make_recalibrated_routers_stale(config: Path) -> None:
     assert not [key for key in merged if "recalibration" in key or key.startswith("domains")]
     recalibrated = "stages.soup.routers=recalibrated"
     before = soup(config, recalibrated).reads
-    for override in (prompts, "seed=1", "stages.soup.recalibration.prompts=9"):
+    for override in (prompts, "seed=1", "stages.soup.recalibration.samples=9"):
         assert soup(config, recalibrated, override).reads != before, override
     for same in ("domains.sums.sampling.temperature=0.9", "domains.sums.loop.steps=3"):
         assert soup(config, recalibrated, same).reads == before
-    # By names of domains: two of the run's three.
-    third = "domains.others={prompts: {dataset: chain_sum}, optimizer: {learning_rate: 1e-3}}"
-    named = "stages.soup.models={sums: experts.sums, words: experts.words}"
-    keys = soup(config, recalibrated, named, third).reads
-    assert "domains.sums.prompts.dataset" in keys
-    assert "domains.others.prompts.dataset" not in keys
+    shown = [recalibrated, "stages.soup.recalibration.data=demonstrations"]
+    count = "domains.words.demonstrations.count=9"
+    assert soup(config, recalibrated, count).reads == before
+    assert soup(config, *shown, count).reads != soup(config, *shown).reads
+
+
+def test_recalibrated_routers_read_the_domains_of_the_models_alone() -> None:
+    given = {"models": {"b": "x", "a": "y"}, "routers": "recalibrated"}
+    block = MergeWeightsSettings.model_validate(given)
+    keys = [*block.run_keys(["a", "b", "c"])]
+    assert keys == [*MODEL, "domains.b.prompts", "domains.a.prompts"]
 
 
 @pytest.mark.parametrize(
@@ -114,16 +121,26 @@ def test_prompts_make_recalibrated_routers_stale(config: Path) -> None:
     [
         (
             ["stages.soup.routers=recalibrated", PAIR],
-            "stages.soup.models: s, w: no domain of the stage, and routers: recalibrated reads the"
-            " prompts of each model's; name each model as its domain: sums, words",
+            "stages.soup.models: s, w: no domain of the stage, and routers: recalibrated reads"
+            " samples of each model's; name each model as its domain: sums, words",
         ),
         (
-            ["stages.soup.recalibration.prompts=8"],
+            [
+                "stages.soup.routers=recalibrated",
+                "stages.soup.recalibration.data=demonstrations",
+                "domains.words.prompts={source: jsonl, path: /rows.jsonl}",
+                "domains.words.rewards={right: {kind: math}}",
+            ],
+            "stages.soup.recalibration.data: words has no demonstrations; state"
+            " domains.words.demonstrations, or use prompts",
+        ),
+        (
+            ["stages.soup.recalibration.samples=8"],
             "stages.soup.recalibration: only of routers: recalibrated; remove it",
         ),
         (
-            ["stages.soup.routers=recalibrated", "stages.soup.recalibration.prompts=0"],
-            "stages.soup.recalibration.prompts: should be greater than 0, not 0",
+            ["stages.soup.routers=recalibrated", "stages.soup.recalibration.samples=0"],
+            "stages.soup.recalibration.samples: should be greater than 0, not 0",
         ),
         (
             ["stages.soup.from=null"],

@@ -1,4 +1,4 @@
-"""The solver of recalibrated routers: against dense matrices, and what its solutions must satisfy."""
+"""The solver of recalibrated routers: against dense matrices, and its solutions' properties."""
 
 from __future__ import annotations
 
