@@ -15,7 +15,7 @@ from pipeline.run.lineage import changes, lineage_from
 from stages.kinds.kind import MODEL
 from stages.kinds.merge_weights import MergeWeightsSettings
 from tests.pipeline.conftest import CONFIG, Braid
-from tests.pipeline.violations import errors, violation
+from tests.pipeline.violations import errors, violation, with_data
 
 SOUP = {"kind": "merge_weights", "from": "cold_start", "models": "experts", "method": "ties"}
 PAIR = "stages.soup.models={s: experts.sums, w: experts.words}"
@@ -125,16 +125,6 @@ def test_recalibrated_routers_read_the_domains_of_the_models_alone() -> None:
             " samples of each model's; name each model as its domain: sums, words",
         ),
         (
-            [
-                "stages.soup.routers=recalibrated",
-                "stages.soup.recalibration.data=demonstrations",
-                "domains.words.prompts={source: jsonl, path: /rows.jsonl}",
-                "domains.words.rewards={right: {kind: math}}",
-            ],
-            "stages.soup.recalibration.data: words has no demonstrations; state"
-            " domains.words.demonstrations, or use prompts",
-        ),
-        (
             ["stages.soup.recalibration.samples=8"],
             "stages.soup.recalibration: only of routers: recalibrated; remove it",
         ),
@@ -218,6 +208,16 @@ def test_recalibrated_routers_read_the_domains_of_the_models_alone() -> None:
 def test_a_broken_rule_is_named(config: Path, overrides: list[str], message: str) -> None:
     found = [each.partition(": ")[2] for each in errors(config, *overrides)]
     assert message in found
+
+
+def test_a_domain_without_demonstrations_is_named(config: Path, rows: Path) -> None:
+    given = ["stages.soup.routers=recalibrated", "domains.words.rewards={right: {kind: math}}"]
+    of_files = with_data(config, rows)
+    assert violation(of_files, *given, "stages.soup.recalibration.data=demonstrations") == (
+        "command line: stages.soup.recalibration.data: words has no demonstrations; state"
+        " domains.words.demonstrations, or use prompts"
+    )
+    assert soup(of_files, *given).reads["domains.words.prompts.path"] == str(rows)
 
 
 def test_a_renamed_stage_keeps_its_merges(config: Path, braid: Braid, runs: Path) -> None:
