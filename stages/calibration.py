@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
+from parallel import batch
+from parallel.batch import MicroBatch, RankPlace
 from parallel.distributed import broadcast, is_main
 from parallel.sample import Sample
 from stages.data.prompts import PromptStream
@@ -13,7 +15,7 @@ from stages.data.tokenizer import Tokenizer, load_tokenizer
 from stages.mixture import demonstrated
 from stages.settings import StageJob
 
-CALIBRATION_TOKENS = 8192  # of a rank's forward pass
+BATCH_TOKENS = 8192  # of a rank's forward pass
 
 
 def calibration_samples(
@@ -36,6 +38,11 @@ def calibration_samples(
                 yield from _prompts(job, domain, tokenizer, count)
 
     return broadcast([*samples()] if is_main() else None)
+
+
+def calibration_batches(samples: Sequence[Sample]) -> list[MicroBatch]:
+    """Return this rank's micro-batches of samples."""
+    return batch.split(samples, RankPlace.here(), BATCH_TOKENS, replay=False)
 
 
 def _prompts(job: StageJob, domain: str, tokenizer: Tokenizer, count: int) -> Iterator[Sample]:

@@ -23,6 +23,7 @@ from parallel.hugging_face.weights import checked_files, spread_weights
 from parallel.model.policy import Policy
 from parallel.settings import ModelSettings
 from parallel.weights.names import is_precise, is_router, tensors
+from stages.calibration import calibration_batches, calibration_samples
 from stages.kinds.merge_weights import MergeWeightsSettings
 from stages.objectives.registry import WEIGHT_METHODS
 from stages.router_recalibration import recalibrate
@@ -54,8 +55,24 @@ def run(job: StageJob) -> None:
     spread_weights(policy.bridge, policy.chunks, merge.tensor)
     policy.weights_changed()
     if job.own.routers == "recalibrated":
-        recalibrate(policy, job, job.own, merge.models)
+        recalibrate_routers(job, policy, merge)
     Saver(job.files.checkpoints, asynchronous=False).begin(policy, 0, {})
+
+
+def recalibrate_routers(job: StageJob, policy: Policy, merge: WeightMerge) -> None:
+    """Recalibrate the routers of a merged policy on samples of the models' domains. Collective.
+
+    Raises:
+        UserError: a domain has no samples, or the merged model overflows on them.
+    """
+    data, domains = merge.settings.recalibration, merge.settings.names(job.domains)
+    responses = data.data == "demonstrations"
+    samples = calibration_samples(job, domains, data.samples, responses=responses)
+    batches = [
+        calibration_batches([each for each in samples if each.domain == domain])
+        for domain in domains
+    ]
+    recalibrate(policy, f"stages.{job.block}", batches, merge.models)
 
 
 class WeightMerge:

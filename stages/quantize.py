@@ -12,8 +12,6 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from parallel import batch
-from parallel.batch import RankPlace
 from parallel.checkpoint import load
 from parallel.checkpoint.save import Saver
 from parallel.device import DTYPES
@@ -26,7 +24,7 @@ from parallel.model.moments import InputMoments
 from parallel.model.policy import Policy
 from parallel.settings import ModelSettings
 from parallel.weights.quantizable import FusedTensors, module_name
-from stages.calibration import CALIBRATION_TOKENS, calibration_samples
+from stages.calibration import calibration_batches, calibration_samples
 from stages.export import beside, complete, probe, remove_unfinished
 from stages.kinds.quantize import QuantizeSettings
 from stages.settings import StageJob
@@ -50,8 +48,7 @@ def run(job: StageJob) -> None:
     moments = InputMoments(policy, matrices)
     samples = calibration_samples(job, job.domains, job.own.calibration)
     with moments.watching():
-        parts = batch.split(samples, RankPlace.here(), CALIBRATION_TOKENS, replay=False)
-        policy.evaluate(parts, lambda _: None)
+        policy.evaluate(calibration_batches(samples), lambda _: None)
     export(policy, job, scheme, matrices, moments.by_tensor())
     Saver(job.files.checkpoints, asynchronous=False).begin(policy, 0, {})
 

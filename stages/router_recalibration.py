@@ -8,23 +8,19 @@ read. Inputs stay on the rank that computed them, and sums over them are added u
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from parallel import batch
-from parallel.batch import MicroBatch, RankPlace
+from parallel.batch import MicroBatch
 from parallel.distributed import gather, is_main
 from parallel.errors import UserError
 from parallel.model.policy import Policy
 from parallel.model.routing import Router, router_inputs
 from parallel.weights.names import bucket, is_precise, is_router, tensors
-from stages.calibration import CALIBRATION_TOKENS, calibration_samples
-from stages.kinds.merge_weights import MergeWeightsSettings
-from stages.settings import StageJob
 from stages.weight_merging.recalibration import RouterObjective, RouterSamples
 
 # The weight of each model and its tensor of a name, whole, in float64, in the order of the models.
@@ -40,36 +36,27 @@ class Change(NamedTuple):
 
 
 @torch.no_grad()
-def recalibrate(policy: Policy, job: StageJob, own: MergeWeightsSettings, read: ReadModels) -> None:
+def recalibrate(
+    policy: Policy, key: str, batches: Sequence[list[MicroBatch]], read: ReadModels
+) -> None:
     """Replace the routers of a merged policy, and print what each layer gains. Collective.
 
+    `batches` are this rank's, of each model's domain; `key` is that of the stage's block.
+
     Raises:
-        UserError: a domain has no samples, or the merged model overflows on them.
+        UserError: the merged model overflows on the samples.
     """
-    domains, data = own.names(job.domains), own.recalibration
-    responses = data.data == "demonstrations"
-    samples = calibration_samples(job, domains, data.samples, responses=responses)
-    place = RankPlace.here()
-    parts = [
-        batch.split(
-            [sample for sample in samples if sample.domain == domain],
-            place,
-            CALIBRATION_TOKENS,
-            replay=False,
-        )
-        for domain in domains
-    ]
     routers = {router.place: router for router in policy.routers}
     for number, layer in enumerate(policy.routed_layers):
         name = router_name(policy, layer)
         router = routers.get(number)
-        inputs = [_inputs(policy, router, each) for each in parts]
+        inputs = [_inputs(policy, router, each) for each in batches]
         change = None if router is None else _replace(router, inputs, read(name))
         policy.weights_changed()
         found = next(each for each in gather(change) if each is not None)
         if not math.isfinite(found.after):
             raise UserError(
-                f"stages.{job.block}.method: the merged model overflows on the domains' samples at"
+                f"{key}.method: the merged model overflows on the domains' samples at"
                 f" {name}; use smaller weights, or a smaller scale of the method"
             )
         if is_main():

@@ -54,14 +54,13 @@ def recalibrated_routers(
     from parallel.checkpoint import load
     from parallel.checkpoint.tensors import places
     from parallel.model.policy import Policy
-    from stages.merge_weights import WeightMerge
-    from stages.router_recalibration import recalibrate, router_name
+    from stages.merge_weights import WeightMerge, recalibrate_routers
+    from stages.router_recalibration import router_name
 
     job = _job(layout, model, "", paths=paths, routers="recalibrated")
     policy = Policy(MODELS[model], layout)
     load.weights(policy, Path(paths["start"]))
-    merged = WeightMerge(job, places(policy))
-    recalibrate(policy, job, job.own, merged.models)
+    recalibrate_routers(job, policy, WeightMerge(job, places(policy)))
     layers = {each: policy.routed_layers[each.place] for each in policy.routers}
     return {router_name(policy, layer): each.weight.detach() for each, layer in layers.items()}
 
