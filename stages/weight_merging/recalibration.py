@@ -5,10 +5,10 @@ minimises
 
     sum over models d of weight_d * mean over inputs x of d of (W x - W_d x)^T H (W x - W_d x),
 
-with H the Hessian of KL(p_d || p) in the logits of p, at p = p_d = the scores of W_d x: twice the
-KL of the routing, to second order. The x are the inputs of the merged model's router. H is A
-(diag(p) - p p^T) A, with A = 1 for a softmax, as in the paper, and A = diag(1 - sigmoid) for
-sigmoids that are normalised to sum to 1 (derived here, as DeepSeek-V3's routers need it).
+with H the Hessian of KL(p_d || p) in the logits of p, at p = p_d, the scores of W_d x: twice the KL
+of the routing, to second order. The x are the inputs of the merged model's router. H is
+A (diag(p) - p p^T) A, with A = 1 for a softmax, as in the authors' code, and A = diag(1 - sigmoid)
+for sigmoids that are normalised to sum to 1 (derived here, for DeepSeek-V3's routers).
 
 The matrix of this quadratic form, [E H, E H], is never built: conjugate gradients need products
 with it alone. Off-diagonal elements of each model's matrix are scaled by `OFF_DIAGONAL`: it is

@@ -48,7 +48,7 @@ def merge(layout: LayoutSettings, model: str, output: str, **given: Any) -> None
 
 
 def recalibrated_routers(
-    layout: LayoutSettings, model: str, paths: dict[str, str]
+    layout: LayoutSettings, model: str, paths: dict[str, str], samples: int = SAMPLES
 ) -> dict[str, torch.Tensor]:
     """Return the routers of this rank, recalibrated in the model `start` for the others."""
     from parallel.checkpoint import load
@@ -57,7 +57,8 @@ def recalibrated_routers(
     from stages.merge_weights import WeightMerge, recalibrate_routers
     from stages.router_recalibration import router_name
 
-    job = _job(layout, model, "", paths=paths, routers="recalibrated")
+    own = {"routers": "recalibrated", "recalibration": {"samples": samples}}
+    job = _job(layout, model, "", paths=paths, **own)
     policy = Policy(MODELS[model], layout)
     load.weights(policy, Path(paths["start"]))
     recalibrate_routers(job, policy, WeightMerge(job, places(policy)))

@@ -99,6 +99,16 @@ def test_every_layout_recalibrates_alike(
             assert (router - whole[name]).norm() < 1e-5 * change, (layout, name)
 
 
+def test_a_rank_without_samples_recalibrates_too(on: On, saved: dict[str, dict[str, str]]) -> None:
+    found = []
+    for layout in (ONE, MATRIX["DP2"]):
+        call = partial(cases.recalibrated_routers, layout, "qwen3_moe", saved["qwen3_moe"], 1)
+        found += on(layout, call)
+    for name, router in found[0].items():
+        assert torch.equal(found[1][name], found[2][name])
+        torch.testing.assert_close(found[1][name], router, rtol=1e-4, atol=1e-7)
+
+
 def test_recalibration_changes_routers_alone_and_repeats(
     on: On, saved: dict[str, dict[str, str]], tmp_path: Path
 ) -> None:
