@@ -119,27 +119,32 @@ class _Term:
         self._scale = samples.weight / float(reduce(count))
         self._parts = [(part, *_curvature(samples, part)) for part in samples.inputs]
         self.diagonal = self.router.new_zeros(self.router.shape)
-        for part, p, a in self._parts:
-            self.diagonal += self._scale * ((p - p * p) * a * a).T @ part.double().square()
+        others = 1 - self.router.new_ones(len(self.router)).diag()
+        for part, p, a, _ in self._parts:
+            # p @ others is 1 - p, without cancellation.
+            self.diagonal += self._scale * (p * (p @ others) * a * a).T @ part.double().square()
 
     def times(self, vector: Tensor) -> Tensor:
         """Return the matrix times a vector of the form of a router."""
         found = vector.new_zeros(vector.shape)
-        for part, p, a in self._parts:
+        for part, p, a, top in self._parts:
             x = part.double()
             logits = a * (x @ vector.T)
+            # A shift of all changes nothing; without it a p near 1 would leave rounding alone.
+            logits -= logits.gather(-1, top)
             found += (a * p * (logits - (p * logits).sum(-1, keepdim=True))).T @ x
         shrunk = OFF_DIAGONAL * self._scale * found
         return shrunk.add_(self.diagonal * vector, alpha=1 - OFF_DIAGONAL)
 
 
-def _curvature(samples: RouterSamples, part: Tensor) -> tuple[Tensor, Tensor]:
-    """Return p and the diagonal of A at each input, [tokens, E] both."""
+def _curvature(samples: RouterSamples, part: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return p and the diagonal of A, [tokens, E] both, and the largest p's index, [tokens, 1]."""
     logits = part.double() @ samples.router.T
+    top = logits.argmax(-1, keepdim=True)
     if not samples.sigmoid:
-        return logits.softmax(-1), logits.new_ones(())
+        return logits.softmax(-1), logits.new_ones(()), top
     scores = logits.sigmoid()
-    return scores / scores.sum(-1, keepdim=True), (-logits).sigmoid()
+    return scores / scores.sum(-1, keepdim=True), (-logits).sigmoid(), top
 
 
 def _energy(residual: Tensor, inverse: Tensor) -> Tensor:
