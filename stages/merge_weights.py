@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -22,8 +23,10 @@ from parallel.hugging_face.weights import checked_files, spread_weights
 from parallel.model.policy import Policy
 from parallel.settings import ModelSettings
 from parallel.weights.names import is_precise, is_router, tensors
+from stages.calibration import calibration_batches, calibration_samples
 from stages.kinds.merge_weights import MergeWeightsSettings
 from stages.objectives.registry import WEIGHT_METHODS
+from stages.router_recalibration import recalibrate
 from stages.settings import StageJob
 from stages.weight_merging.tensors import MergedTensor, overlap_counts
 
@@ -43,13 +46,33 @@ def run(job: StageJob) -> None:
     Raises:
         CheckpointError: a model is damaged, or of another architecture or vocabulary.
         WeightsError: a Hugging Face checkpoint is of another model.
-        UserError: a merged tensor has NaN or infinite elements.
+        UserError: a merged tensor has NaN or infinite elements, or a domain no samples, where
+            routers are recalibrated.
     """
+    assert isinstance(job.own, MergeWeightsSettings)
     policy = Policy(job.settings.model, job.settings.layout)
     merge = WeightMerge(job, places(policy))
     spread_weights(policy.bridge, policy.chunks, merge.tensor)
     policy.weights_changed()
+    if job.own.routers == "recalibrated":
+        recalibrate_routers(job, policy, merge)
     Saver(job.files.checkpoints, asynchronous=False).begin(policy, 0, {})
+
+
+def recalibrate_routers(job: StageJob, policy: Policy, merge: WeightMerge) -> None:
+    """Recalibrate the routers of a merged policy on samples of the models' domains. Collective.
+
+    Raises:
+        UserError: a domain has no samples, or the merged model overflows on them.
+    """
+    data, domains = merge.settings.recalibration, merge.settings.names(job.domains)
+    responses = data.data == "demonstrations"
+    samples = calibration_samples(job, domains, data.samples, responses=responses)
+    batches = [
+        calibration_batches([each for each in samples if each.domain == domain])
+        for domain in domains
+    ]
+    recalibrate(policy, f"stages.{job.block}", batches, merge.models)
 
 
 class WeightMerge:
@@ -93,6 +116,10 @@ class WeightMerge:
         if not is_finite(found):
             raise UserError(self._not_finite(name))
         return found
+
+    def models(self, name: str) -> Iterator[tuple[float, torch.Tensor]]:
+        """Yield each model's weight and its tensor of a name, whole, in float64 on the CPU."""
+        return self._merged(name).models()
 
     def _not_finite(self, name: str) -> str:
         """Return the error of a merged tensor: of the model that has it, or of the method."""

@@ -10,31 +10,24 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-import numpy as np
 import torch
 
-from parallel import batch
-from parallel.batch import RankPlace
 from parallel.checkpoint import load
 from parallel.checkpoint.save import Saver
 from parallel.device import DTYPES
-from parallel.distributed import barrier, broadcast, is_main, max_over_ranks
+from parallel.distributed import barrier, is_main, max_over_ranks
 from parallel.hugging_face.config import TensorSpec, expected_tensors, hugging_face_config
 from parallel.hugging_face.files import WeightsError, verify, write
 from parallel.hugging_face.quantized import QuantizedFiles, Scheme, quantized
 from parallel.hugging_face.weights import fill_weights, forget_weights
 from parallel.model.moments import InputMoments
 from parallel.model.policy import Policy
-from parallel.sample import Sample
 from parallel.settings import ModelSettings
 from parallel.weights.quantizable import FusedTensors, module_name
-from stages.data.prompts import PromptStream
-from stages.data.tokenizer import load_tokenizer
+from stages.calibration import calibration_batches, calibration_samples
 from stages.export import beside, complete, probe, remove_unfinished
 from stages.kinds.quantize import QuantizeSettings
 from stages.settings import StageJob
-
-BATCH_TOKENS = 8192  # of a rank's forward pass in calibration
 
 
 def run(job: StageJob) -> None:
@@ -53,33 +46,11 @@ def run(job: StageJob) -> None:
     policy = Policy(model, job.settings.layout)
     load.weights(policy, job.parent)
     moments = InputMoments(policy, matrices)
-    samples = broadcast(calibration_samples(job) if is_main() else None)
+    samples = calibration_samples(job, job.domains, job.own.calibration)
     with moments.watching():
-        parts = batch.split(samples, RankPlace.here(), BATCH_TOKENS, replay=False)
-        policy.evaluate(parts, lambda _: None)
+        policy.evaluate(calibration_batches(samples), lambda _: None)
     export(policy, job, scheme, matrices, moments.by_tensor())
     Saver(job.files.checkpoints, asynchronous=False).begin(policy, 0, {})
-
-
-def calibration_samples(job: StageJob) -> list[Sample]:
-    """Return the samples whose prompts are those that the scales are calibrated on."""
-    assert isinstance(job.own, QuantizeSettings)
-    tokenizer = load_tokenizer(job.settings.model)
-    end = np.array([tokenizer.end_token], np.int32)  # a model reads all but the last token
-    samples = []
-    for domain, settings in job.own_domains.items():
-        stream = PromptStream(
-            settings.prompts,
-            tokenizer,
-            domain,
-            job.settings.seed,
-            f"{job.seeded_as}/calibration",
-            longest=job.settings.model.max_positions,
-        )
-        for problem in stream.take(job.own.calibration):
-            prompt = np.array(tokenizer.encode(problem.prompt), np.int32)
-            samples.append(Sample(domain, prompt, end))
-    return samples
 
 
 def export(

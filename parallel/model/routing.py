@@ -112,6 +112,27 @@ def connect(chunks: Iterable[GPTModel], routed_layers: range) -> list[Router]:
     return routers
 
 
+@contextmanager
+def router_inputs(router: Router) -> Iterator[list[Tensor]]:
+    """Keep the inputs of a router in the forward passes inside the context.
+
+    Yields a list that gets [tokens, H] of every pass: this rank's share of the row, without
+    padding.
+    """
+    found: list[Tensor] = []
+
+    def keep(_: Router, arguments: tuple[Any, ...]) -> None:
+        assert router.row is not None
+        hidden = arguments[0].detach().flatten(0, -2)
+        found.append(hidden[router._own(router.row.real)])
+
+    hook = router.register_forward_pre_hook(keep)
+    try:
+        yield found
+    finally:
+        hook.remove()
+
+
 def _set_row(layer: Any, _arguments: tuple, keywords: dict[str, Any]) -> None:
     layer.mlp.router.row = keywords["packed_seq_params"]
 

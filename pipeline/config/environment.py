@@ -40,6 +40,7 @@ from stages.domains import DomainSettings
 from stages.kinds.distill import DistillSettings
 from stages.kinds.dpo import FilePairSettings
 from stages.kinds.merge_data import CollectedDataSettings
+from stages.kinds.merge_weights import MergeWeightsSettings
 from stages.kinds.mixture import MixtureStageSettings, StageSourceSettings
 from stages.kinds.sft import SftSettings
 from stages.rewards.kinds.judge import JudgeReward
@@ -73,7 +74,7 @@ def violations(run: RunSettings) -> Found:
     shown_in = {
         name
         for block in run.stages.values()
-        if isinstance(block, SftSettings | DistillSettings)
+        if isinstance(block, SftSettings | DistillSettings | MergeWeightsSettings)
         for name in block.demonstrated(run.domains_of(block))
     }
     for name, domain in run.domains.items():

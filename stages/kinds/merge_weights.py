@@ -9,7 +9,10 @@ from pydantic import BeforeValidator, Field, field_validator
 from pydantic_core import PydanticCustomError
 
 from parallel.errors import hint
+from parallel.settings import Count, Settings
+from stages.data.settings import GeneratedDemonstrationSettings, ReasoningGymPromptSettings
 from stages.kinds.kind import (
+    MODEL,
     SOURCE,
     Found,
     Inputs,
@@ -17,6 +20,7 @@ from stages.kinds.kind import (
     StageKind,
     StageSettings,
     register,
+    with_domains,
 )
 from stages.weight_merging import WeightMethodSettings
 from stages.weight_merging.average import AverageSettings
@@ -29,6 +33,17 @@ def _models(value: Any) -> Any:
         message = "should be a block with for_each: domain, or a mapping of free names to models"
         raise PydanticCustomError("models", message)
     return value
+
+
+class RecalibrationSettings(Settings):
+    """The data that the routers of a merge are recalibrated on."""
+
+    data: Literal["prompts", "demonstrations"] = Field(
+        default="prompts",
+        description="prompts: training prompts of each model's domain, without responses."
+        " demonstrations: those of the domain, with their prompts",
+    )
+    samples: Count = Field(default=128, description="prompts or demonstrations of each domain")
 
 
 class MergeWeightsSettings(StageSettings):
@@ -49,9 +64,15 @@ class MergeWeightsSettings(StageSettings):
         default=AverageSettings(),
         description="how weights are merged; its name, or a block with keys",
     )
-    routers: Literal["merged", "kept"] = Field(
+    routers: Literal["merged", "kept", "recalibrated"] = Field(
         default="merged",
-        description="weights of the routers. merged: as all others. kept: those of `from`",
+        description="weights of the routers. merged: as all others. kept: those of `from`."
+        " recalibrated: those that route samples of each model's domain as that model's router"
+        " does, as far as one router can (HARC, arXiv 2606.03391); each model has the name of its"
+        " domain",
+    )
+    recalibration: RecalibrationSettings = Field(
+        default=RecalibrationSettings(), description="data of `routers: recalibrated`"
     )
 
     @field_validator("method", mode="before")
@@ -68,6 +89,11 @@ class MergeWeightsSettings(StageSettings):
         """Return the names of the models, in the order in which they are added up."""
         return tuple(domains) if isinstance(self.models, str) else tuple(self.models)
 
+    def demonstrated(self, domains: Sequence[str]) -> Sequence[str]:
+        """Return the domains whose demonstrations it reads."""
+        reads = self.routers == "recalibrated" and self.recalibration.data == "demonstrations"
+        return [name for name in self.names(domains) if name in domains] if reads else []
+
     def inputs(self, run: RunBlocks, domains: Sequence[str]) -> Inputs:
         if isinstance(self.models, str):
             return Inputs(parent=self.from_, references=dict.fromkeys(domains, self.models))
@@ -80,16 +106,28 @@ class MergeWeightsSettings(StageSettings):
 
     def read(self, run: RunBlocks, domains: Sequence[str]) -> dict[str, Any]:
         """Return the block and its models' names: their order is that of the sums."""
-        return {**super().read(run, domains), "names": list(self.names(domains))}
+        found = {**super().read(run, domains), "names": list(self.names(domains))}
+        if self.routers != "recalibrated":
+            del found["recalibration"]
+        return found
 
     def run_keys(self, domains: Sequence[str]) -> Iterator[str]:
-        """Yield the keys of the run that it reads: the seed only where the method draws."""
-        yield from (key for key in super().run_keys(domains) if key != "seed" or self.method.draws)
+        """Yield the keys of the run that it reads.
+
+        The seed only where the method draws, or samples are drawn to recalibrate the routers.
+        """
+        if self.routers == "recalibrated":
+            yield from super().run_keys(self.names(domains))
+            keys = ["domains.{domain}.demonstrations"]
+            yield from with_domains(keys, self.demonstrated(domains))
+        else:
+            yield from ("seed", "model") if self.method.draws else ("model",)
 
     def violations(self, key: str, run: RunBlocks, domains: Sequence[str]) -> Found:
         if self.reads_start and self.from_ is None:
             why = f"method {self.method.name}" if self.method.needs_start else "routers: kept"
             yield f"{key}.from", f"{why} reads the model that all others started from; name it"
+        yield from self._recalibration_violations(key, run, domains)
         names = self.names(domains)
         if len(names) < 2:
             yield f"{key}.models", f"{len(names)} model cannot be merged; name at least two"
@@ -109,6 +147,27 @@ class MergeWeightsSettings(StageSettings):
         if names and not any(self.weights.get(name, 1) for name in names):
             yield f"{key}.weights", "the weights of all models are 0; give at least one a weight"
 
+    def _recalibration_violations(self, key: str, run: RunBlocks, domains: Sequence[str]) -> Found:
+        if self.routers != "recalibrated":
+            if self.recalibration != RecalibrationSettings():
+                yield f"{key}.recalibration", "only of routers: recalibrated; remove it"
+            return
+        if others := [name for name in self.names(domains) if name not in domains]:
+            yield (
+                f"{key}.models",
+                f"{', '.join(others)}: no domain of the stage, and routers: recalibrated reads"
+                f" samples of each model's; name each model as its domain: {', '.join(domains)}",
+            )
+        for name in self.demonstrated(domains):
+            domain = run.domains[name]
+            generated = isinstance(domain.demonstrations, GeneratedDemonstrationSettings)
+            if generated and not isinstance(domain.prompts, ReasoningGymPromptSettings):
+                yield (
+                    f"{key}.recalibration.data",
+                    f"{name} has no demonstrations; state domains.{name}.demonstrations, or use"
+                    " prompts",
+                )
+
     @staticmethod
     def _twice(key: str, models: dict[str, str]) -> Found:
         first: dict[str, str] = {}
@@ -123,7 +182,7 @@ MERGE_WEIGHTS = register(
         "merge_weights",
         "stages.merge_weights",
         "checkpoints",
-        ("seed", "model"),
+        (*MODEL, "domains.{domain}.prompts"),
         MergeWeightsSettings,
     )
 )

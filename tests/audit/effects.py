@@ -107,6 +107,7 @@ CHECKED_BY = {
     "RamSettings": "stages/test_weight_methods.py",
     "ReasoningGymPromptSettings": "stages/test_domains.py",
     "ReasoningGymReward": "stages/test_rewards.py",
+    "RecalibrationSettings": "pipeline/test_merge_weights_settings.py",
     "ReinforcePPSettings": "stages/objectives/test_advantages.py",
     "RewardBase": "stages/test_reward_pool.py",
     "RewardPoolSettings": "stages/test_reward_pool.py",

@@ -12,6 +12,7 @@ from tests.layouts.checkpoint_cases import save
 from tests.layouts.hugging_face_cases import MODELS, _random
 
 SEEDS = {"sums": 6, "words": 7}  # of the models' weights
+SAMPLES = 9  # of each domain, that routers are recalibrated on; no layout divides them evenly
 CHANGED = 1e-2  # the largest difference of a model from the start
 
 
@@ -21,13 +22,12 @@ def save_model(layout: LayoutSettings, model: str, name: str, directory: str) ->
     save(policy, Path(directory) / name, 0, {})
 
 
-def save_infinite(model: str, directory: str) -> None:
-    """Save a model with an infinite weight as `directory`/step_0."""
+def save_extreme(model: str, directory: str, norm: str, value: float) -> None:
+    """Save a model whose first norm of a name has this value as `directory`/step_0."""
     policy = _random(LayoutSettings(), model)
     with torch.no_grad():
         named = policy.named_weights().items()
-        norm = next(each for name, each in named if name.endswith("final_layernorm.weight"))
-        norm[0] = torch.inf
+        next(each for name, each in named if name.endswith(f"{norm}.weight"))[0] = value
     policy.weights_changed()
     save(policy, Path(directory), 0, {})
 
@@ -43,28 +43,56 @@ def export_model(model: str, name: str, directory: str) -> None:
 def merge(layout: LayoutSettings, model: str, output: str, **given: Any) -> None:
     """Run the stage with a block and its models; it writes `output`/checkpoints/step_0."""
     from stages import merge_weights
+
+    merge_weights.run(_job(layout, model, output, **given))
+
+
+def recalibrated_routers(
+    layout: LayoutSettings, model: str, paths: dict[str, str], samples: int = SAMPLES
+) -> dict[str, torch.Tensor]:
+    """Return the routers of this rank, recalibrated in the model `start` for the others."""
+    from parallel.checkpoint import load
+    from parallel.checkpoint.tensors import places
+    from parallel.model.policy import Policy
+    from stages.merge_weights import WeightMerge, recalibrate_routers
+    from stages.router_recalibration import router_name
+
+    own = {"routers": "recalibrated", "recalibration": {"samples": samples}}
+    job = _job(layout, model, "", paths=paths, **own)
+    policy = Policy(MODELS[model], layout)
+    load.weights(policy, Path(paths["start"]))
+    recalibrate_routers(job, policy, WeightMerge(job, places(policy)))
+    layers = {each: policy.routed_layers[each.place] for each in policy.routers}
+    return {router_name(policy, layer): each.weight.detach() for each, layer in layers.items()}
+
+
+def _job(layout: LayoutSettings, model: str, output: str, **given: Any) -> Any:
     from stages.kinds.merge_weights import MergeWeightsSettings
     from stages.settings import RunSettings, StageJob
+    from tests.fake_engines import toy_domain
 
     paths = {name: Path(path) for name, path in given.pop("paths").items()}
+    models = {name: name for name in paths if name != "start"}
     block = MergeWeightsSettings.model_validate(
-        {"from": "start", "models": {name: name for name in paths if name != "start"}, **given}
+        {"from": "start", "models": models, "recalibration": {"samples": SAMPLES}, **given}
     )
+    words = toy_domain(prompts={"dataset": "spell_backward"})
     settings = RunSettings.model_construct(
-        seed=0, model=MODELS[model], layout=layout, stages={"merged": block}
+        seed=0,
+        model=MODELS[model],
+        layout=layout,
+        stages={"merged": block},
+        domains={"sums": toy_domain(), "words": words},
     )
-    parent = paths.pop("start")
-    merge_weights.run(
-        StageJob.model_construct(
-            stage="merged",
-            block="merged",
-            seeded_as="merged",
-            directory=Path(output),
-            domains=[],
-            parent=parent,
-            models=paths,
-            settings=settings,
-        )
+    return StageJob.model_construct(
+        stage="merged",
+        block="merged",
+        seeded_as="merged",
+        directory=Path(output),
+        domains=["sums", "words"],
+        parent=paths.pop("start"),
+        models=paths,
+        settings=settings,
     )
 
 

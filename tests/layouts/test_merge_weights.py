@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from parallel.settings import LayoutSettings
-from parallel.weights.names import is_router
+from parallel.weights.names import is_precise, is_router
 from tests.layouts import merge_weights_cases as cases
 from tests.layouts.cases import MATRIX
 from tests.ranks import On
@@ -78,6 +78,88 @@ def test_every_layout_merges_alike(
     assert same == {each for each in first if name == "dare ties" and is_router(each)}
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])  # softmax and sigmoid
+def test_every_layout_recalibrates_alike(
+    family: str, on: On, saved: dict[str, dict[str, str]]
+) -> None:
+    [whole] = on(ONE, cases.recalibrated_routers, ONE, family, saved[family])
+    assert len(whole) == (4 if family == "qwen3_moe" else 3)  # layers with experts
+    [start] = on(ONE, cases.weights, family, saved[family]["start"])
+    for layout in ("DP2", "TP2", "PP2", "EP2", "CP2", "TP2 EP2 PP2", "CP2 EP2 VPP2"):
+        call = partial(cases.recalibrated_routers, MATRIX[layout], family, saved[family])
+        found: dict[str, torch.Tensor] = {}
+        for rank in on(MATRIX[layout], call):
+            for name, router in rank.items():
+                assert torch.equal(found.setdefault(name, router), router), (layout, name)
+        assert found.keys() == whole.keys()
+        for name, router in found.items():
+            change = (whole[name] - start[name]).norm()
+            assert change > 0.1 * start[name].norm()
+            # Forward passes in fp32 differ: sigmoid routers by 2.4e-7 of the change.
+            assert (router - whole[name]).norm() < 1e-5 * change, (layout, name)
+
+
+def test_a_rank_without_samples_recalibrates_too(on: On, saved: dict[str, dict[str, str]]) -> None:
+    found = []
+    for layout in (ONE, MATRIX["DP2"]):
+        call = partial(cases.recalibrated_routers, layout, "qwen3_moe", saved["qwen3_moe"], 1)
+        found += on(layout, call)
+    for name, router in found[0].items():
+        assert torch.equal(found[1][name], found[2][name])
+        torch.testing.assert_close(found[1][name], router, rtol=1e-4, atol=1e-7)
+
+
+def test_recalibration_changes_routers_alone_and_repeats(
+    on: On, saved: dict[str, dict[str, str]], tmp_path: Path
+) -> None:
+    found = {}
+    for name, layout, routers in (
+        ("merged", "1 rank", "merged"),
+        ("first", "1 rank", "recalibrated"),
+        ("again", "1 rank", "recalibrated"),
+        ("spread", "TP2 EP2 PP2", "recalibrated"),
+    ):
+        output = str(tmp_path / name)
+        block = {"paths": saved["glm4_moe"], "method": "ties", "routers": routers}
+        on(MATRIX[layout], _merge, MATRIX[layout], output, block, "glm4_moe")
+        [found[name]] = on(ONE, cases.weights, "glm4_moe", f"{output}/checkpoints/step_0")
+    merged, first, again, spread = found.values()
+    for name, tensor in first.items():
+        assert torch.equal(tensor, again[name])
+        recalibrated = is_router(name) and not is_precise(name)
+        assert torch.equal(tensor, merged[name]) != recalibrated
+        if recalibrated:
+            torch.testing.assert_close(spread[name], tensor, rtol=1e-4, atol=1e-7)
+        else:
+            assert torch.equal(spread[name], tensor)
+
+
+def test_demonstrations_recalibrate_with_their_responses(
+    on: On, saved: dict[str, dict[str, str]], tmp_path: Path
+) -> None:
+    found = []
+    for data in ("prompts", "demonstrations"):
+        output = str(tmp_path / data)
+        recalibration = {"data": data, "samples": 4}
+        block = {"routers": "recalibrated", "recalibration": recalibration}
+        on(ONE, _merge, ONE, output, {"paths": saved["qwen3_moe"], **block}, "qwen3_moe")
+        found += on(ONE, cases.weights, "qwen3_moe", f"{output}/checkpoints/step_0")
+    for name, tensor in found[0].items():
+        assert torch.equal(tensor, found[1][name]) != is_router(name)
+
+
+def test_a_merge_that_overflows_on_the_samples_leaves_no_checkpoint(
+    on: On, saved: dict[str, dict[str, str]], tmp_path: Path
+) -> None:
+    on(ONE, cases.save_extreme, "qwen3_moe", str(tmp_path), "pre_mlp_layernorm", 3e38)
+    paths = {**saved["qwen3_moe"], "words": str(tmp_path / "step_0")}
+    block = {"paths": paths, "weights": {"words": 3}, "routers": "recalibrated"}
+    said = "stages.merged.method: the merged model overflows on the domains' samples at model."
+    with pytest.raises(AssertionError, match=said):
+        on(MATRIX["PP2"], _merge, MATRIX["PP2"], str(tmp_path / "merged"), block, "qwen3_moe")
+    assert not (tmp_path / "merged").exists()
+
+
 def test_a_hugging_face_checkpoint_is_a_model_too(
     on: On, saved: dict[str, dict[str, str]], tmp_path: Path
 ) -> None:
@@ -132,7 +214,7 @@ def test_a_merge_that_overflows_leaves_no_checkpoint(
 def test_a_model_that_is_not_finite_is_named(
     on: On, saved: dict[str, dict[str, str]], tmp_path: Path
 ) -> None:
-    on(ONE, cases.save_infinite, "qwen3_moe", str(tmp_path))
+    on(ONE, cases.save_extreme, "qwen3_moe", str(tmp_path), "final_layernorm", float("inf"))
     paths = {**saved["qwen3_moe"], "words": str(tmp_path / "step_0")}
     said = "stages.merged.models: words: model.norm.weight has NaN or infinite elements"
     with pytest.raises(AssertionError, match=said):

@@ -12,9 +12,10 @@ from pipeline.config.validate import load
 from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import Stage, compile_graph
 from pipeline.run.lineage import changes, lineage_from
+from stages.kinds.kind import MODEL
 from stages.kinds.merge_weights import MergeWeightsSettings
 from tests.pipeline.conftest import CONFIG, Braid
-from tests.pipeline.violations import errors, violation
+from tests.pipeline.violations import errors, violation, with_data
 
 SOUP = {"kind": "merge_weights", "from": "cold_start", "models": "experts", "method": "ties"}
 PAIR = "stages.soup.models={s: experts.sums, w: experts.words}"
@@ -102,9 +103,46 @@ def test_weights_method_and_models_make_it_stale(config: Path) -> None:
     assert [*changes(lineage(dare), lineage(dare, "seed=1"))]
 
 
+def test_prompts_make_recalibrated_routers_stale(config: Path) -> None:
+    prompts = "domains.sums.prompts.config={max_digits: 2}"
+    merged = soup(config).reads
+    assert soup(config, prompts).reads == soup(config, "seed=1").reads == merged
+    assert not [key for key in merged if "recalibration" in key or key.startswith("domains")]
+    recalibrated = "stages.soup.routers=recalibrated"
+    before = soup(config, recalibrated).reads
+    for override in (prompts, "seed=1", "stages.soup.recalibration.samples=9"):
+        assert soup(config, recalibrated, override).reads != before, override
+    for same in ("domains.sums.sampling.temperature=0.9", "domains.sums.loop.steps=3"):
+        assert soup(config, recalibrated, same).reads == before
+    shown = [recalibrated, "stages.soup.recalibration.data=demonstrations"]
+    count = "domains.words.demonstrations.count=9"
+    assert soup(config, recalibrated, count).reads == before
+    assert soup(config, *shown, count).reads != soup(config, *shown).reads
+
+
+def test_recalibrated_routers_read_the_domains_of_the_models_alone() -> None:
+    given = {"models": {"b": "x", "a": "y"}, "routers": "recalibrated"}
+    block = MergeWeightsSettings.model_validate(given)
+    keys = [*block.run_keys(["a", "b", "c"])]
+    assert keys == [*MODEL, "domains.b.prompts", "domains.a.prompts"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
+        (
+            ["stages.soup.routers=recalibrated", PAIR],
+            "stages.soup.models: s, w: no domain of the stage, and routers: recalibrated reads"
+            " samples of each model's; name each model as its domain: sums, words",
+        ),
+        (
+            ["stages.soup.recalibration.samples=8"],
+            "stages.soup.recalibration: only of routers: recalibrated; remove it",
+        ),
+        (
+            ["stages.soup.routers=recalibrated", "stages.soup.recalibration.samples=0"],
+            "stages.soup.recalibration.samples: should be greater than 0, not 0",
+        ),
         (
             ["stages.soup.from=null"],
             "stages.soup.from: method ties reads the model that all others started from; name it",
@@ -181,6 +219,16 @@ def test_weights_method_and_models_make_it_stale(config: Path) -> None:
 def test_a_broken_rule_is_named(config: Path, overrides: list[str], message: str) -> None:
     found = [each.partition(": ")[2] for each in errors(config, *overrides)]
     assert message in found
+
+
+def test_a_domain_without_demonstrations_is_named(config: Path, rows: Path) -> None:
+    given = ["stages.soup.routers=recalibrated", "domains.words.rewards={right: {kind: math}}"]
+    of_files = with_data(config, rows)
+    assert violation(of_files, *given, "stages.soup.recalibration.data=demonstrations") == (
+        "command line: stages.soup.recalibration.data: words has no demonstrations; state"
+        " domains.words.demonstrations, or use prompts"
+    )
+    assert soup(of_files, *given).reads["domains.words.prompts.path"] == str(rows)
 
 
 def test_a_renamed_stage_keeps_its_merges(config: Path, braid: Braid, runs: Path) -> None:

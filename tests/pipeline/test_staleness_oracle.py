@@ -50,6 +50,8 @@ def facts_of(spec: Spec, block: Spec, domains: tuple[str, ...]) -> list[Any]:
     kind, own = block["kind"], [spec["domains"][name] for name in domains]
     if kind == "export":
         return [kind]
+    if kind == "merge_weights" and not block["recalibrated"]:
+        return [kind]
     facts = [kind, spec["seed"], domains, [each["level"] for each in own], block["steps"]]
     if kind == "grpo":
         kl = [each["kl"] for each in own] if block["kl"] is None else block["kl"]
@@ -78,7 +80,7 @@ def reachable(before: Spec, after: Spec) -> set[str]:
     return reached & set(old)
 
 
-TRAINS = ("sft", "grpo", "distill")
+TRAINS = ("sft", "grpo", "distill", "merge_weights")
 
 
 def generated(dice: random.Random) -> Spec:
@@ -99,16 +101,19 @@ def generated(dice: random.Random) -> Spec:
 
 def block(kind: str, parent: str | None = None, **changes: Any) -> Spec:
     plain = {"each": False, "domains": [*DOMAINS], "steps": None, "kl": None, "teachers": {}}
-    return {"kind": kind, "parent": parent, "noise": 20, **plain, **changes}
+    more = {"noise": 20, "recalibrated": False}
+    return {"kind": kind, "parent": parent, **more, **plain, **changes}
 
 
 def add(spec: Spec, dice: random.Random) -> None:
     """Add a block that grows from earlier stages."""
     name = f"b{max(int(each[1:]) for each in spec['blocks']) + 1}"
     known = [n for n, (b, _) in stages_of(spec).items() if b["kind"] in TRAINS]
-    kind = dice.choice(("grpo", "grpo", "grpo", "distill", "sft", "evaluate", "export"))
+    kinds = ["grpo", "grpo", "grpo", "distill", "sft", "evaluate", "export"]
+    kind = dice.choice(kinds + ["merge_weights"] * (len(known) > 1))
     parent = None if kind == "evaluate" else dice.choice(known)
-    made = block(kind, parent, steps=None if kind in ("evaluate", "export") else 2)
+    untrained = ("evaluate", "export", "merge_weights")
+    made = block(kind, parent, steps=None if kind in untrained else 2)
     if kind == "grpo" and dice.random() < 0.5:
         blocks = [n for n, b in spec["blocks"].items() if b["each"]]
         made |= {"each": True, "steps": dice.choice((None, 2))}
@@ -118,6 +123,9 @@ def add(spec: Spec, dice: random.Random) -> None:
     elif kind == "distill":
         made["domains"] = sorted(dice.sample(DOMAINS, dice.randint(1, 3)), key=DOMAINS.index)
         made["teachers"] = {each: dice.choice(known) for each in made["domains"]}
+    elif kind == "merge_weights":
+        made["domains"] = sorted(dice.sample(DOMAINS, 2), key=DOMAINS.index)
+        made["teachers"] = dict(zip(made["domains"], dice.sample(known, 2), strict=True))
     spec["blocks"][name] = made
 
 
@@ -132,7 +140,7 @@ def edit(spec: Spec, dice: random.Random) -> None:
             break
         earlier += [each] * (of["kind"] in TRAINS)
     match dice.choice(
-        ("steps", "noise", "kl", "parent", "teachers", "domain", "run", "add", "drop")
+        ("steps", "noise", "kl", "parent", "teachers", "routers", "domain", "run", "add", "drop")
     ):
         case "steps" if chosen["steps"]:
             chosen["steps"] = number
@@ -145,6 +153,8 @@ def edit(spec: Spec, dice: random.Random) -> None:
         case "teachers" if len(chosen["teachers"]) > 1:
             values = [*chosen["teachers"].values()]  # change places
             chosen["teachers"] = dict(zip(chosen["teachers"], values[1:] + values[:1], strict=True))
+        case "routers" if chosen["kind"] == "merge_weights":
+            chosen["recalibrated"] = not chosen["recalibrated"]
         case "domain":
             of = spec["domains"][dice.choice(DOMAINS)]
             of[dice.choice([*of])] = number
@@ -190,7 +200,10 @@ def written(of: Spec) -> dict[str, Any]:
         found |= {"loop": {"steps": of["steps"], "checkpoint_every": of["noise"]}, **RATE}
     if of["kl"] is not None:
         found["objective"] = {"kl": {"coefficient": of["kl"]}}
-    if of["teachers"]:
+    if of["kind"] == "merge_weights":
+        found["routers"] = "recalibrated" if of["recalibrated"] else "merged"
+        found["models"] = of["teachers"]
+    elif of["teachers"]:
         found["teachers"] = of["teachers"]
     return found
 

@@ -63,6 +63,7 @@ WITHOUT_TORCH = {
     "stages.kinds.grpo",
     "stages.kinds.kind",
     "stages.kinds.merge_data",
+    "stages.kinds.merge_weights",
     "stages.kinds.quantize",
     "stages.kinds.rules",
     "stages.kinds.self_teacher",

@@ -24,6 +24,7 @@ from parallel.model.moments import InputMoments
 from parallel.model.policy import Policy
 from parallel.settings import LayoutSettings
 from stages import quantize
+from stages.calibration import calibration_samples
 from stages.export import export
 from stages.kinds.quantize import QuantizeSettings
 from stages.settings import StageJob
@@ -132,7 +133,7 @@ def test_it_repeats_bit_for_bit_and_starts_no_run(parent: Path, tmp_path: Path) 
 
 def test_moments_are_those_of_transformers(parent: Path, tmp_path: Path) -> None:
     of = job(tmp_path, parent, format="int8", group_size=32)
-    samples = quantize.calibration_samples(of)
+    samples = calibration_samples(of, of.domains, 4)
     assert [sample.domain for sample in samples] == ["sums"] * 4 + ["words"] * 4
     policy = Policy(WIDE, LayoutSettings())
     load.weights(policy, parent)
