@@ -127,7 +127,7 @@ def test_it_repeats_bit_for_bit_and_does_not_depend_on_the_parts() -> None:
 @SCORES
 @pytest.mark.parametrize("scale", [10.0, 100.0, 300.0, 1000.0])
 def test_scores_near_0_and_1_leave_no_rounding_alone(scale: float, sigmoid: bool) -> None:
-    """Of 300 every softmax is 1 to the last bit, and the objective is of the order of 1e-19."""
+    """At scale 300 every softmax is 1 to the last bit, and the objective near 1e-19."""
     terms = samples(sigmoid, scale)
     start = sum(each.router for each in terms) / len(terms)
     objective = RouterObjective(terms)
