@@ -64,6 +64,7 @@ ARMS = {
     "mixed": "mixed RL",
     "rejection_sft": "rejection-sampled SFT",
     "average": "average",
+    "average_recalibrated": "average, routers recalibrated",
     "task_arithmetic": "task arithmetic",
     "ties": "TIES",
     "ram": "RAM",
