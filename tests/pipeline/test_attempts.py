@@ -170,7 +170,7 @@ def test_what_slurm_says_need_not_be_text(
     slurm("squeue", r"printf '\xff\xfe\x1f\n7\x1fRUNNING'")
     assert braid("status", "small")[0] == 0
     slurm("squeue", "echo 'slurm_load_jobs error: Socket timed out' >&2; exit 1")
-    assert "Slurm was not asked about this run's jobs" in braid("status", "small")[1]
+    assert "warning: Slurm was not asked about this run's jobs" in braid("status", "small")[2]
 
 
 @pytest.mark.parametrize("said", ["", "echo Welcome", "echo 7x"])

@@ -253,7 +253,7 @@ def test_without_a_cold_start_experts_grow_from_the_initial_weights(
 
 def test_without_a_cold_start_no_demonstrations_are_asked_for(config: Path, start: Path) -> None:
     prompts = config.with_name("prompts.jsonl")
-    prompts.write_text("{}\n")
+    prompts.write_text('{"prompt": "1+1=", "answer": "2"}\n')
     files = f"{{source: jsonl, path: {prompts}, answer: answer}}"
     edited(config, "{dataset: chain_sum}", files)
     whole = config.with_name("whole.yaml")

@@ -16,6 +16,9 @@ from pipeline.run.lineage import read_manifest, write_manifest
 from pipeline.run.run import Run
 from stages.settings import RunSettings
 
+TURNS = '{{"role": "user", "content": "hi"}}, {{"role": "assistant", "content": "{}"}}'
+CHAT = f'{{{{"messages": [{TURNS}]}}}}\n'
+
 
 def add_checkpoint(run: RunDirectory, stage: str, step: int, checksum: str) -> Path:
     path = run.stage(stage).path / "checkpoints" / f"step_{step}"
@@ -204,14 +207,14 @@ def test_a_renamed_block_still_notices_other_data(
     run: RunDirectory, config: Path, tmp_path: Path
 ) -> None:
     data = tmp_path / "chats.jsonl"
-    data.write_text("one")
+    data.write_text(CHAT.format("one"))
     settings = load(config, [f"domains.words.demonstrations={{source: jsonl, path: {data}}}"])
     record(run, settings, compile_graph(settings)[0], "done")
     renamed = settings.model_dump(mode="json")
     renamed["stages"]["begin"] = {**renamed["stages"].pop("cold_start"), "as": "cold_start"}
     settings = RunSettings.model_validate(renamed)
     assert states(run, settings) == {"cold_start": "done"}
-    data.write_text("two")
+    data.write_text(CHAT.format("two"))
     [cause] = [each.cause for each in Run(run.path, settings).states.values() if each.cause]
     assert cause == "the files of domains.words.demonstrations.path changed"
 
@@ -251,7 +254,7 @@ def test_other_data_under_the_same_name_makes_its_readers_stale(
     run: RunDirectory, config: Path, tmp_path: Path
 ) -> None:
     data, folder = tmp_path / "chats.jsonl", tmp_path / "tokenizer"
-    data.write_text("one")
+    data.write_text(CHAT.format("one"))
     folder.mkdir()
     (folder / "tokenizer.json").write_text("{}")
     (folder / "tokenizer_config.json").write_text('{"chat_template": "a"}')
@@ -268,10 +271,10 @@ def test_other_data_under_the_same_name_makes_its_readers_stale(
     assert causes() == {}
     (folder / "model.safetensors").write_text("weights beside it")
     assert causes() == {}
-    data.write_text("two")
+    data.write_text(CHAT.format("two"))
     changed = "the files of domains.words.demonstrations.path changed"
     assert causes()["cold_start"] == changed
-    data.write_text("one")
+    data.write_text(CHAT.format("one"))
     (folder / "tokenizer_config.json").write_text('{"chat_template": "b"}')
     assert "the files of model.tokenizer changed" in causes()["experts.sums"]
     folder.rename(tmp_path / "elsewhere")  # as on a machine that has none of it
