@@ -15,8 +15,8 @@ from pipeline.run.run import Run
 from tests.runs import REPOSITORY
 
 DOMAINS = {"big": 1000, "tenth": 100}
-# Of the CPU's time with a tenth of the domains: 10 where all grows with their number, 100 with its
-# square; 4 with what starting Python takes.
+# Of the CPU's time with a tenth of the domains: 10 where all of it grows with their number, less
+# with what starting Python takes, and 100 where it grows with their square.
 MOST_TIMES = 8.0
 
 
