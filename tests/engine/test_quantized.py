@@ -72,6 +72,10 @@ def test_vllm_loads_int4_but_for_experts(tmp_path: Path) -> None:
         text=True,
         timeout=300,
     )
+    if not torch.cpu._is_avx512_supported():
+        # vLLM picks its kernel for int4 by the format alone, and builds it for AVX-512 only.
+        assert "no attribute 'cpu_gemm_wna16'" in ended.stderr
+        return
     assert ended.returncode == 0, ended.stderr
     theirs = torch.tensor(json.loads(ended.stdout.splitlines()[-1]))
     assert (theirs - logprobs(plain)).abs().max() < BF16
