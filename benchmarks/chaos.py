@@ -1,6 +1,6 @@
 """The kill matrix: processes killed by kill -9 at random moments, and the same bits in the end.
 
-    python benchmarks/chaos.py [CONFIG] [--cases 50] [--kills 5] [--seed 0] [--minutes 30]
+    python benchmarks/chaos.py [CONFIG] [--cases 50] [--kills 5] [--seed 0] [--minutes 60]
 
 One deterministic run of a configuration (tests/end_to_end/chaos.yaml, which is short, or for
 example configs/recipes/r1-small.yaml) is watched and left undisturbed: the reference. Then further
@@ -211,7 +211,7 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=50, help="kills in all")
     parser.add_argument("--kills", type=int, default=5, help="of one run")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--minutes", type=float, default=30, help="after which no run is begun")
+    parser.add_argument("--minutes", type=float, default=60, help="after which no run is begun")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and leave nothing running
     with tempfile.TemporaryDirectory() as folder:

@@ -19,7 +19,8 @@ import torch
 from parallel.errors import STATUS_DESCRIPTOR
 from parallel.files import CheckpointError, whole_checkpoints
 from parallel.settings import LayoutSettings, OptimizerSettings
-from tests.layouts.cases import SGD, SPREAD, build, loop, train
+from tests.layouts.cases import SGD, SPREAD, build, train
+from tests.layouts.loop_cases import loop
 
 STEPS = 3  # before a checkpoint, and again after it
 # A smaller rate than elsewhere: Adam's first steps have the size of the learning rate, whatever the

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.layouts.cases import SPREAD, loop
+from tests.layouts.cases import SPREAD
+from tests.layouts.loop_cases import loop
 from tests.ranks import On
 from tests.tiers import tiered
 
