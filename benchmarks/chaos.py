@@ -1,14 +1,14 @@
 """The kill matrix: processes killed by kill -9 at random moments, and the same bits in the end.
 
-    python benchmarks/chaos.py [CONFIG] [--cases 50] [--kills 5] [--seed 0] [--minutes 60]
+    python benchmarks/chaos.py [CONFIG] [--cases 50] [--kills 5] [--seed 0] [--reference RUN]
 
 One deterministic run of a configuration (tests/end_to_end/chaos.yaml, which is short, or for
-example configs/recipes/r1-small.yaml) is watched and left undisturbed: the reference. Then further
-runs of the same configuration are killed `--kills` times each, at moments drawn from its timeline:
-in turn the launcher, each rank, the engine, a reward worker and the process that starts the
-workers. A run that a kill ended is resumed, and killed again. What every stage of every run left
-is compared with the reference's, bit for bit: the tensors of the final checkpoint, collected
-samples, results, the export.
+example configs/recipes/r1-small.yaml) is watched and left undisturbed: the reference; --reference
+names one that has ended. Then further runs of the same configuration are killed `--kills` times
+each, at moments drawn from its timeline: in turn the launcher, each rank, the engine, a reward
+worker and the process that starts the workers. A run that a kill ended is resumed, and killed
+again. What every stage of every run left is compared with the reference's, bit for bit: the tensors
+of the final checkpoint, collected samples, results, the export.
 
 Several kills a run, since one that is killed while it recovers from the last kill has to be right
 as well, and since a wrong bit never gets right again; `--kills 1` is a run for every kill. Run R
@@ -36,7 +36,7 @@ from machine import measured
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.end_to_end.killed_run import Kill, KilledRun, Unclean
-from tests.end_to_end.moments import Timeline, draw, watch
+from tests.end_to_end.moments import Timeline, draw, recorded, watch
 from tests.end_to_end.process_tree import KILLED
 from tests.end_to_end.same_bits import digests, outputs
 from tests.runs import REPOSITORY, braid
@@ -99,6 +99,15 @@ def reference_run(directory: Path, config: Path) -> BaselineRun:
     if launched.wait() != 0:
         sys.exit(log.read_text())
     return baseline(directory / NAME, time.monotonic() - started, timeline)
+
+
+def compared_with(arguments: argparse.Namespace, directory: Path) -> BaselineRun:
+    """Return the run that was left alone, which runs in `directory` unless one is named."""
+    if (named := arguments.reference) is None:
+        print("the reference run", flush=True)
+        return reference_run(directory, arguments.config)
+    timeline = recorded(named)
+    return baseline(named, sum(each.seconds for each in timeline), timeline)
 
 
 def baseline(run: Path, seconds: float, timeline: Timeline) -> BaselineRun:
@@ -208,6 +217,7 @@ def main() -> None:
     """Kill, print, write, judge."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("config", type=Path, nargs="?", default=CONFIG)
+    parser.add_argument("--reference", type=Path, help="a finished deterministic run of CONFIG")
     parser.add_argument("--cases", type=int, default=50, help="kills in all")
     parser.add_argument("--kills", type=int, default=5, help="of one run")
     parser.add_argument("--seed", type=int, default=0)
@@ -215,8 +225,7 @@ def main() -> None:
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and leave nothing running
     with tempfile.TemporaryDirectory() as folder:
-        print("the reference run", flush=True)
-        reference = reference_run(Path(folder) / "reference", arguments.config)
+        reference = compared_with(arguments, Path(folder) / "reference")
         print(f"{reference.seconds:.0f} s; processes: {', '.join(reference.processes)}", flush=True)
         done = []
         for case in cases(arguments, reference, Path(folder)):

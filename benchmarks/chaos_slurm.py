@@ -1,6 +1,6 @@
 """The kill matrix on a real Slurm: daemons, nodes and processes are killed, and the bits the same.
 
-    python benchmarks/chaos_slurm.py [CONFIG] [--target node] [--cases 10] [--seed 0] [--minutes 30]
+    python benchmarks/chaos_slurm.py [CONFIG] [--target node] [--cases 10] [--reference RUN]
 
 The run of `chaos.py` runs undisturbed on this machine, or --reference names such a run. Then it is
 submitted to a Slurm of three virtual nodes on this host (tests/slurm/cluster.sh, which needs
@@ -27,7 +27,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from chaos import CONFIG, NAME, RESULTS, BaselineRun, baseline, difference, reference_run, words
+from chaos import CONFIG, NAME, RESULTS, BaselineRun, compared_with, difference, words
 from machine import measured
 
 from tests.end_to_end.moments import position
@@ -194,17 +194,6 @@ def killed(
     return case
 
 
-def compared_with(arguments: argparse.Namespace, directory: Path) -> BaselineRun:
-    """Return the run that was left alone, which runs in `directory` unless one is named."""
-    if arguments.reference is not None:
-        minutes = json.loads((arguments.reference / "results.json").read_text())["minutes"]
-        return baseline(arguments.reference, 60 * sum(minutes.values()), [])
-    print("the reference run, on this machine", flush=True)
-    reference = reference_run(directory, arguments.config)
-    print(f"{reference.seconds:.0f} s", flush=True)
-    return reference
-
-
 def tell(case: SlurmCase) -> None:
     """A line for the run."""
     where = f"at {case.seconds:.0f} s in {case.stage} after step {case.step}"
@@ -221,7 +210,7 @@ def main() -> None:
     parser.add_argument("--target", choices=TARGETS, help="what is killed; default: each in turn")
     parser.add_argument("--cases", type=int, default=10, help="runs, each with one kill")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--minutes", type=float, default=30, help="after which no run is begun")
+    parser.add_argument("--minutes", type=float, default=60, help="after which no run is begun")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="slurm-", dir="/tmp") as folder:
         reference = compared_with(arguments, Path(folder) / "reference")

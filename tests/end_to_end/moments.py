@@ -8,6 +8,8 @@ import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -86,6 +88,24 @@ def watch(run: Path, launched: subprocess.Popen[str]) -> Timeline:
             alive = tree([launched.pid])
             timeline[-1].processes |= {name for name, find in KILLED.items() if find(alive)}
         time.sleep(LOOK_SECONDS)
+    return timeline
+
+
+def recorded(run: Path) -> Timeline:
+    """Return the timeline of a finished run by its files, as if every process lived throughout.
+
+    They do not say which processes a stage had; a kill of one that it had not is not made.
+    """
+    timeline: Timeline = []
+    for event in map(json.loads, (run / "ledger.jsonl").read_text().splitlines()):
+        if event["state"] != "done":
+            continue
+        end = datetime.fromisoformat(event["time"]).timestamp()
+        metrics = run / "stages" / event["stage"] / "metrics.jsonl"
+        lines = metrics.read_text().splitlines() if metrics.exists() else []
+        steps = [json.loads(line)["time"] for line in lines]
+        for step, (since, until) in enumerate(pairwise([end - event["seconds"], *steps, end])):
+            timeline.append(Stretch(event["stage"], step, until - since, set(KILLED)))
     return timeline
 
 

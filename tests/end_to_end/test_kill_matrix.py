@@ -8,13 +8,14 @@ import random
 import subprocess
 import sys
 import time
+from datetime import datetime
 from pathlib import Path
 
 import torch
 from torch.distributed import checkpoint as distributed_checkpoint
 
 from parallel.files import digest_of
-from tests.end_to_end.moments import StagePosition, Stretch, draw, position
+from tests.end_to_end.moments import StagePosition, Stretch, draw, position, recorded
 from tests.end_to_end.process_tree import KILLED, everything, tree
 from tests.end_to_end.same_bits import digests
 
@@ -84,6 +85,20 @@ def test_where_a_run_stands(tmp_path: Path) -> None:
     (tmp_path / "stages" / "merge").mkdir(parents=True)
     (tmp_path / "stages" / "merge" / "metrics.jsonl").write_text('{"step": 1}\n{"st')
     assert position(tmp_path) == StagePosition("merge", 1, 2)
+
+
+def test_a_timeline_is_read_from_a_finished_run(tmp_path: Path) -> None:
+    now = "2026-11-26T00:00:10+00:00"
+    of = {"stage": "merge", "attempt": 1, "time": now}
+    events = [{**of, "state": "running"}, {**of, "state": "done", "seconds": 9.0}]
+    events.append({**of, "stage": "export", "state": "done", "seconds": 2.0})
+    (tmp_path / "ledger.jsonl").write_text("\n".join(map(json.dumps, events)))
+    (tmp_path / "stages" / "merge").mkdir(parents=True)
+    end = datetime.fromisoformat(now).timestamp()
+    lines = [json.dumps({"time": end - left}) for left in (5.0, 2.0)]
+    (tmp_path / "stages" / "merge" / "metrics.jsonl").write_text("\n".join(lines))
+    found = [(each.stage, each.step, each.seconds) for each in recorded(tmp_path)]
+    assert found == [("merge", 0, 4.0), ("merge", 1, 3.0), ("merge", 2, 2.0), ("export", 0, 2.0)]
 
 
 def test_a_changed_bit_is_seen(tmp_path: Path) -> None:
