@@ -22,7 +22,7 @@ from tests.runs import braid
 LOOK_SECONDS = 0.05
 SPACING_SECONDS = 2.0  # between two kills, so that the launcher has noticed the first
 LATE_SECONDS = 30.0  # that a kill may come after its moment, once its stage has ended
-PATIENCE_SECONDS = 600.0  # to the next kill, and from the last one to the end
+PATIENCE_SECONDS = 600.0  # from one step of a stage to the next
 ENDING_SECONDS = 120.0  # that what a killed launcher had started may take to end
 
 
@@ -58,6 +58,8 @@ class KilledRun:
         self._seen: set[tuple[int, int]] = set()  # number and start of the run's processes
         self._began = time.monotonic()
         self._next = self._began  # when the next kill may be
+        self._here: StagePosition | None = None
+        self._arrived = self._began  # when it got there
         self._unexplained: list[str] = []  # what was killed since the last command
         self._launched = self._launch(*begin)
 
@@ -69,8 +71,7 @@ class KilledRun:
         """
         wanted = (order.index(moment.stage), moment.step)
         due, within = math.inf, False
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while self._is_running(deadline):
+        while self._is_running():
             found, now = position(self.path), time.monotonic()
             here = (order.index(found.stage), found.step) if found else (-1, 0)
             if due == math.inf and here >= wanted:
@@ -84,8 +85,7 @@ class KilledRun:
 
     def finish(self) -> None:
         """Wait for the run's end, and check what it left."""
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while self._is_running(deadline):
+        while self._is_running():
             time.sleep(LOOK_SECONDS)
         self._check_nothing_left()
         self._check_resumed_steps()
@@ -120,7 +120,7 @@ class KilledRun:
     def _log(self) -> Path:
         return self._directory / f"braid_{self.resumed}.log"
 
-    def _is_running(self, deadline: float) -> bool:
+    def _is_running(self) -> bool:
         """Return False at the run's end; resume the run where a kill ended it.
 
         Raises:
@@ -135,8 +135,11 @@ class KilledRun:
             self._unexplained = []
             self.resumed += 1
             self._launched = self._launch(*self._resume)
-        if time.monotonic() > deadline:
-            raise Unclean(f"nothing happened for {PATIENCE_SECONDS:g} s at {position(self.path)}")
+        here, now = position(self.path), time.monotonic()
+        if here != self._here:
+            self._here, self._arrived = here, now
+        if now > self._arrived + PATIENCE_SECONDS:
+            raise Unclean(f"nothing happened for {PATIENCE_SECONDS:g} s at {here}")
         return True
 
     def _strike(self, moment: Moment) -> bool:
