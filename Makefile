@@ -79,7 +79,7 @@ PYTEST := $(BIN)/python -m pytest -n 3 --no-loadscope-reorder
 quick: $(TESTS_INSTALLED)  ## unit and pipeline tests, without ranks or engines (4 minutes)
 	$(PYTEST) tests/pipeline tests/stages tests/parallel tests/repository
 
-test: $(TESTS_INSTALLED) style  ## style, types, and a test of every property (9 to 16 minutes)
+test: $(TESTS_INSTALLED) style  ## style, types, and a test of every property (9 to 16 minutes, up to 60 on slow cores)
 	$(PYTEST) tests
 
 test-all: $(TESTS_INSTALLED) style  ## all of it: further layouts, families, seeds, kills, and Slurm
