@@ -7,7 +7,8 @@ six domains, and the arms. The analysis, stated before the runs:
 
 - The unit is the seed, 8 of them; intervals are Student's t, 95 %, over the seeds. The metric is
   the accuracy on PROBLEMS held-out problems of each domain, one response at temperature 1, the
-  same problems for every model of a seed. Settings were tuned on seeds from 100 on.
+  same problems for every model of a seed. Settings were tuned on seeds from 100 on: the domains,
+  the steps, task arithmetic's lambda (0.25, 0.4, 0.6), and TIES' (0.5, 1.0) and density (0.2, 0.5).
 - An arm makes one model out of the cold start. Arms are equal in sampled responses, counted from
   the cold start on with the experts' own: the arms that sample from the student or the experts
   (OPD, ExOPD, OPD with reward, rejection-sampled SFT) draw equally many after the experts, and
