@@ -355,6 +355,9 @@ def test_of_several_merges_the_first_decides_the_start_and_the_experts(
     # A merge is no expert of another merge.
     write("last", measured, "stages.several.teachers={sums: merge}")
     assert found(braid, "last")["experts"] == document["experts"]
+    taught = "stages.merge.teachers={sums: soup, words: experts.words}"
+    write("first", measured, taught)
+    assert found(braid, "first")["experts"] == document["experts"]
 
 
 def test_domains_beyond_the_width_continue_below(braid: Braid, runs: Path, config: Path) -> None:
