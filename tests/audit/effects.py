@@ -83,7 +83,7 @@ CHECKED_BY = {
     "LengthReward": "stages/test_rewards.py",
     "LoggingSettings": "stages/test_metrics.py",
     "LoggingSettings.auditable": "stages/test_evaluate.py",
-    "LoopSettings": "layouts/cases.py",
+    "LoopSettings": "layouts/loop_cases.py",
     "LoopSettings.keep_best": "layouts/checkpoint_cases.py",
     "LoopSettings.keep_last": "layouts/checkpoint_cases.py",
     "LoopSettings.micro_batch_tokens": "stages/toys.py",

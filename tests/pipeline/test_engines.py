@@ -164,16 +164,16 @@ def test_an_engine_on_gpus_that_was_never_ready_gets_one_further_start(
 
 
 @pytest.mark.parametrize(
-    ("action", "message"),
+    ("action", "start_timeout", "message"),
     [
-        ("refuse", "it does not fit"),
-        ("hang", r"engine 0 was not ready after 1 s \(engine\.start_timeout_seconds\)"),
+        ("refuse", 600, "it does not fit"),
+        ("hang", 1, r"engine 0 was not ready after 1 s \(engine\.start_timeout_seconds\)"),
     ],
 )
 def test_an_engine_on_gpus_that_would_fail_alike_is_not_started_again(
-    action: str, message: str, run: RunDirectory, config: Path
+    action: str, start_timeout: int, message: str, run: RunDirectory, config: Path
 ) -> None:
-    settings = with_engine(config, start_timeout_seconds=1, max_restarts=0)
+    settings = with_engine(config, start_timeout_seconds=start_timeout, max_restarts=0)
     gpus = MachineGpus([0], [[0]])
     with (
         launched(run, settings, {"sums": "hang"}, action, gpus) as execute,
