@@ -50,7 +50,10 @@ class Settings(BaseModel):
     """
 
     renamed: ClassVar[dict[str, str]] = {}
-    model_config = ConfigDict(frozen=True, extra="forbid", serialize_by_alias=True)
+    # A validator is built when it is first used: of most blocks never, by one command.
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", serialize_by_alias=True, defer_build=True
+    )
 
 
 # Of the tokenizer `characters`.

@@ -92,6 +92,7 @@ class Blocks:
     def __init__(self, run: RunSettings) -> None:
         self.run = run
         self.stages = [each for name in run.stages for each in _unrolled(run, name)]
+        self._inputs: dict[tuple[str, str | None], Inputs] = {}
 
     @cached_property
     def by_name(self) -> dict[str, Unrolled]:
@@ -127,7 +128,10 @@ class Blocks:
 
     def inputs(self, stage: Unrolled) -> Inputs:
         """Return the inputs of a stage as they are named."""
-        return stage.settings.inputs(self.run, stage.domains)
+        key = stage.block, stage.domain
+        if key not in self._inputs:  # kept: every rule asks again
+            self._inputs[key] = stage.settings.inputs(self.run, stage.domains)
+        return self._inputs[key]
 
     def references(self, stage: Unrolled) -> Iterator[tuple[str, str, str | None, str]]:
         """Yield every reference of a stage: its key, itself, the domain, and what it must leave.
