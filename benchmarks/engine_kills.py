@@ -27,6 +27,7 @@ from machine import measured
 
 from parallel.engine.client import EngineClient, EngineError
 from parallel.settings import EngineSettings
+from stages.sampling.sample_files import read_samples, samples_file
 
 RESULTS = Path(__file__).with_suffix(".json")
 SPACING = (1.0, 6.0)  # seconds from one engine's readiness to the next kill
@@ -109,10 +110,10 @@ def judge(run: Path, steps: int) -> dict[str, Any]:
     logged = [json.loads(line) for line in (stage / "metrics.jsonl").read_text().splitlines()]
     counts = Counter()
     for step in range(1, steps + 1):
-        lines = (stage / "rollouts" / f"step_{step:06d}.jsonl").read_text().splitlines()
-        drawn = Counter(json.loads(line)["prompt"] for line in lines)
-        counts["missing"] += max(0, PROMPTS * GROUP - len(lines))
-        counts["too many"] += max(0, len(lines) - PROMPTS * GROUP)
+        samples = read_samples(samples_file(stage / "rollouts", step))
+        drawn = Counter(each["prompt"] for each in samples)
+        counts["missing"] += max(0, PROMPTS * GROUP - len(samples))
+        counts["too many"] += max(0, len(samples) - PROMPTS * GROUP)
         counts["uneven groups"] += sum(count % GROUP != 0 for count in drawn.values())
     ledger = [json.loads(line) for line in (run / "ledger.jsonl").read_text().splitlines()]
     return {

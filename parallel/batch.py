@@ -117,6 +117,8 @@ class MicroBatch:
     teachers: Sequence[KeptLogits] = ()  # of the domain, as its settings order them
     domain: str = ""
     demonstrated: bool = False  # its samples are, and no engine has sampled them
+    # Added likewise where its samples record them, fp32 [B, R] by column.
+    recorded: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def own_targets(self) -> Tensor:

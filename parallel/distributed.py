@@ -159,6 +159,13 @@ def gather(value: Any) -> list[Any]:
     return values
 
 
+def gather_on_main(value: Any) -> list[Any]:
+    """Return every rank's `value`, by rank, on the main rank; elsewhere nothing. Collective."""
+    values = [None] * dist.get_world_size() if is_main() else None
+    dist.gather_object(value, values, group=_control)
+    return values or []
+
+
 def scatter(make: Callable[[int], Any], key: int) -> Any:
     """Return on every rank the value that the main rank makes for the rank's `key`. Collective.
 

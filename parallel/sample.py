@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -25,14 +25,19 @@ class Sample:
     loss_mask: np.ndarray | None = None  # bool [response], tokens to train on; None is all
     finished: bool = True  # the response ends with the end token
     # From the stage:
+    problem: str = ""  # the content hash of its prompt; "" where none is known
     reward: float | None = None  # None where it failed
     reward_parts: dict[str, float] | None = None  # by name, before they are weighted
+    reward_messages: dict[str, str] | None = None  # what rewards said of their score, by name
+    reward_failure: str | None = None  # why it has no reward
     step_rewards: list[tuple[int, float]] | None = None  # each with the step's last position
     group: int = 0  # number of the prompt within the training step
     demonstrated: bool = False  # given beside the policy's own samples, and not sampled
     teacher_prompt: np.ndarray | None = None  # int32, that a teacher reads instead of `prompt`
     advantage: float = 0.0  # the mean where tokens have their own
     advantages: np.ndarray | None = None  # fp32 [response]
+    # What the trainer computed of each token, fp32 [response], by the column that records it.
+    recorded: dict[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def length(self) -> int:
@@ -65,6 +70,8 @@ class Sample:
             versions=None,
             kept=None,
             reward_parts=None,
+            reward_messages=None,
+            reward_failure=None,
             step_rewards=None,
             teacher_prompt=None,
             advantages=None,

@@ -52,7 +52,7 @@ class StageDirectory:
     metrics = Below("metrics.jsonl")  # one line per step
     checkpoints = Below("checkpoints")
     rollouts = Below("rollouts")  # the samples of every step
-    samples = Below("samples")  # of sft, dpo or an evaluation, for `braid audit`
+    samples = Below("samples")  # an evaluation's answers; of sft and dpo, for `braid audit`
     results = Below("results.json")  # the accuracies that an evaluation or a gate measured
     measured = Below("models")  # those so far, one file per model
     solved = Below("solved")  # the problems that each model solved

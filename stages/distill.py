@@ -20,7 +20,7 @@ from stages.kinds.merge_data import given_prompts
 from stages.kinds.self_teacher import SELF
 from stages.loop import train
 from stages.merge_data import MergeData
-from stages.objectives.groups import Batch, assign_advantages
+from stages.objectives.groups import Batch, assign_advantages, graded_samples
 from stages.objectives.kl import KLSettings
 from stages.objectives.loss import Totals, token_mean
 from stages.objectives.models import Reference
@@ -28,6 +28,7 @@ from stages.objectives.registry import METHODS
 from stages.objectives.surrogate import CorrectionSettings
 from stages.objectives.teaching import TaughtTokens
 from stages.preflight import Preflight
+from stages.sampling.observed import add_observed
 from stages.sampling.step import OnPolicyStage, StepSamples
 from stages.self_teacher import Contexts, SelfTeacher
 from stages.settings import StageJob
@@ -103,6 +104,7 @@ class Merge(OnPolicyStage):
             own = [group for group in batch.groups if group.problem.domain == name]
             weights = {part: reward.weight for part, reward in domain.rewards.items()}
             assign_advantages(own, domain.objective.advantage, weights)
+        graded_samples(batch.groups)  # numbers them
         found = {} if self.contexts is None else self.contexts.assign(batch.groups)
         samples = [sample for group in batch.groups for sample in group.samples]
         return StepSamples([[*samples, *self.data.drawn]], {**found, **self.data.too_long})
@@ -220,13 +222,15 @@ class Merge(OnPolicyStage):
         part, temperature = responses.batch, self.sampling.temperature
         with torch.set_grad_enabled(self.method.samples):
             logprobs = responses.logprobs(temperature)
-        self.remember(part, logprobs)
+        self.remember(responses, logprobs)
         terms, kls = [], {}
         for kept, (label, weight) in zip(
             part.teachers, self.weights[part.domain].items(), strict=True
         ):
             taught = TaughtTokens(responses, kept.load(), part.reference, logprobs, temperature)
-            value = token_mean(METHODS[self.method.name](taught, self.method), part.mask, totals)
+            values = METHODS[self.method.name](taught, self.method)
+            value = token_mean(values, part.mask, totals)
+            add_observed(part, "teacher_kl", weight * values)
             kl = value
             if not self.method.is_kl:
                 with torch.no_grad():

@@ -164,9 +164,9 @@ class Evaluation:
                 "reward_failures": len(failures),
                 "watch_failures": sum(len(group.watch_failures) for group in groups),
             }
-            if self.job.settings.logging.auditable:
-                path = self.job.files.samples / file_name(name) / f"{domain}_{start:06d}.jsonl"
-                record(path, [answers], self.engines.tokenizer, auditable=True)
+            path = self.job.files.samples / file_name(name) / f"{domain}_{start:06d}.parquet"
+            graded_by, auditable = self.engines.graded_by, self.job.settings.logging.auditable
+            record(path, start, [answers], self.engines.tokenizer, graded_by, auditable)
             rewards = self.domains[domain].rewards
             solved = [sum(is_right(each, rewards) for each in graded(group)) for group in groups]
             return solved, {metric: float(value) for metric, value in found.items()}

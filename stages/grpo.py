@@ -184,7 +184,7 @@ class Expert(OnPolicyStage):
         """Return the inputs of an objective; compute only those that it needs."""
         part, temperature = responses.batch, self.sampling.temperature
         logprobs = responses.logprobs(temperature)
-        self.remember(part, logprobs)
+        self.remember(responses, logprobs)
         assert part.old_logprobs is not None
         bonus, weights = own.settings.entropy_bonus > 0, own.length_weights
         return Tokens(

@@ -16,7 +16,7 @@ from parallel.model.policy import TrainedPolicy
 from stages.domains import LoopSettings
 from stages.guards.watch import GuardMonitor, StepVerdict
 from stages.metrics import MetricsLog
-from stages.sampling.recording import samples_file
+from stages.sampling.sample_files import samples_file
 from stages.settings import StageJob
 
 

@@ -20,7 +20,8 @@ from stages.data.tokenizer import Tokenizer, load_tokenizer
 from stages.directory import StageDirectory
 from stages.kinds.mixture import MixtureStageSettings
 from stages.metrics import token_efficiency, trained_tokens
-from stages.sampling.recording import record, samples_file
+from stages.sampling.recording import record
+from stages.sampling.sample_files import samples_file
 from stages.settings import StageJob
 
 Drawn = TypeVar("Drawn", covariant=True)  # what a source gives: a sample, or a pair of them
@@ -81,7 +82,7 @@ class MixtureStage(Generic[Drawn]):
         norm = self.policy.step()
         if is_main() and self.settings.logging.auditable:
             path = samples_file(self.job.files.samples, step)
-            record(path, [samples], self.tokenizer, auditable=True, rows=rows)
+            record(path, step, [samples], self.tokenizer, {}, auditable=True, rows=rows)
         return {
             **self.policy.routing_metrics(),
             **token_efficiency(batches),

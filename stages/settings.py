@@ -16,6 +16,7 @@ from parallel.network import LOOPBACK
 from parallel.settings import (
     Count,
     EngineSettings,
+    Fraction,
     LayoutSettings,
     ModelSettings,
     Settings,
@@ -44,7 +45,12 @@ class LoggingSettings(Settings):
         default=False,
         description="write what `braid audit` needs beside the samples of every step: each token's"
         " experts, the tokens that top-k and top-p kept, and the samples of stages of kind sft and"
-        " dpo and of evaluations",
+        " dpo",
+    )
+    tokens: Fraction = Field(
+        default=0.1,
+        description="share of the prompts whose samples are recorded with the trainer's"
+        " log-probability and the policy's entropy at every token; the same prompts in every step",
     )
 
 

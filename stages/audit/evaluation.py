@@ -48,11 +48,11 @@ def evaluation_rows(run: RecordedRun, stage: str) -> list[Comparison]:
 
 
 def _answers(directory: Path, domain: str) -> list[RecordedSample]:
-    paths = sorted(directory.glob("*.jsonl"))
+    paths = sorted(directory.glob("*.parquet"))
     files = [path for path in paths if path.stem.rpartition("_")[0] == domain]
     if not files:
         raise NotAuditable(
-            f"no answers at {directory}; evaluate again with logging.auditable=true in the run"
+            f"no answers at {directory}; evaluate again: braid resume RUN --from the evaluation"
         )
     return [sample for file in files for sample in recorded.samples(file)]
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
+import pyarrow.parquet as parquet
 import torch
 import yaml
 from torch.distributed import checkpoint as dcp
@@ -103,21 +105,26 @@ class RecordedRun:
         return found.path if found else None
 
 
-class _Line(msgspec.Struct):
-    """A sample as `stages.sampling.recording` writes it; other keys are ignored."""
+class _StepReward(msgspec.Struct):
+    end: int
+    reward: float
+
+
+class _Row(msgspec.Struct):
+    """A sample as `stages.sampling.sample_files` writes it; other columns are ignored."""
 
     domain: str
     reward: float | None
-    reward_parts: dict[str, float] | None
-    step_rewards: list[tuple[int, float]] | None
+    reward_parts: list[tuple[str, float]] | None
+    step_rewards: list[_StepReward] | None
     advantage: float
-    finished: bool
+    finish_reason: Literal["stop", "length"]
     weight_version: int
     group: int
     update: int
     prompt_tokens: list[int]
     response_tokens: list[int]
-    logprobs: list[float]
+    logprobs: list[float] | None = None
     advantages: list[float] | None = None
     learned: list[int] | None = None
     row: int | None = None  # in its source
@@ -173,38 +180,39 @@ def metrics(stage: Path, step: int) -> dict[str, float]:
 
 
 def samples(path: Path) -> list[RecordedSample]:
-    """Read JSON lines of samples, and the arrays beside them if there are any."""
+    """Read the Parquet file of a step's samples, and the arrays beside it if there are any."""
     if not path.exists():
         raise NotAuditable(f"no samples at {path}; rerun the step with logging.auditable=true")
-    decoder = msgspec.json.Decoder(_Line)
-    with naming(path):
-        lines = [decoder.decode(line) for line in read_text(path).splitlines()]
-        for number, line in enumerate(lines, start=1):
-            _check_lengths(line, f"{path}:{number}")
-        if not lines:
+    with naming(path), open_file(path) as file:
+        found = parquet.ParquetFile(file).read().to_pylist()
+        rows = [msgspec.convert(row, _Row) for row in found]
+        for number, row in enumerate(rows):
+            _check(row, f"{path}, sample {number}")
+        if not rows:
             raise NotAuditable(f"{path} is damaged: it is empty")
     arrays = path.with_suffix(".npz")
     if not arrays.exists():
-        return [_drawn(line, None, None) for line in lines]
+        return [_drawn(row, None, None) for row in rows]
     with naming(arrays), open_file(arrays) as file, np.load(file) as held:
-        lengths = [len(line.prompt_tokens) + len(line.response_tokens) - 1 for line in lines]
+        lengths = [len(row.prompt_tokens) + len(row.response_tokens) - 1 for row in rows]
         routes = iter(_cut(held["routes"], lengths))
         counts = held["kept_counts"].tolist()
         sets = iter(_cut(held["kept"], counts)) if counts else None
-        return [_drawn(line, next(routes, None), sets) for line in lines]
+        return [_drawn(row, next(routes, None), sets) for row in rows]
 
 
-def _check_lengths(line: _Line, place: str) -> None:
-    """Raise NotAuditable where the arrays of a sample differ from its tokens in length."""
-    count, lengths = len(line.response_tokens), {}
-    if line.logprobs:  # demonstrations have none
-        lengths["logprobs"] = len(line.logprobs)
-    if line.advantages is not None:
-        lengths["advantages"] = len(line.advantages)
-    if not line.prompt_tokens or not count or set(lengths.values()) - {count}:
+def _check(row: _Row, place: str) -> None:
+    """Raise NotAuditable where a sample's arrays differ in length, or a number is not finite."""
+    count = len(row.response_tokens)
+    arrays = {"logprobs": row.logprobs, "advantages": row.advantages}  # null: it has none
+    lengths = {name: len(values) for name, values in arrays.items() if values is not None}
+    if not row.prompt_tokens or not count or set(lengths.values()) - {count}:
         raise NotAuditable(f"{place} is damaged: {count} response_tokens, {lengths}")
-    if line.learned is not None and not set(line.learned) <= set(range(count)):
+    if row.learned is not None and not set(row.learned) <= set(range(count)):
         raise NotAuditable(f"{place} is damaged: not all of `learned` are its tokens")
+    numbers = [row.reward or 0.0, row.advantage, *(row.logprobs or []), *(row.advantages or [])]
+    if not all(map(math.isfinite, numbers)):
+        raise NotAuditable(f"{place} is damaged: not all of its numbers are finite")
 
 
 def _cut(array: np.ndarray, counts: list[int]) -> list[np.ndarray]:
@@ -213,19 +221,25 @@ def _cut(array: np.ndarray, counts: list[int]) -> list[np.ndarray]:
 
 
 def _drawn(
-    line: _Line, routes: np.ndarray | None, sets: Iterator[np.ndarray] | None
+    row: _Row, routes: np.ndarray | None, sets: Iterator[np.ndarray] | None
 ) -> RecordedSample:
-    response = torch.tensor(line.response_tokens)
-    learned = range(len(response)) if line.learned is None else line.learned
+    response = torch.tensor(row.response_tokens)
+    learned = range(len(response)) if row.learned is None else row.learned
+    steps, parts = row.step_rewards, row.reward_parts
     return RecordedSample(
-        domain=line.domain,
-        prompt=torch.tensor(line.prompt_tokens),
+        domain=row.domain,
+        prompt=torch.tensor(row.prompt_tokens),
         response=response,
-        logprobs=torch.tensor(line.logprobs, dtype=torch.float64),
+        logprobs=torch.tensor(row.logprobs or [], dtype=torch.float64),
         learned=torch.tensor(learned, dtype=torch.int64),
-        update=line.update,
-        group=line.group,
-        fields=msgspec.structs.asdict(line),
+        update=row.update,
+        group=row.group,
+        fields={
+            **msgspec.structs.asdict(row),
+            "finished": row.finish_reason == "stop",
+            "reward_parts": None if parts is None else dict(parts),
+            "step_rewards": None if steps is None else [(each.end, each.reward) for each in steps],
+        },
         routes=None if routes is None else torch.from_numpy(routes.astype(np.int64)),
         kept=None
         if sets is None

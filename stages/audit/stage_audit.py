@@ -43,7 +43,7 @@ def newest_step(run: RecordedRun, stage: str) -> int:
     """
     described = recorded_stage(run, stage)
     grown = described.parent is not None
-    paths = _recordings(run, described).glob("step_*.jsonl")
+    paths = _recordings(run, described).glob("step_*.parquet")
     for step in sorted((int(path.stem.removeprefix("step_")) for path in paths), reverse=True):
         if run.checkpoint(stage, step - 1) or (step == 1 and grown):
             return step
@@ -80,7 +80,7 @@ def audit_step(run: RecordedRun, stage: str, step: int) -> Audited:
         (step - 1) * per_step,
         settings["loop"]["steps"] * per_step,
     )
-    samples = recorded.samples(_recordings(run, described) / f"step_{step:06d}.jsonl")
+    samples = recorded.samples(_recordings(run, described) / f"step_{step:06d}.parquet")
     logged = recorded.metrics(run.stage(stage), step)
     rows = [number("learning_rate", logged["learning_rate"], optimizer.learning_rate(), scale=0.0)]
     before = policy.weights()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from math import isfinite
 from numbers import Real
@@ -70,7 +70,8 @@ class Steps:
 
 
 Score = float | Steps
-Reward = Callable[[Problem, Response], Score]
+Explained = tuple[Score, str]  # with what a person who reads the sample should know of the score
+Reward = Callable[[Problem, Response], Score | Explained]
 
 
 class RewardPoolSettings(Settings):
@@ -210,7 +211,8 @@ class Grade:
     `parts` holds every reward before its weight. `steps`, where one of them gave any, are (number
     of characters that the step ends with, weighted reward). Where a reward failed, `reward` is None
     and `failure` one line that says why. A reward of weight 0 is only recorded: where it fails it
-    has no part but a line in `watch_failures`, and the grade stands.
+    has no part but a line in `watch_failures`, and the grade stands. `messages` are what rewards
+    said of their scores.
     """
 
     reward: float | None
@@ -218,6 +220,7 @@ class Grade:
     steps: tuple[tuple[int, float], ...] = ()
     failure: str | None = None
     watch_failures: tuple[str, ...] = ()
+    messages: Mapping[str, str] = field(default_factory=dict)
 
 
 class Grader:
@@ -245,6 +248,7 @@ class Grader:
         total = 0.0
         steps: tuple[tuple[int, float], ...] = ()
         watch_failures: list[str] = []
+        messages: dict[str, str] = {}
         for index, (name, settings) in enumerate(self._settings.items()):
             if (given := known.get(name)) is None and name in known:
                 continue
@@ -253,8 +257,10 @@ class Grader:
                 if given is None:
                     begin(index, settings.timeout_seconds)
                     if settings.unfinished == "score" or response.finished:
-                        returned = self._rewards[name](problem, response)
+                        returned, message = _told(self._rewards[name](problem, response))
                         score = _checked(returned, len(response.text))
+                        if message:
+                            messages[name] = message
                 if isinstance(score, Steps):
                     if settings.weight:
                         if steps:
@@ -269,9 +275,9 @@ class Grader:
             except BaseException as error:  # also SystemExit: a reward must not end its worker
                 line = failure(problem, response, name, _said(error))
                 if settings.weight:
-                    return Grade(None, parts, (), line, tuple(watch_failures))
+                    return Grade(None, parts, (), line, tuple(watch_failures), messages)
                 watch_failures.append(line)
-        return Grade(total, parts, steps, None, tuple(watch_failures))
+        return Grade(total, parts, steps, None, tuple(watch_failures), messages)
 
 
 def failure(problem: Problem, response: Response, reward: str, what: str) -> str:
@@ -291,6 +297,16 @@ def solved(settings: Mapping[str, RewardBase], parts: Mapping[str, float]) -> bo
     judging = [name for name, each in settings.items() if each.judges_answer and each.weight > 0]
     counting = [name for name, each in settings.items() if each.weight]
     return all(parts.get(name, 0.0) >= SOLVED for name in judging or counting or settings)
+
+
+def _told(returned: Score | Explained) -> tuple[Score, str]:
+    """Return a score, and what the reward says of it, "" for nothing."""
+    if not isinstance(returned, tuple):
+        return returned, ""
+    if len(returned) != 2 or not isinstance(returned[1], str):
+        raise RewardError(f"returned {returned!r}, not a score or (score, text)")
+    score, message = returned
+    return score, message if len(message) <= LONGEST else f"{message[:LONGEST]}..."
 
 
 def _checked(score: Score, characters: int) -> float | Steps:

@@ -26,7 +26,8 @@ from stages.domains import DomainSettings, RolloutSettings, SamplingSettings
 from stages.objectives.groups import Group
 from stages.rewards.pool import RewardPool
 from stages.rewards.reward import Response
-from stages.sampling.recording import record, samples_file
+from stages.sampling.recording import Rewards, record
+from stages.sampling.sample_files import samples_file
 from stages.settings import StageJob
 
 PAUSE_SECONDS = 0.005  # between two looks at what arrived: engines share the cores
@@ -60,6 +61,7 @@ class StageEngines:
     ) -> None:
         self.job, self.policy, self.log = job, policy, log
         self.version: int | None = None  # of the weights that the engines have
+        self.graded_by = {name: each.rewards for name, each in domains.items()}
         settings = job.settings
         self.tokenizer = load_tokenizer(settings.model)
         self.fleet = Fleet(
@@ -74,7 +76,9 @@ class StageEngines:
                 self.fleet, settings.model, settings.deterministic, self._take
             )
             if domains:
-                self._rewards = RewardDispatcher(job, domains, self.tokenizer, self.scheduler.wake)
+                self._rewards = RewardDispatcher(
+                    job, self.graded_by, self.tokenizer, self.scheduler.wake
+                )
         self._replayed = 0
         self._reported: dict[str, int] = {}
         self._ended = 0
@@ -213,8 +217,8 @@ class StageEngines:
 
     def record(self, updates: list[list[Sample]], step: int) -> None:
         """Write the samples of each update of the step."""
-        path = samples_file(self.job.files.rollouts, step)
-        record(path, updates, self.tokenizer, self.job.settings.logging.auditable)
+        path, logging = samples_file(self.job.files.rollouts, step), self.job.settings.logging
+        record(path, step, updates, self.tokenizer, self.graded_by, logging.auditable)
 
     def close(self) -> None:
         """Drop the requests in flight, stop the reward workers, and end the engines' turn."""
@@ -277,11 +281,10 @@ class RewardDispatcher:
     def __init__(
         self,
         job: StageJob,
-        domains: Mapping[str, DomainSettings],
+        rewards: Rewards,
         tokenizer: Tokenizer,
         wake: Callable[[], None],
     ) -> None:
-        rewards = {domain: each.rewards for domain, each in domains.items()}
         self._decode = tokenizer.decode
         self._pool = RewardPool(rewards, job.settings.rewards, job.directory, wake)
 
@@ -314,7 +317,9 @@ class RewardDispatcher:
             return False
         for sample, future in zip(group.samples, futures, strict=True):
             grade = future.result()
+            sample.problem = group.problem.key
             sample.reward, sample.reward_parts = grade.reward, grade.parts
+            sample.reward_messages, sample.reward_failure = grade.messages or None, grade.failure
             if grade.steps:
                 steps = grade.steps
                 sample.step_rewards = [(self._token_at(sample, end), part) for end, part in steps]

@@ -1,32 +1,38 @@
-"""The record of a step's samples: tokens, text, and the arrays that an audit needs."""
+"""The record of samples: what a viewer shows of each, and the arrays that an audit needs."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import msgspec
 import numpy as np
 
-from parallel.files import naming, write_atomically
+from parallel.files import naming
 from parallel.sample import Sample
 from stages.data.tokenizer import Tokenizer
+from stages.rewards.reward import RewardBase, solved
+from stages.sampling.sample_files import Row, write_samples
 
+Rewards = Mapping[str, Mapping[str, RewardBase]]  # by domain and name
 
-def samples_file(directory: Path, step: int) -> Path:
-    """Return the file of a step's samples in a directory."""
-    return directory / f"step_{step:06d}.jsonl"
+# Columns that are attributes of a sample.
+AS_THEY_ARE = (
+    *("domain", "group", "demonstrated", "weight_version", "reward", "reward_parts"),
+    *("reward_messages", "reward_failure", "advantage", "advantages", "logprobs"),
+)
 
 
 def record(
     path: Path,
+    step: int,
     updates: Sequence[Sequence[Sample]],
     tokenizer: Tokenizer,
+    rewards: Rewards,
     auditable: bool,
     rows: Sequence[int] = (),
 ) -> None:
-    """Write the samples of each of a step's updates as JSON lines.
+    """Write the samples of each of a step's updates in the columns of `sample_files`.
 
     With `auditable`, arrays go to a file of the same name that ends in .npz: `routes` uint16
     [tokens read, routed layers, experts_per_token], all samples concatenated; and where top-k or
@@ -37,36 +43,50 @@ def record(
     Raises:
         OSError: such as a full disk.
     """
+    samples = [sample for update in updates for sample in update]
     if auditable:
-        _write_arrays(path.with_suffix(".npz"), [each for update in updates for each in update])
-    lines = []
-    for number, sample in ((n, sample) for n, update in enumerate(updates) for sample in update):
-        line = {
-            "domain": sample.domain,
-            "prompt": tokenizer.decode(sample.prompt),
-            "response": tokenizer.decode(sample.response),
-            "reward": sample.reward,
-            "reward_parts": sample.reward_parts,
-            "step_rewards": sample.step_rewards,
-            "advantage": sample.advantage,
-            "finished": sample.finished,
-            "weight_version": sample.weight_version,
+        _write_arrays(path.with_suffix(".npz"), samples)
+
+    lines = [
+        {
+            "step": step,
             "update": number,
-            "group": sample.group,
-            "prompt_tokens": sample.prompt.tolist(),
-            "response_tokens": sample.response.tolist(),
-            "logprobs": [] if sample.logprobs is None else sample.logprobs.tolist(),
+            **{name: getattr(sample, name) for name in AS_THEY_ARE},
+            **sample.recorded,
+            "problem": sample.problem or None,
+            "prompt": _whole(tokenizer.decode(sample.prompt)),
+            "response": _whole(tokenizer.decode(sample.response)),
+            "prompt_tokens": sample.prompt,
+            "response_tokens": sample.response,
+            "finish_reason": "stop" if sample.finished else "length",
+            "solved": _is_solved(sample, rewards),
+            "step_rewards": _steps(sample),
+            "staleness": None if sample.versions is None else step - sample.weight_version,
+            "learned": None if sample.loss_mask is None else sample.learned,
         }
-        if sample.advantages is not None:
-            line["advantages"] = sample.advantages.tolist()
-        if sample.loss_mask is not None:
-            line["learned"] = sample.learned.tolist()
-        if sample.demonstrated:
-            line["demonstrated"] = True
-        lines.append(line)
+        for number, update in enumerate(updates)
+        for sample in update
+    ]
     for line, row in zip(lines, rows, strict=False):
         line["row"] = row
-    write_atomically(path, msgspec.json.Encoder().encode_lines(lines).decode())
+    write_samples(path, lines)
+
+
+def _steps(sample: Sample) -> list[Row] | None:
+    if sample.step_rewards is None:
+        return None
+    return [{"end": end, "reward": reward} for end, reward in sample.step_rewards]
+
+
+def _is_solved(sample: Sample, rewards: Rewards) -> bool | None:
+    if sample.reward is None or sample.reward_parts is None or sample.domain not in rewards:
+        return None
+    return solved(rewards[sample.domain], sample.reward_parts)
+
+
+def _whole(text: str) -> str:
+    """Return a text that UTF-8 can encode: a row of a file may hold a lone surrogate."""
+    return text.encode(errors="replace").decode()
 
 
 def _write_arrays(path: Path, samples: Sequence[Sample]) -> None:

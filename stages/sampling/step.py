@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from parallel import batch
-from parallel.batch import MicroBatch, RankPlace
+from parallel.batch import MicroBatch, RankPlace, Responses
 from parallel.distributed import broadcast, is_main, scatter
 from parallel.mismatch import bounds_of
 from parallel.model.policy import TrainedPolicy
@@ -28,6 +28,7 @@ from stages.objectives.surrogate import (
 )
 from stages.sampling.engines import StageEngines, rollout_log
 from stages.sampling.logprob_check import Mismatch, MismatchError, compare, measure_mismatch
+from stages.sampling.observed import collect_observed, observe
 from stages.sampling.prompt_buffer import Prefetcher, PromptBuffer
 from stages.settings import StageJob
 
@@ -139,6 +140,8 @@ class OnPolicyStage(ABC):
             self.finish_advantages(updates)
             rate = self.policy.learning_rate
             trained = mean_of_updates([self.update(each) for each in updates])
+        observed = [(each.samples, each.batches) for each in updates]
+        collect_observed(observed, self.job.settings.logging.tokens)
         if is_main():
             self.engines.record(samples.updates, step)
         seconds = {**self._seconds, **self.engines.turn_seconds(), **self.engines.events()}
@@ -307,11 +310,16 @@ class OnPolicyStage(ABC):
         """Update what follows the policy; return its metrics. Collective."""
         return {}
 
-    def remember(self, part: MicroBatch, logprobs: torch.Tensor) -> None:
-        """Keep the policy's log-probabilities as pi_old unless a pass before the update did."""
+    def remember(self, responses: Responses, logprobs: torch.Tensor) -> None:
+        """Keep the policy's log-probabilities as pi_old unless a pass before the update did.
+
+        Also what is recorded of tokens.
+        """
+        part = responses.batch
         if part.old_logprobs is None:
             part.old_logprobs = logprobs.detach()
             part.weights = self._weights(part)
+        observe(responses, self.sampling.temperature, self.job.settings.logging.tokens)
 
     def stale(self, part: MicroBatch) -> torch.Tensor:
         """Return which responses [B, 1] have tokens of older weights; bool."""

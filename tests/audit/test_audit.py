@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet as parquet
 import pytest
 import torch
 
@@ -21,10 +23,11 @@ from stages.audit.evaluation import evaluation_rows
 from stages.audit.recorded import NotAuditable, read_run
 from stages.audit.rows import change
 from stages.audit.stage_audit import audit_step
+from stages.sampling.sample_files import read_samples, write_samples
 from tests.audit.effects import STEPS, block_key, block_of
 from tests.runs import BRAID, REPOSITORY, braid
 
-SAMPLES = Path("stages", "experts.chain_sum", "rollouts", "step_000003.jsonl")
+SAMPLES = Path("stages", "experts.chain_sum", "rollouts", "step_000003.parquet")
 # Metrics that some expert's step must log, and the bounds of their values.
 METRIC_BOUNDS = {
     "clip_fraction": (0.01, 0.99),
@@ -80,14 +83,6 @@ def copied(odd: Path, tmp_path: Path) -> Path:
     return shutil.copytree(odd, tmp_path / "odd", symlinks=True)
 
 
-def read_samples(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def write_samples(path: Path, samples: list[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(sample) + "\n" for sample in samples))
-
-
 def test_a_tampered_file_differs(copied: Path, tmp_path: Path) -> None:
     samples = read_samples(copied / SAMPLES)
     samples[0]["reward_parts"]["brief"] += 0.25
@@ -105,7 +100,7 @@ def test_a_step_without_learned_tokens_is_audited(copied: Path, updates: set[int
     samples = read_samples(copied / SAMPLES)
     for sample in samples:
         if sample["update"] in updates:
-            sample.update(finished=False, learned=[])
+            sample.update(finish_reason="length", learned=[])
     write_samples(copied / SAMPLES, samples)
     found = {row.quantity: row for row in audit_step(read_run(copied), "experts.chain_sum", 3).rows}
     assert found["learned tokens"].agrees
@@ -115,7 +110,7 @@ def test_a_step_without_learned_tokens_is_audited(copied: Path, updates: set[int
 
 
 DAMAGE = {
-    "experts.chain_sum/rollouts/step_000003.jsonl": ("{}\n", "[]\n", "null\n", "", "\xff"),
+    "experts.chain_sum/rollouts/step_000003.parquet": ("", "{}", "PAR1", "PAR1\xffPAR1"),
     "experts.chain_sum/metrics.jsonl": ("[]\n", "\xff" * 9999),
     "experts.chain_sum/checkpoints/step_2/state.json": ("[]",),
     "experts.chain_sum/manifest.json": ("[]", '{"parents": [1]}', '{"parents": null}', "null"),
@@ -143,10 +138,11 @@ def test_a_sample_with_a_field_of_another_type_is_named(
     odd: Path, tmp_path: Path, field: str
 ) -> None:
     path = tmp_path / SAMPLES.name
-    for value in ("x", {}, [None], [[]], math.nan):
-        samples = read_samples(odd / SAMPLES)
-        samples[1][field] = value
-        write_samples(path, samples)
+    whole = parquet.read_table(odd / SAMPLES)
+    place = whole.column_names.index(field)
+    for value in ("x", {"x": 1}, [None], [[]], math.nan):
+        column = pyarrow.array([value] * whole.num_rows)
+        parquet.write_table(whole.set_column(place, field, column), path)
         with pytest.raises(NotAuditable, match=re.escape(path.name)):
             recorded.samples(path)
 
@@ -181,7 +177,7 @@ def test_a_refusal_names_the_missing_setting(copied: Path) -> None:
     with pytest.raises(NotAuditable, match=r"routes were not written: set logging\.auditable=true"):
         audit_step(run, "experts.chain_sum", 3)
     samples.write_text("{")
-    with pytest.raises(NotAuditable, match=r"step_000003\.jsonl is damaged: DecodeError"):
+    with pytest.raises(NotAuditable, match=r"step_000003\.parquet is damaged: ArrowInvalid"):
         audit_step(run, "experts.chain_sum", 3)
     samples.unlink()
     with pytest.raises(NotAuditable, match=r"no samples at .*; rerun the step"):

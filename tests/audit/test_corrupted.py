@@ -17,6 +17,7 @@ import pytest
 from stages.audit.collection import collection_rows
 from stages.audit.recorded import NotAuditable, RecordedRun, read_run
 from stages.audit.stage_audit import audit_step
+from stages.sampling.sample_files import read_samples, samples_file, write_samples
 
 Row = dict[str, Any]
 PART, LINES = "drawn/part_000001.parquet", "metrics.jsonl"
@@ -124,8 +125,7 @@ def test_a_changed_reference_differs(copied: Path) -> None:
     path = copied / "stages" / "tuned" / "reference.npz"
     with np.load(path) as file:
         arrays = {name: file[name] for name in file.files}
-    samples = copied / "stages" / "tuned" / "samples" / "step_000003.jsonl"
-    first = json.loads(samples.read_text().splitlines()[0])
+    first, *_ = read_samples(samples_file(copied / "stages" / "tuned" / "samples", 3))
     arrays[f"source/{first['domain']}"][first["row"], 0] += 0.01
     np.savez(path, **arrays)
     rows = audit_step(read_run(copied), "tuned", 3).rows
@@ -136,16 +136,15 @@ def test_a_changed_reference_differs(copied: Path) -> None:
 
 
 def test_changed_pairs_and_metrics_of_them_differ(copied: Path) -> None:
-    path = copied / "stages" / "tuned" / "samples" / "step_000003.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    swapped = [*lines[1::-1], *lines[2:]]
-    path.write_text("\n".join(map(json.dumps, swapped)))
+    path = samples_file(copied / "stages" / "tuned" / "samples", 3)
+    samples = read_samples(path)
+    write_samples(path, [*samples[1::-1], *samples[2:]])
     found = differing(audit_step(read_run(copied), "tuned", 3).rows)
     assert {"reference log p", "loss", "reward_margin", "gradient_norm"} <= found
-    path.write_text("\n".join(map(json.dumps, lines[1:])))
+    write_samples(path, samples[1:])
     with pytest.raises(NotAuditable, match="are not pairs of a chosen and a rejected"):
         audit_step(read_run(copied), "tuned", 3)
-    path.write_text("\n".join(map(json.dumps, lines)))
+    write_samples(path, samples)
     logged = copied / "stages" / "tuned" / LINES
     text = [json.loads(line) for line in logged.read_text().splitlines()]
     text[2]["reward_chosen"] += 0.1
@@ -192,12 +191,12 @@ def test_another_objective_of_one_domain_differs(
 
 
 def test_a_changed_sample_of_one_domain_differs(copied: Path) -> None:
-    path = copied / "stages" / "mixed" / "rollouts" / "step_000003.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    own = next(line for line in lines if line["domain"] == "spell_backward")
+    path = samples_file(copied / "stages" / "mixed" / "rollouts", 3)
+    samples = read_samples(path)
+    own = next(each for each in samples if each["domain"] == "spell_backward")
     own["reward_parts"]["brief"] += 0.25
-    path.write_text("\n".join(map(json.dumps, lines)))
+    write_samples(path, samples)
     assert differing(audit_step(read_run(copied), "mixed", 3).rows) == {"rewards"}
     own["reward"] += 0.25 * 0.3
-    path.write_text("\n".join(map(json.dumps, lines)))
+    write_samples(path, samples)
     assert {"advantages", "loss"} <= differing(audit_step(read_run(copied), "mixed", 3).rows)

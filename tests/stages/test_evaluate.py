@@ -18,6 +18,7 @@ from stages.data.tokenizer import load_tokenizer
 from stages.kinds.evaluate import EvaluationSettings
 from stages.rewards.reward import RewardError, RewardPoolSettings
 from stages.sampling.logprob_check import MismatchError
+from stages.sampling.sample_files import read_samples
 from stages.settings import LoggingSettings, StageJob
 from tests.fake_engines import FakeEngine, RefittedFleet, toy_domain, toy_job, toy_run
 
@@ -125,7 +126,7 @@ def test_the_results_of_a_model_outside_the_run_stay_in_the_stages_directory(
     assert results(stage).keys() == {str(outside)}
     assert not outside.parent.exists()
     assert len(list((stage / "models").glob("*.json"))) == 1
-    assert len(list((stage / "samples").glob("*/*.jsonl"))) == 1
+    assert len(list((stage / "samples").glob("*/*.parquet"))) == 1
 
 
 def test_a_response_without_a_reward_counts_as_unsolved(tmp_path: Path) -> None:
@@ -165,9 +166,16 @@ def test_another_sampling_seed_samples_other_responses(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("auditable", [True, False])
-def test_responses_are_written_for_an_audit(auditable: bool, tmp_path: Path) -> None:
+def test_answers_are_written_by_problem(auditable: bool, tmp_path: Path) -> None:
     evaluate.run(job(tmp_path, auditable=auditable, models={"merge": tmp_path / "merge"}))
-    assert bool(list((tmp_path / "samples").rglob("*.jsonl"))) == auditable
+    [file] = (tmp_path / "samples").rglob("*.parquet")
+    answers = read_samples(file)
+    keys = json.loads((tmp_path / "problems.json").read_text())["sums"]
+    solved = json.loads((tmp_path / "solved" / "merge.json").read_text())["sums"]
+    assert [(each["problem"], each["solved"]) for each in answers] == [
+        (key, bool(right)) for key, right in zip(keys, solved, strict=True)
+    ]
+    assert file.with_suffix(".npz").exists() == auditable
 
 
 def test_each_problem_s_score_is_kept_for_paired_comparisons(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 from parallel.checkpoint.save import Saver
 from stages.data.problem import Problem
 from stages.data.tokenizer import CharacterTokenizer
+from stages.sampling.sample_files import read_samples, samples_file
 from tests.fake_engines import FakeEngine
 from tests.stages.test_sft_mixture import collected, problems
 from tests.stages.toy_merges import UNLIKE, check_kills, gradients, merge, run
@@ -24,8 +25,7 @@ TOKENIZER = CharacterTokenizer()
 
 
 def lines(directory: Path, step: int) -> list[dict[str, Any]]:
-    path = directory / "rollouts" / f"step_{step:06d}.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return read_samples(samples_file(directory / "rollouts", step))
 
 
 def test_half_a_step_s_groups_are_demonstrations_of_each_domain(tmp_path: Path) -> None:
@@ -34,14 +34,14 @@ def test_half_a_step_s_groups_are_demonstrations_of_each_domain(tmp_path: Path) 
     metrics = stage.step(1)
     assert engine.drawn.total() == 2 * 1 * 4  # of 2 prompts a domain, one
     recorded = lines(tmp_path, 1)
-    kinds = Counter((line["domain"], line.get("demonstrated", False)) for line in recorded)
+    kinds = Counter((line["domain"], line["demonstrated"]) for line in recorded)
     assert kinds == {(name, data): 4 for name in ("sums", "words") for data in (False, True)}
     for name in ("sums", "words"):
         share = {
             data: sum(
                 len(line["response_tokens"])
                 for line in recorded
-                if (line["domain"], line.get("demonstrated", False)) == (name, data)
+                if (line["domain"], line["demonstrated"]) == (name, data)
             )
             for data in (False, True)
         }

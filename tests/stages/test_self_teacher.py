@@ -19,6 +19,7 @@ from stages.data.tokenizer import CharacterTokenizer, TokenizerError
 from stages.kinds.self_teacher import SelfTeacherSettings
 from stages.objectives.distillation.top_k import generalised_kl
 from stages.objectives.groups import Group
+from stages.sampling.sample_files import read_samples, samples_file
 from stages.self_teacher import Contexts
 from tests.fake_engines import MODEL, FakeEngine, toy_domain
 from tests.stages.toy_merges import check_kills, gradients, merge, run, save, sharpen, written
@@ -139,8 +140,8 @@ def test_a_stage_steps_with_every_context(context: str, tmp_path: Path) -> None:
     assert metrics["context_too_long/sums"] == 0
     assert "no_context/words" not in metrics
     assert 0 <= metrics["no_context/sums"] < 1
-    lines = (tmp_path / "rollouts" / "step_000001.jsonl").read_text().splitlines()
-    masked = [json.loads(line).get("learned") == [] for line in lines]
+    samples = read_samples(samples_file(tmp_path / "rollouts", 1))
+    masked = [each["learned"] == [] for each in samples]
     assert sum(masked) == metrics["no_context/sums"] * len(masked) / 2
 
 

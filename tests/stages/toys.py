@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -28,6 +27,7 @@ from stages.objectives.groups import Batch, Group
 from stages.rewards.reward import RewardPoolSettings
 from stages.sampling.engines import RewardDispatcher
 from stages.sampling.prompt_buffer import Collection, PromptBuffer
+from stages.sampling.sample_files import read_samples
 from stages.settings import RunSettings, StageJob
 from tests.fake_engines import FakeEngine, RefittedFleet, toy_domain, toy_job, toy_run
 from tests.stages.conftest import OPENED
@@ -191,8 +191,8 @@ def group(samples: list[Sample], rewards: list[float | None]) -> Group:
 
 def trained(directory: Path) -> list[list[str]]:
     """Return the recorded prompts of every step, one for each sample."""
-    files = sorted((directory / "rollouts").glob("step_*.jsonl"))
-    return [[json.loads(line)["prompt"] for line in f.read_text().splitlines()] for f in files]
+    files = sorted((directory / "rollouts").glob("step_*.parquet"))
+    return [[each["prompt"] for each in read_samples(file)] for file in files]
 
 
 class Killed(Exception):
