@@ -24,6 +24,7 @@ from stages.guards.registry import GUARDS, WindowGuardSettings
 from stages.guards.settings import GuardsSettings
 from stages.metric_definitions import METRICS
 from stages.objectives.loss import REGISTRIES
+from stages.sampling.sample_files import COLUMNS
 from stages.settings import RunSettings
 
 ROOT = Path(__file__).parents[1]
@@ -99,6 +100,20 @@ the domains; *computed tokens*: over all tokens that the ranks compute, padding 
 | metric | denominator | meaning | healthy |
 |---|---|---|---|
 """,
+    "samples.md": """\
+# Recorded samples
+
+Every stage that samples writes the samples of each step to
+`runs/NAME/stages/STAGE/rollouts/step_N.parquet`, an evaluation the answers of each model to
+`samples/MODEL/DOMAIN_N.parquet`. [`braid look`](commands.md#braid-look) shows them;
+`pandas.read_parquet("runs/NAME/stages/STAGE/rollouts")` reads all steps of a stage.
+
+The trainer's values of tokens are recorded of the share `logging.tokens` of the prompts, the same
+ones in every step: an entropy over a large vocabulary is not free.
+
+| column | type | meaning |
+|---|---|---|
+""",
     "commands.md": "# Commands\n\n",
 }
 Places = dict[type[BaseModel], str]  # the path of every settings class
@@ -117,6 +132,7 @@ def pages() -> dict[Path, str]:
     texts["guards.md"].append(_guards())
     texts["objective.md"].append(_algorithms())
     texts["metrics.md"][0] += _metrics()
+    texts["samples.md"][0] += _samples()
     texts["commands.md"][0] += _commands(command_parser())
     blocks = _blocks()
     places = {model: path for path, models in blocks for model in models}
@@ -327,6 +343,13 @@ def _metrics() -> str:
     return "\n".join(
         _table_row(f"`{name}`", metric.denominator, metric.meaning, metric.healthy)
         for name, metric in METRICS.items()
+    )
+
+
+def _samples() -> str:
+    return "\n".join(
+        _table_row(f"`{name}`", str(column.type), column.meaning)
+        for name, column in COLUMNS.items()
     )
 
 

@@ -1,4 +1,4 @@
-"""What a viewer sees of tokens that only the trainer knows: its log-probabilities, and entropies.
+"""The trainer's values of tokens that a viewer shows: log-probabilities, entropies, losses.
 
 Of a share of the prompts, `logging.tokens`: entropies over a vocabulary of 150,000 take about as
 long as a twentieth of the step.

@@ -58,6 +58,7 @@ def record(
             "response": _whole(tokenizer.decode(sample.response)),
             "prompt_tokens": sample.prompt,
             "response_tokens": sample.response,
+            "tokens": len(sample.response),
             "finish_reason": "stop" if sample.finished else "length",
             "solved": _is_solved(sample, rewards),
             "step_rewards": _steps(sample),

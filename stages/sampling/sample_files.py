@@ -42,6 +42,7 @@ COLUMNS = {
     "response": Column(TEXT, "without the end token"),
     "prompt_tokens": Column(IDS, "token ids"),
     "response_tokens": Column(IDS, "token ids, end token included"),
+    "tokens": Column(INTEGER, "number of the response's tokens"),
     "finish_reason": Column(TEXT, "`stop`, or `length` where it was truncated"),
     "reward": Column(NUMBER, "null where a reward failed"),
     "reward_parts": Column(

@@ -1,4 +1,4 @@
-"""What is recorded of tokens is the same under every layout, and only of the share of prompts."""
+"""The trainer's values of tokens are the same under every layout, and of the share of prompts."""
 
 from __future__ import annotations
 

@@ -79,6 +79,7 @@ WITHOUT_TORCH = {
     "stages.rewards.kinds.judge",
     "stages.rewards.kinds.python",
     "stages.rewards.sandbox",
+    "stages.sampling.sample_files",
     "stages.statistics",
 }
 HEAVY = {

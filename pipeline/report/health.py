@@ -1,0 +1,149 @@
+"""What is wrong with a run, or likely to go wrong, and what to try first."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+
+from pipeline.run.graph import Stage
+from pipeline.run.metrics import Line
+from pipeline.run.run import Run, StageState
+from stages.domains import PolicySettings
+
+Values = Sequence[float]  # of a metric, by step
+
+SILENT_STEPS, SILENT_SECONDS = 20, 120.0  # without a new step, before a stage seems stuck
+JUMP = 10.0  # times the median that a gradient's norm may grow to
+LAST = 10  # steps that a mean is taken over
+
+
+@dataclass(frozen=True)
+class Symptom:
+    """A stage's metric or state that is not as it should be: an alarm, or advice."""
+
+    stage: str
+    what: str
+    remedy: str
+    alarm: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.stage}: {self.what}; {self.remedy}"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A metric that is out of its range where `broken` says what is wrong with its values."""
+
+    metric: str
+    broken: Callable[[Values], str | None]
+    remedy: str
+    alarm: bool = True
+
+
+def _mean_above(bound: float, text: str) -> Callable[[Values], str | None]:
+    """Return the rule that the mean of the last steps is above a bound."""
+
+    def broken(values: Values) -> str | None:
+        mean = sum(values[-LAST:]) / len(values[-LAST:])
+        return text.format(mean) if mean > bound else None
+
+    return broken
+
+
+def _jump(values: Values) -> str | None:
+    usual, newest = median(values), max(values[-LAST:])
+    if len(values) <= LAST or newest <= JUMP * usual:
+        return None
+    return f"the gradient's norm jumped to {newest:.3g}, {newest / usual:.0f} times its median"
+
+
+# Beside the guards, which docs/explanation/guards.md explains; in the order to look at them.
+RULES = (
+    Rule(
+        "reward_failures",
+        _mean_above(0.0, "rewards fail on {:.2g} samples a step"),
+        "see the first failures with: braid logs RUN STAGE",
+    ),
+    Rule(
+        "engine_restarts",
+        _mean_above(0.0, "engines are lost, {:.2g} a step"),
+        "see why with: braid logs RUN STAGE --engine 0",
+    ),
+    Rule("gradient_norm", _jump, "lower the learning rate, or optimizer.clip_norm", alarm=False),
+    Rule(
+        "too_long",
+        _mean_above(0.0, "{:.2g} prompts a step are skipped for their length"),
+        "raise prompts.max_prompt_tokens or the source's max_tokens",
+        alarm=False,
+    ),
+)
+
+
+def symptoms(
+    run: Run, states: Mapping[str, StageState], lines: Mapping[str, Sequence[Line]]
+) -> list[Symptom]:
+    """Return what is wrong with a run's stages, alarms first, each in the order of the graph.
+
+    `lines` are each stage's metrics.
+    """
+    found = [
+        finding
+        for stage in run.stages
+        for finding in _of_stage(run, stage, states[stage.name], lines.get(stage.name, ()))
+    ]
+    return sorted(found, key=lambda each: not each.alarm)
+
+
+def _of_stage(
+    run: Run, stage: Stage, state: StageState, lines: Sequence[Line]
+) -> Iterator[Symptom]:
+    if state.state in ("failed", "stale"):
+        again = f"continue with: {run.resume_command()}"
+        yield Symptom(stage.name, f"{state.state}: {state.cause}", again)
+    if not lines:
+        return
+    yield from _guards(run, stage, lines)
+    for rule in RULES:
+        values = _series(lines, rule.metric)
+        if values and (what := rule.broken(values)):
+            yield Symptom(stage.name, what, rule.remedy, rule.alarm)
+    if state.state == "running" and (what := _silent(lines)):
+        yield Symptom(stage.name, what, f"see what it waits for: braid look {run.name} --waits")
+
+
+def _guards(run: Run, stage: Stage, lines: Sequence[Line]) -> Iterator[Symptom]:
+    """Yield a finding for each guard whose metric is beyond its threshold now."""
+    policy = _policy(run, stage)
+    for name, guard in policy.guards if policy is not None else ():
+        beyond = 0
+        for value in reversed(_series(lines, guard.metric)):
+            if not (value > guard.threshold if guard.side == "above" else value < guard.threshold):
+                break
+            beyond += 1
+        if guard.action != "off" and beyond >= guard.patience:
+            value = _series(lines, guard.metric)[-1]
+            what = f"{guard.metric} is {value:.3g}, {guard.side} {guard.threshold:g} for {beyond}"
+            yield Symptom(stage.name, f"{what} steps (guard {name})", guard.remedy)
+
+
+def _policy(run: Run, stage: Stage) -> PolicySettings | None:
+    if stage.block is None or stage.kind != "grpo":
+        return None
+    return run.settings.stages[stage.block].policy(run.settings, stage.domains)
+
+
+def _silent(lines: Sequence[Line]) -> str | None:
+    """Return what is wrong where the newest step is long ago, by the pace of those before."""
+    times = [line["time"] for line in lines]
+    paces = [after - before for before, after in pairwise(times)]
+    since = time.time() - times[-1]
+    if not paces or since <= max(SILENT_SECONDS, SILENT_STEPS * median(paces)):
+        return None
+    return f"no step for {since:.0f} s, and one takes {median(paces):.1f} s"
+
+
+def _series(lines: Sequence[Line], metric: str) -> list[float]:
+    return [line[metric] for line in lines if metric in line]

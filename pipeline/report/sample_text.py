@@ -1,0 +1,63 @@
+"""Recorded samples as text: a line of what each earned, its prompt, its response, its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from pipeline.report.tables import Cell, table
+from pipeline.text import visible
+
+KEY_DIGITS = 12  # of a problem's key, which are enough to tell problems apart
+TOKEN_COLUMNS = ("logprobs", "trainer_logprobs", "entropies", "advantages", "teacher_kl")
+HEADINGS = ("", "token", "engine", "trainer", "difference", "entropy", "advantage", "teacher_kl")
+
+
+def sample_lines(row: dict[str, Any]) -> Iterator[str]:
+    """Yield the lines of a sample: where it is from, what it earned, what it says."""
+    place = [f"step {row['step']}", f"group {row['group']}", row["domain"]]
+    if row["model"] is not None:
+        place = [row["model"], row["domain"]]
+    if row["problem"] is not None:
+        place.append(f"problem {row['problem'][:KEY_DIGITS]}")
+    tokens = f"{row['tokens']} token{'s' if row['tokens'] != 1 else ''}"
+    if row["finish_reason"] == "length":
+        tokens += ", truncated"
+    place.append(tokens)
+    if row["staleness"]:
+        place.append(f"{row['staleness']} steps old")
+    yield visible(" · ".join(place))
+    yield from _earned(row)
+    yield visible(f"  prompt    {row['prompt']}", keep="\n")
+    yield visible(f"  response  {row['response']}", keep="\n")
+
+
+def _earned(row: dict[str, Any]) -> Iterator[str]:
+    if row["reward_failure"] is not None:
+        yield visible(f"  no reward: {row['reward_failure']}")
+    if row["reward"] is None:
+        return
+    said, parts = row["reward_messages"] or {}, row["reward_parts"] or {}
+    each = [f"{name} {score:g}" for name, score in parts.items()]
+    advantage = "" if row["model"] is not None else f", advantage {row['advantage']:+.3g}"
+    yield visible(f"  reward    {row['reward']:g} ({', '.join(each)}){advantage}")
+    for name, message in said.items():
+        yield visible(f"            {name}: {message}", keep="\n")
+
+
+def token_table(row: dict[str, Any], texts: Sequence[str]) -> str:
+    """Return a table of a response's tokens, `texts`, with what was recorded of each."""
+    values = {name: row[name] for name in TOKEN_COLUMNS}
+    learned = range(len(texts)) if row["learned"] is None else row["learned"]
+    lines: list[list[str | Cell]] = []
+    for place, text in enumerate(texts):
+        own = {n: None if each is None else each[place] for n, each in values.items()}
+        if place not in learned:
+            own = {**own, "trainer_logprobs": None, "entropies": None, "teacher_kl": None}
+        engine, trainer = own["logprobs"], own["trainer_logprobs"]
+        apart = None if engine is None or trainer is None else trainer - engine
+        advantage = row["advantage"] if own["advantages"] is None else own["advantages"]
+        numbers = [engine, trainer, apart, own["entropies"], advantage, own["teacher_kl"]]
+        cells = ["" if number is None else f"{number:.4g}" for number in numbers]
+        lines.append([str(place), repr(text), *cells])
+    return table("", HEADINGS, lines, right=range(2, len(HEADINGS)))

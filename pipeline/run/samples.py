@@ -1,0 +1,197 @@
+"""The recorded samples of a stage: which there are, and the ones that a person asks for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import unquote
+
+import pyarrow
+import pyarrow.compute as compute
+import pyarrow.parquet as parquet
+
+from parallel.errors import UserError, hint
+from pipeline.text import shown
+from stages.directory import StageDirectory
+from stages.sampling.sample_files import COLUMNS, Row, read_samples
+
+Order = Literal["first", "worst", "longest", "flipped"]
+
+# What an overview needs of every sample; the others are read of the samples that are shown.
+LIGHT = ("step", "domain", "problem", "reward", "solved", "tokens", "finish_reason")
+PLACE = ("file", "number")  # where a sample is: its file, and its row there
+RIGHT = 0.5  # share of a prompt's samples that must solve it
+
+
+@dataclass(frozen=True)
+class Query:
+    """Which samples a person asks for, and in which order.
+
+    `reward` is a reward's name and the score it gave; "" is the sum. `grep` is searched in prompts
+    and responses. `flipped` pairs the samples of a prompt in the first and the last step that had
+    it, where it was solved in one of them only.
+    """
+
+    steps: tuple[int, ...] = ()
+    domain: str | None = None
+    problem: str | None = None
+    model: str | None = None
+    reward: tuple[str, float] | None = None
+    grep: re.Pattern[str] | None = None
+    order: Order = "first"
+
+
+class StageSamples:
+    """The samples that a stage has recorded, of training steps or of an evaluation's answers."""
+
+    def __init__(self, directory: StageDirectory) -> None:
+        self._directory = directory
+        self.files = sorted(directory.rollouts.glob("step_*.parquet"))
+        self.files += sorted(directory.samples.rglob("*.parquet"))
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps that have samples, in order."""
+        return sorted(set(self._light["step"].to_pylist()))
+
+    @cached_property
+    def _light(self) -> pyarrow.Table:
+        return self._table(LIGHT)
+
+    def _table(self, columns: Sequence[str]) -> pyarrow.Table:
+        """Return columns of all samples, with the `model` that gave them and their `PLACE`."""
+        tables = [self._read(number, path, columns) for number, path in enumerate(self.files)]
+        if not tables:
+            raise UserError(
+                f"{shown(self._directory.path)} has no recorded samples: the stage has not finished"
+                " a step, or records none"
+            )
+        return pyarrow.concat_tables(tables)
+
+    def _read(self, number: int, path: Path, columns: Sequence[str]) -> pyarrow.Table:
+        try:
+            table = parquet.read_table(path, columns=[*columns])
+        except (OSError, ValueError, pyarrow.ArrowException) as error:
+            raise UserError(f"{shown(path)}: damaged: {error}") from error
+        count = len(table)
+        for name, values in (
+            ("model", pyarrow.array([self._model(path)] * count, pyarrow.string())),
+            ("file", pyarrow.array([number] * count, pyarrow.int32())),
+            ("number", pyarrow.array(range(count), pyarrow.int32())),
+        ):
+            table = table.append_column(name, values)
+        return table
+
+    def _model(self, path: Path) -> str | None:
+        """Return the model whose answers a file has; None in training."""
+        below = path.parent
+        return (
+            None
+            if below in (self._directory.rollouts, self._directory.samples)
+            else unquote(below.name)
+        )
+
+    def find(self, query: Query) -> list[Row]:
+        """Return the samples that a query asks for, light columns only, in its order.
+
+        Raises:
+            UserError: there are no samples, or none has a step, domain, model or reward of the
+                query's.
+        """
+        table = self._light
+        for name, wanted in (("domain", query.domain), ("model", query.model)):
+            if wanted is not None:
+                table = self._equal(table, name, wanted)
+        if query.steps:
+            table = table.filter(
+                compute.is_in(table["step"], pyarrow.array(query.steps, pyarrow.int32()))
+            )
+            if not len(table):
+                first, *_, last = [self.steps[0], *self.steps]
+                raise UserError(
+                    f"no samples of step {query.steps[0]}; there are some from {first} to {last}"
+                )
+        if query.problem is not None:
+            table = table.filter(compute.starts_with(table["problem"], query.problem))
+        if query.reward is not None:
+            table = self._scored(table, *query.reward)
+        if query.grep is not None:
+            table = self._grepped(table, query.grep)
+        return _ordered(table, query.order)
+
+    def _equal(self, table: pyarrow.Table, column: str, wanted: str) -> pyarrow.Table:
+        known = [each for each in table[column].unique().to_pylist() if each is not None]
+        if wanted not in known:
+            raise UserError(f"no samples of {column} {wanted}; {hint(wanted, known)}")
+        return table.filter(compute.equal(table[column], wanted))
+
+    def _scored(self, table: pyarrow.Table, name: str, score: float) -> pyarrow.Table:
+        if not name:
+            return table.filter(compute.equal(table["reward"], score))
+        parts = self._beside(table, ["reward_parts"])["reward_parts"].to_pylist()
+        known = {key for each in parts for key, _ in each or ()}
+        if name not in known:
+            raise UserError(f"no sample has a reward {name}; {hint(name, sorted(known))}")
+        return table.filter(pyarrow.array([dict(each or ()).get(name) == score for each in parts]))
+
+    def _grepped(self, table: pyarrow.Table, pattern: re.Pattern[str]) -> pyarrow.Table:
+        texts = self._beside(table, ["prompt", "response"])
+        pairs = zip(texts["prompt"].to_pylist(), texts["response"].to_pylist(), strict=True)
+        found = [any(text and pattern.search(text) for text in pair) for pair in pairs]
+        return table.filter(pyarrow.array(found, pyarrow.bool_()))
+
+    def _beside(self, table: pyarrow.Table, columns: Sequence[str]) -> pyarrow.Table:
+        """Return further columns of the samples of a table, in its order."""
+        files = sorted(set(table["file"].to_pylist()))
+        tables = [self._read(number, self.files[number], columns) for number in files]
+        offsets, start = {}, 0
+        for number, each in zip(files, tables, strict=True):
+            offsets[number], start = start, start + len(each)
+        if not tables:
+            return self._read(0, self.files[0], columns).slice(0, 0)
+        places = zip(table["file"].to_pylist(), table["number"].to_pylist(), strict=True)
+        return pyarrow.concat_tables(tables).take([offsets[file] + row for file, row in places])
+
+    def whole(self, found: Row) -> Row:
+        """Return all columns of a sample that was found."""
+        path = self.files[found["file"]]
+        row = read_samples(path)[found["number"]]
+        return {**row, "model": found["model"], "file": str(path)}
+
+
+def _ordered(table: pyarrow.Table, order: Order) -> list[Row]:
+    if order == "worst":
+        table = table.filter(compute.is_valid(table["reward"]))
+        table = table.sort_by([("reward", "ascending"), ("step", "descending")])
+    if order == "longest":
+        table = table.sort_by([("tokens", "descending"), ("step", "descending")])
+    rows: list[Row] = table.to_pylist()
+    return [*_flipped(rows)] if order == "flipped" else rows
+
+
+def _flipped(rows: Sequence[Row]) -> Iterator[Row]:
+    """Yield, of each prompt that became right or wrong, a sample of its first and last step."""
+    seen: dict[tuple[str, str], dict[int, list[Row]]] = {}
+    for row in rows:
+        if row["problem"] is not None and row["solved"] is not None:
+            of_problem = seen.setdefault((row["domain"], row["problem"]), {})
+            of_problem.setdefault(row["step"], []).append(row)
+    for steps in seen.values():
+        first, last = (steps[step] for step in (min(steps), max(steps)))
+        before, after = (_share(each) >= RIGHT for each in (first, last))
+        if before != after:
+            yield next(row for row in first if row["solved"] == before)
+            yield next(row for row in last if row["solved"] == after)
+
+
+def _share(rows: Sequence[Row]) -> float:
+    return sum(row["solved"] for row in rows) / len(rows)
+
+
+def columns_of(row: Row) -> dict[str, Any]:
+    """Return a sample's columns that have a value, in the order of the files."""
+    return {name: row[name] for name in COLUMNS if row.get(name) is not None}

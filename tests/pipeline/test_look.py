@@ -1,0 +1,241 @@
+"""`braid look`: a run's health and curves, and the samples that a person asks for."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet as parquet
+import pytest
+
+from pipeline.report.overview import sparkline
+from stages.sampling.sample_files import COLUMNS, samples_file, write_samples
+from stages.settings import RunSettings
+from tests.pipeline.measured_runs import Measured, Skill, answers, keys, write_run
+
+Braid = Callable[..., tuple[int, str, str]]
+Line = dict[str, Any]
+
+STAGE = "experts.sums"
+HEALTHY = {
+    **{"reward": 0.5, "entropy": 0.5, "unfinished": 0.0, "zero_variance": 0.3},
+    **{"gradient_norm": 1.0, "trained_tokens": 100, "reward_failures": 0, "engine_restarts": 0},
+    **{"reward_spread": 0.4, "seconds_rollout": 3.0, "seconds_train": 1.0},
+}
+
+
+@pytest.fixture
+def small(runs: Path, settings: RunSettings) -> Path:
+    """A run whose stages are done, and whose expert has logged thirty steps."""
+    domains = ("sums", "words")
+    measured = Measured(answers({"cold_start": {d: Skill(0.3) for d in domains}}), keys(domains))
+    write_run(runs / "small", settings, measured)
+    log(runs / "small", [HEALTHY] * 30)
+    return runs / "small"
+
+
+def log(run: Path, metrics: list[Line]) -> None:
+    """Write the expert's metrics, a second a step, until now."""
+    start = time.time() - len(metrics)
+    lines = [
+        {"step": step, "steps": len(metrics), "time": start + step, **line}
+        for step, line in enumerate(metrics, start=1)
+    ]
+    path = run / "stages" / STAGE / "metrics.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def sample(step: int, prompt: str, reward: float | None, **columns: Any) -> Line:
+    """A sample of `prompt`, two tokens long."""
+    found = {
+        **{"step": step, "update": 0, "group": 0, "domain": "sums", "prompt": prompt},
+        **{"problem": sha256(prompt.encode()).hexdigest(), "response": f"{prompt}?", "tokens": 2},
+        **{"prompt_tokens": [5, 6], "response_tokens": [2, 3], "finish_reason": "stop"},
+        **{"reward": reward, "reward_parts": {"exact": reward, "brief": 0.5}, "advantage": -0.5},
+        **{"solved": reward == 1, "weight_version": step, "staleness": 0, "logprobs": [-1.0, -2.0]},
+    }
+    return {**found, **columns}
+
+
+@pytest.fixture
+def recorded(small: Path) -> Path:
+    """The run with samples of three steps: `a` becomes right, `b` wrong, `c` stays wrong."""
+    rollouts = small / "stages" / STAGE / "rollouts"
+    steps = {
+        1: [sample(1, "a", 0), sample(1, "b", 1), sample(1, "c", 0, tokens=9)],
+        2: [sample(2, "a", 0), sample(2, "d", None, solved=None, reward_failure="died")],
+        3: [sample(3, "a", 1), sample(3, "b", 0), sample(3, "c", -1)],
+    }
+    for step, rows in steps.items():
+        write_samples(samples_file(rollouts, step), rows)
+    return small
+
+
+def found(braid: Braid, *arguments: str) -> list[tuple[int, str]]:
+    """Return the step and the prompt of the samples that the command finds."""
+    code, out, err = braid("look", "small", STAGE, *arguments, "--count", "99", "--json")
+    assert code == 0, err
+    return [(each["step"], each["prompt"]) for each in json.loads(out)["samples"]]
+
+
+def printed(braid: Braid, *arguments: str) -> str:
+    code, out, err = braid("look", "small", *arguments)
+    assert code == 0, err
+    return out
+
+
+def refused(braid: Braid, *arguments: str) -> str:
+    code, out, err = braid("look", "small", *arguments)
+    assert (code, out) == (1, "")
+    return err
+
+
+@pytest.mark.usefixtures("small")
+def test_a_healthy_run_has_a_curve_for_each_stage(braid: Braid) -> None:
+    out = printed(braid)
+    health, _, title, headings, *rows = out.splitlines()
+    assert health == "✓ nothing is out of its range"
+    assert title == "small: seed 0"
+    assert headings.split("  ")[0] == "stage"
+    [row] = [row for row in rows if STAGE in row]
+    assert "30/30" in row
+    assert "reward 0.5 → 0.5" in row
+    assert " 100 " in row  # tokens a second
+    assert "rollout 75 % · train 25 %" in row
+
+
+FAULTS: dict[str, tuple[Line, str]] = {
+    "entropy": ({"entropy": 0.001}, "entropy is 0.001, below 0.02 for 8 steps"),
+    "truncation": ({"unfinished": 0.5}, "unfinished is 0.5, above 0.25 for 8 steps"),
+    "no signal": ({"zero_variance": 1.0}, "zero_variance is 1, above 0.9"),
+    "rewards": ({"reward_failures": 3}, "rewards fail on 2.4 samples a step"),
+    "engines": ({"engine_restarts": 1}, "engines are lost, 0.8 a step"),
+    "gradient": ({"gradient_norm": 50.0}, "the gradient's norm jumped to 50, 50 times its median"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_named_with_its_remedy(fault: str, small: Path, braid: Braid) -> None:
+    worse, said = FAULTS[fault]
+    log(small, [HEALTHY] * 22 + [{**HEALTHY, **worse}] * 8)
+    first, *_ = printed(braid).splitlines()
+    assert f" {STAGE}: {said}" in first
+    [only] = json.loads(printed(braid, "--json"))["health"]
+    assert only["stage"] == STAGE
+    assert only["remedy"]
+    assert only["alarm"] == (fault != "gradient") == first.startswith("! ")
+
+
+def test_a_fault_that_is_over_is_not_named(small: Path, braid: Braid) -> None:
+    log(small, [{**HEALTHY, "entropy": 0.001}] * 20 + [HEALTHY] * 10)
+    assert json.loads(printed(braid, "--json"))["health"] == []
+
+
+def test_a_failed_stage_comes_before_advice(
+    small: Path, braid: Braid, settings: RunSettings
+) -> None:
+    log(small, [HEALTHY] * 29 + [{**HEALTHY, "gradient_norm": 99.0}])
+    with (small / "ledger.jsonl").open("a") as ledger:
+        event = {"time": 1.0, "stage": "merge", "state": "failed", "cause": "no memory"}
+        ledger.write(json.dumps({**event, "attempt": 2, "seconds": 1.0}) + "\n")
+    (small / "stages" / "merge" / "manifest.json").unlink()
+    health = json.loads(printed(braid, "--json"))["health"]
+    assert health[-1]["stage"] == STAGE and not health[-1]["alarm"]
+    assert health[0]["alarm"]
+
+
+@pytest.mark.usefixtures("recorded")
+def test_samples_are_found_by_what_is_asked(braid: Braid) -> None:
+    assert len(found(braid)) == 8
+    assert found(braid, "--step", "2") == [(2, "a"), (2, "d")]
+    assert found(braid, "--step", "1", "--step", "3", "--reward", "1") == [(1, "b"), (3, "a")]
+    assert found(braid, "--worst")[:2] == [(3, "c"), (3, "b")]
+    assert (2, "d") not in found(braid, "--worst")  # it has no reward
+    assert found(braid, "--longest")[0] == (1, "c")
+    assert found(braid, "--flipped") == [(1, "a"), (3, "a"), (1, "b"), (3, "b")]
+    assert found(braid, "--grep", r"^c\?") == [(1, "c"), (3, "c")]
+    assert found(braid, "--reward", "exact=-1") == [(3, "c")]
+    assert found(braid, "--reward", "brief=0.5", "--step", "2") == [(2, "a"), (2, "d")]
+    assert found(braid, "--domain", "sums", "--prompt", sha256(b"b").hexdigest()[:12]) == [
+        (1, "b"),
+        (3, "b"),
+    ]
+    assert found(braid, "--grep", "nowhere") == []
+
+
+def test_a_sample_is_printed_with_what_was_recorded(recorded: Path, braid: Braid) -> None:
+    whole = sample(
+        4,
+        "x",
+        0.0,
+        reward_messages={"exact": "expected\n4"},
+        staleness=2,
+        finish_reason="length",
+        trainer_logprobs=[-1.5, 0.0],
+        entropies=[0.25, 0.0],
+        learned=[0],
+        response="\x1b[31m",
+    )
+    path = samples_file(recorded / "stages" / STAGE / "rollouts", 4)
+    write_samples(path, [whole])
+    out = printed(braid, STAGE, "--step", "4", "--tokens")
+    key = sha256(b"x").hexdigest()[:12]
+    assert out.splitlines() == [
+        f"step 4 · group 0 · sums · problem {key} · 2 tokens, truncated · 2 steps old",
+        "  reward    0 (exact 0, brief 0.5), advantage -0.5",
+        "            exact: expected",
+        "4",
+        "  prompt    x",
+        r"  response  \x1b[31m",
+        "   token  engine  trainer  difference  entropy  advantage  teacher_kl",
+        "0  '0'        -1     -1.5        -0.5     0.25       -0.5",
+        "1  '1'        -2                                     -0.5",
+        "",
+        "1 of 1 samples",
+    ]
+    assert "3 of 9 samples; --count 9 shows all" in printed(braid, STAGE, "--count", "3")
+
+
+def test_answers_of_an_evaluation_are_by_model(small: Path, braid: Braid) -> None:
+    for model, reward in (("merge", 1.0), ("%2Felsewhere%2Fbase", 0.0)):
+        path = small / "stages" / "evaluate" / "samples" / model / "sums_000000.parquet"
+        write_samples(path, [sample(0, "a", reward)])
+    out = printed(braid, "evaluate", "--model", "/elsewhere/base")
+    assert out.startswith("/elsewhere/base · sums · problem ")
+    assert "1 of 1 samples" in out
+    assert "known: " in refused(braid, "evaluate", "--model", "nobody")
+
+
+def test_what_is_not_there_is_said(recorded: Path, braid: Braid) -> None:
+    assert "no samples of step 9; there are some from 1 to 3" in refused(
+        braid, STAGE, "--step", "9"
+    )
+    assert "no samples of domain words" in refused(braid, STAGE, "--domain", "words")
+    assert "no sample has a reward right" in refused(braid, STAGE, "--reward", "right=1")
+    assert "no recorded samples" in refused(braid, "merge")
+    assert "--grep is about samples: name a STAGE" in refused(braid, "--grep", "x")
+    code, _, err = braid("look", "small", STAGE, "--reward", "exact")
+    assert code == 2 and "is not SCORE or NAME=SCORE" in err
+    path = samples_file(recorded / "stages" / STAGE / "rollouts", 2)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:100])
+    assert "step_000002.parquet: damaged" in refused(braid, STAGE)
+
+
+def test_pandas_and_pyarrow_read_a_directory_of_samples(recorded: Path) -> None:
+    table = parquet.read_table(recorded / "stages" / STAGE / "rollouts")
+    assert table.column_names == list(COLUMNS)
+    assert len(table) == 8
+    assert pyarrow.types.is_map(table.schema.field("reward_parts").type)
+
+
+def test_a_sparkline_spans_the_lowest_and_the_highest() -> None:
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
+    assert sparkline([3.0] * 50) == "▁" * 16
+    assert sparkline([5.0]) == "▁"
+    assert len(sparkline([float(n) for n in range(1000)])) == 16
