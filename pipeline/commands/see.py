@@ -7,6 +7,7 @@ from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable
 from itertools import islice
 from math import isfinite
+from typing import Any
 
 from parallel.errors import UserError
 from pipeline.commands import common
@@ -24,6 +25,10 @@ from pipeline.text import say
 from stages.data.tokenizer import load_tokenizer
 
 MOST_BYTES = 1 << 26  # of a stage's metrics that are read, from their end
+
+
+# Which of two models, --model and --versus, solves a problem.
+SOLVED_BY = {"model": "only_first", "versus": "only_second", "both": "both", "neither": "neither"}
 
 
 def _pattern(text: str) -> re.Pattern[str]:
@@ -57,9 +62,11 @@ def _order(name: str, text: str) -> Argument:
     "  braid look quickstart experts.chain_sum --worst --count 3\n"
     "  braid look quickstart experts.chain_sum --flipped      once wrong, later right, or back\n"
     "  braid look quickstart experts.chain_sum --reward exact=0 --step 12 --tokens\n"
-    "  braid look quickstart evaluate --model merge --grep '^<>'\n\n"
+    "  braid look quickstart evaluate --model merge --grep '^<>'\n"
+    "  braid look quickstart evaluate --model cold_start --versus merge\n\n"
     "Of each token --tokens shows the engine's and the trainer's log-probability, the entropy and\n"
     "the advantage, as far as they are recorded (logging.tokens).\n\n"
+    "With --versus, McNemar's p is of the exact test that both models solve equally many.\n\n"
     'JSON: {"run", "health": [{"stage", "what", "remedy", "alarm"}], "stages": [{"name",\n'
     '"state", "step", "steps", "metric", "values"}]}; with STAGE {"count", "samples": [...]},\n'
     "whose columns docs/reference/samples.md explains.",
@@ -73,6 +80,16 @@ def _order(name: str, text: str) -> Argument:
     Argument("--step", type=common.positive, action="append", metavar="N", help="only this step"),
     Argument("--domain", metavar="DOMAIN", help="only this domain"),
     Argument("--model", metavar="MODEL", help="only answers of this model, in an evaluation"),
+    Argument(
+        "--versus",
+        metavar="MODEL",
+        help="compare --model with this one, or OTHER_RUN/MODEL, on the problems of both",
+    ),
+    Argument(
+        "--solved-by",
+        choices=SOLVED_BY,
+        help="with --versus: show the answers to these problems (default: solved by one alone)",
+    ),
     Argument("--prompt", metavar="KEY", help="only prompts whose problem begins with this key"),
     Argument(
         "--reward",
@@ -90,10 +107,14 @@ def _order(name: str, text: str) -> Argument:
 def look(arguments: Namespace) -> None:
     """Show a run, or samples of a stage."""
     run = common.load_run(arguments)
+    if (arguments.versus or arguments.solved_by) and not (arguments.model and arguments.versus):
+        raise UserError("--versus compares two models: name both, with --model and --versus")
     if arguments.stage is None:
         if used := [name for name in SAMPLE_OPTIONS if getattr(arguments, name)]:
             raise UserError(f"--{used[0]} is about samples: name a STAGE")
         _show_run(arguments, run)
+    elif arguments.versus:
+        _show_outcomes(arguments, run)
     else:
         _show_samples(arguments, run)
 
@@ -121,17 +142,7 @@ def _show_samples(arguments: Namespace, run: Run) -> None:
 
     [stage] = run.chosen([arguments.stage])
     samples = StageSamples(run.stage(stage.name))
-    found = samples.find(
-        Query(
-            steps=tuple(arguments.step or ()),
-            domain=arguments.domain,
-            problem=arguments.prompt,
-            model=arguments.model,
-            reward=arguments.reward,
-            grep=arguments.grep,
-            order=arguments.order or "first",
-        )
-    )
+    found = samples.find(Query(**_asked(arguments), order=arguments.order or "first"))
     shown = [samples.whole(each) for each in islice(found, arguments.count)]
     if arguments.json:
         rows = [{**columns_of(row), "model": row["model"], "file": row["file"]} for row in shown]
@@ -145,6 +156,45 @@ def _show_samples(arguments: Namespace, run: Run) -> None:
         say("")
     more = f"; --count {len(found)} shows all" if len(found) > len(shown) else ""
     say(f"{len(shown)} of {len(found)} samples{more}")
+
+
+def _asked(arguments: Namespace) -> dict[str, Any]:
+    """Return what the options ask of a sample, as a Query takes it."""
+    return {
+        "steps": tuple(arguments.step or ()),
+        "domain": arguments.domain,
+        "problem": arguments.prompt,
+        "model": arguments.model,
+        "reward": arguments.reward,
+        "grep": arguments.grep,
+    }
+
+
+def _show_outcomes(arguments: Namespace, run: Run) -> None:
+    from pipeline.report.versus import answers, outcome_table, outcomes, outcomes_json
+    from pipeline.run.samples import Query, StageSamples
+
+    [stage] = run.chosen([arguments.stage])
+    first = StageSamples(run.stage(stage.name))
+    name, _, model = arguments.versus.rpartition("/")
+    elsewhere = bool(name) and arguments.versus not in first.models
+    other = common.read_run(common.find(arguments.runs_dir, name)) if elsewhere else run
+    second = StageSamples(other.stage(stage.name)) if elsewhere else first
+    asked = _asked(arguments)
+    ours = answers(first, Query(**asked))
+    theirs = answers(second, Query(**{**asked, "model": model if elsewhere else arguments.versus}))
+    names = (arguments.model, arguments.versus)
+    found = outcomes(ours, theirs)
+    if arguments.json:
+        print_json(arguments, outcomes_json(found, names))
+        return
+    print(outcome_table(found, names), end="\n\n")
+    wanted = SOLVED_BY.get(arguments.solved_by)
+    problems = getattr(found, wanted) if wanted else [*found.only_first, *found.only_second]
+    for problem in problems[: arguments.count]:
+        say(*sample_lines(first.whole(ours[problem])))
+        say(*sample_lines(second.whole(theirs[problem])), "")
+    say(f"{min(len(problems), arguments.count)} of {len(problems)} problems")
 
 
 def _texts(run: Run) -> Callable[[list[int]], list[str]]:

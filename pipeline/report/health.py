@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import median
+from statistics import fmean, median
 
 from pipeline.run.graph import Stage
 from pipeline.run.metrics import Line
@@ -18,6 +18,9 @@ Values = Sequence[float]  # of a metric, by step
 SILENT_STEPS, SILENT_SECONDS = 20, 120.0  # without a new step, before a stage seems stuck
 JUMP = 10.0  # times the median that a gradient's norm may grow to
 LAST = 10  # steps that a mean is taken over
+# Guards of too little variety, which is as it should be once most prompts are solved.
+OF_VARIETY = {"entropy_collapse", "reward_spread", "zero_variance", "similar_responses"}
+SOLVED = 0.5  # mean `all_right` from which most prompts are solved
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ def _mean_above(bound: float, text: str) -> Callable[[Values], str | None]:
     """Return the rule that the mean of the last steps is above a bound."""
 
     def broken(values: Values) -> str | None:
-        mean = sum(values[-LAST:]) / len(values[-LAST:])
+        mean = fmean(values[-LAST:])
         return text.format(mean) if mean > bound else None
 
     return broken
@@ -116,8 +119,11 @@ def _of_stage(
 
 def _guards(run: Run, stage: Stage, lines: Sequence[Line]) -> Iterator[Symptom]:
     """Yield a finding for each guard whose metric is beyond its threshold now."""
-    policy = _policy(run, stage)
+    policy, right = _policy(run, stage), _series(lines, "all_right")[-LAST:]
+    solved = bool(right) and fmean(right) >= SOLVED
     for name, guard in policy.guards if policy is not None else ():
+        if solved and name in OF_VARIETY:
+            continue
         beyond = 0
         for value in reversed(_series(lines, guard.metric)):
             if not (value > guard.threshold if guard.side == "above" else value < guard.threshold):

@@ -131,6 +131,14 @@ def test_a_fault_is_named_with_its_remedy(fault: str, small: Path, braid: Braid)
     assert only["alarm"] == (fault != "gradient") == first.startswith("! ")
 
 
+def test_little_variety_is_no_fault_of_a_solved_domain(small: Path, braid: Braid) -> None:
+    alike = {**HEALTHY, "similar_responses": 0.98, "entropy": 0.01, "zero_variance": 0.95}
+    log(small, [{**alike, "all_right": 0.4}] * 30)
+    assert len(json.loads(printed(braid, "--json"))["health"]) == 3
+    log(small, [{**alike, "all_right": 0.6}] * 30)
+    assert json.loads(printed(braid, "--json"))["health"] == []
+
+
 def test_a_fault_that_is_over_is_not_named(small: Path, braid: Braid) -> None:
     log(small, [{**HEALTHY, "entropy": 0.001}] * 20 + [HEALTHY] * 10)
     assert json.loads(printed(braid, "--json"))["health"] == []
@@ -209,6 +217,48 @@ def test_answers_of_an_evaluation_are_by_model(small: Path, braid: Braid) -> Non
     assert out.startswith("/elsewhere/base · sums · problem ")
     assert "1 of 1 samples" in out
     assert "known: " in refused(braid, "evaluate", "--model", "nobody")
+
+
+def answered(run: Path, model: str, right: list[float], first: int = 0) -> None:
+    """Write a model's answers to numbered problems of a run's evaluation."""
+    path = run / "stages" / "evaluate" / "samples" / model / "sums_000000.parquet"
+    write_samples(path, [sample(0, str(n), value) for n, value in enumerate(right, start=first)])
+
+
+def test_two_models_are_compared_on_the_problems_of_both(small: Path, braid: Braid) -> None:
+    answered(small, "cold_start", [1, 1, 0, 0, 0, 0, 0, 0, 0, 0])
+    answered(small, "merge", [1, 0, 1, 1, 1, 1, 1, 1, 1, 0])
+    asked = ("evaluate", "--model", "cold_start", "--versus", "merge")
+    table, _, rest = printed(braid, *asked, "--count", "1").partition("\n\n")
+    headings, row = table.splitlines()
+    assert headings.split("  ")[-4:] == ["only cold_start", "only merge", "neither", "McNemar's p"]
+    assert row.split() == ["sums", "1", "1", "7", "1", "0.07"]  # 2 * (1 + 8) / 2^8
+    assert [line.partition(" ·")[0] for line in rest.splitlines() if " · " in line] == [
+        *("cold_start", "merge"),
+    ]
+    assert rest.splitlines()[-1] == "1 of 8 problems"
+    assert "1 of 1 problems" in printed(braid, *asked, "--solved-by", "neither")
+    document = json.loads(printed(braid, *asked, "--json"))
+    assert document["domains"]["sums"] == {
+        **{"both": 1, "only_first": 1, "only_second": 7, "neither": 1},
+        "p_value": pytest.approx(18 / 256),
+    }
+    assert document["only_first"] == [sha256(b"1").hexdigest()]
+
+
+def test_a_model_of_another_run_is_compared(
+    small: Path, runs: Path, settings: RunSettings, braid: Braid
+) -> None:
+    write_run(runs / "other", settings.model_copy(update={"name": "other"}), Measured({}))
+    answered(small, "merge", [1, 0, 1])
+    answered(runs / "other", "merge", [1, 1, 0], first=1)  # two problems in common
+    asked = ("evaluate", "--model", "merge", "--versus")
+    document = json.loads(printed(braid, *asked, "other/merge", "--json"))
+    counts = document["domains"]["sums"]
+    assert (counts["only_second"], counts["both"]) == (1, 1)
+    answered(runs / "other", "merge", [1], first=100)
+    assert "no held-out problem in common" in refused(braid, *asked, "other/merge")
+    assert "name both" in refused(braid, "evaluate", "--versus", "merge")
 
 
 def test_what_is_not_there_is_said(recorded: Path, braid: Braid) -> None:
