@@ -74,6 +74,10 @@ class StageDirectory:
         """Return the path of the peak memory of an attempt's ranks, written when it ends well."""
         return self.job(attempt).with_name("memory.json")
 
+    def timeline(self, attempt: int, rank: int) -> Path:
+        """Return the path of the phases of an attempt's rank."""
+        return self.job(attempt).with_name(f"timeline_{rank}.jsonl")
+
     def attempts(self) -> int:
         """Return the number of attempts so far."""
         return max((number for number, _ in numbered(self.path, "attempt_")), default=0)
@@ -144,6 +148,7 @@ class EngineDirectory:
 
     job = Below("engine.json")  # which the engine's process reads
     log = Below("engine.log")
+    timeline = Below("timeline.jsonl")  # its phases, over its processes and stages
     address = Below("address.json")  # which the engine writes when it is ready
     meeting = Below("members.json")  # where the first of an engine's members publishes
     restart = Below(RESTART_REQUEST)  # the reason why a rank requests a restart

@@ -13,6 +13,7 @@ from parallel.distributed import any_rank, broadcast, is_main
 from parallel.errors import UserError, report_notice
 from parallel.files import ENDED, STATE, CheckpointError, keep_steps
 from parallel.model.policy import TrainedPolicy
+from parallel.timeline import phase
 from stages.domains import LoopSettings
 from stages.guards.watch import GuardMonitor, StepVerdict
 from stages.metrics import MetricsLog
@@ -63,7 +64,8 @@ def train(
         StageStopped: a rank received a signal.
     """
     directory = job.files.checkpoints
-    resumed = _load(stage, job, directory)
+    with phase("load"):
+        resumed = _load(stage, job, directory)
     start = resumed["step"]
     steps = start if ENDED in resumed else loop.steps
     saver = Saver(directory, loop.keep_last, loop.keep_best, loop.async_checkpoints)
@@ -75,7 +77,8 @@ def train(
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda *_: received.append(True))
     for step in range(start + 1, steps + 1):
-        metrics = stage.step(step)
+        with phase("step", step=step):
+            metrics = stage.step(step)
         verdict = watch.observe(step, metrics) if watch is not None and is_main() else StepVerdict()
         if log is not None:
             log.write(step, {**metrics, **verdict.metrics})
@@ -85,7 +88,8 @@ def train(
         # `finish` is collective: all ranks call it once none still writes, or before they raise.
         finite = all(math.isfinite(value) for value in metrics.values())
         if not (writing and finite):
-            saver.finish()
+            with phase("finish checkpoint"):
+                saver.finish()
         if not finite:
             values = {name: value for name, value in metrics.items() if not math.isfinite(value)}
             rollouts = samples_file(job.files.rollouts, step)
@@ -97,7 +101,8 @@ def train(
         last = ended or step == loop.steps
         if stopping or stopped or last or step % loop.checkpoint_every == 0:
             state = stage.state() | ({ENDED: verdict.end} if verdict.end else {})
-            saver.begin(stage.policy, step, state, stage.score(metrics))
+            with phase("checkpoint"):
+                saver.begin(stage.policy, step, state, stage.score(metrics))
         if stopped:
             saver.finish()
             raise GuardStopped(broadcast(verdict.stop))

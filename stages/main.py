@@ -18,6 +18,7 @@ from parallel.determinism import set_up_rank
 from parallel.errors import UserError, report_error, report_notice
 from parallel.files import write_atomically
 from parallel.settings import ModelSettings
+from parallel.timeline import open_timeline
 from stages.kinds import MODULES
 from stages.kinds.kind import KINDS
 from stages.settings import StageJob, check_turns
@@ -38,6 +39,7 @@ def main() -> None:
     torch.use_deterministic_algorithms(job.settings.deterministic)
     settings = job.settings
     with process_groups(settings.layout, settings.seed, longest_wait(settings.engine)):
+        open_timeline(job.files.timeline(job.attempt, torch.distributed.get_rank()))
         kind = None if job.kind == "preview" else KINDS[job.kind]
         if kind and kind.trains and torch.distributed.get_rank() == 0:
             warn_of_fallbacks()

@@ -49,6 +49,7 @@ from parallel.errors import report_error
 from parallel.gpus import built_for_cpu, wait_for_memory
 from parallel.network import address_of
 from parallel.settings import EngineJob
+from parallel.timeline import open_timeline, phase
 
 BEAT_SECONDS = 1.0  # between heartbeats
 LIFE_SECONDS = 0.5  # between checks that the processes live
@@ -158,6 +159,10 @@ class Engine:
 
     async def _draw(self) -> None:
         """Step until no request is in flight; as a member of an engine, for ever."""
+        with phase("sample"):
+            await self._step()
+
+    async def _step(self) -> None:
         alone = self.settings.data == 1
         try:
             while self._streams or not alone:
@@ -255,8 +260,9 @@ class EngineServer:
         await stream.prepare(request)
         refit = asyncio.ensure_future(self.engine.ask(self.engine.core.refit, asked))
         refit.add_done_callback(_print_error)  # also when the client has disconnected
-        while not (await asyncio.wait({refit}, timeout=BEAT_SECONDS))[0]:
-            await stream.write(BEAT)
+        with phase("weight sync", waits_for="the trainer"):
+            while not (await asyncio.wait({refit}, timeout=BEAT_SECONDS))[0]:
+                await stream.write(BEAT)
         if error := refit.exception():
             await stream.write(frame(CallFailure(f"{type(error).__name__}: {error}")))
         else:
@@ -285,11 +291,14 @@ def main() -> None:
     Of an engine over several nodes only the first node's process serves.
     """
     job = EngineJob.model_validate_json(Path(sys.argv[1]).read_text())
-    wait_for_room(job)
+    open_timeline(job.address.with_name("timeline.jsonl"))
+    with phase("wait", waits_for="memory of its GPUs"):
+        wait_for_room(job)
     try:
         if node_rank(job) > 0:
             follow(job)
-        engine = Engine(job)
+        with phase("load"):
+            engine = Engine(job)
     except LostWorkers as error:
         report_error(str(error))
         sys.exit(1)

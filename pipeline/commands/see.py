@@ -17,6 +17,7 @@ from pipeline.report.health import symptoms
 from pipeline.report.overview import health_lines, overview_json, stage_table
 from pipeline.report.sample_text import sample_lines, token_table
 from pipeline.report.tables import table
+from pipeline.report.waits import waits, waits_table
 from pipeline.run.ledger import took
 from pipeline.run.metrics import newest_lines
 from pipeline.run.run import Run
@@ -66,10 +67,12 @@ def _order(name: str, text: str) -> Argument:
     "  braid look quickstart evaluate --model cold_start --versus merge\n\n"
     "Of each token --tokens shows the engine's and the trainer's log-probability, the entropy and\n"
     "the advantage, as far as they are recorded (logging.tokens).\n\n"
+    "With --waits: each rank and engine of what runs, its phase, and since when.\n"
     "With --versus, McNemar's p is of the exact test that both models solve equally many.\n\n"
     'JSON: {"run", "health": [{"stage", "what", "remedy", "alarm"}], "stages": [{"name",\n'
     '"state", "step", "steps", "metric", "values"}]}; with STAGE {"count", "samples": [...]},\n'
-    "whose columns docs/reference/samples.md explains.",
+    'whose columns docs/reference/samples.md explains; with --waits {"processes": [{"stage",\n'
+    '"process", "phase", "waits_for", "seconds"}]}.',
     RUN,
     Argument("stage", metavar="STAGE", nargs="?", help="show samples of this stage"),
     (
@@ -102,6 +105,9 @@ def _order(name: str, text: str) -> Argument:
     ),
     Argument("--count", type=common.positive, default=5, metavar="N", help="at most N (default 5)"),
     Argument("--tokens", action="store_true", help="show the tokens of each response"),
+    Argument(
+        "--waits", action="store_true", help="show what every process does, and whom it waits for"
+    ),
     JSON,
 )
 def look(arguments: Namespace) -> None:
@@ -109,7 +115,13 @@ def look(arguments: Namespace) -> None:
     run = common.load_run(arguments)
     if (arguments.versus or arguments.solved_by) and not (arguments.model and arguments.versus):
         raise UserError("--versus compares two models: name both, with --model and --versus")
-    if arguments.stage is None:
+    if arguments.waits:
+        found = waits(run, states_now(run))
+        if arguments.json:
+            print_json(arguments, {"processes": found})
+        else:
+            print(waits_table(found))
+    elif arguments.stage is None:
         if used := [name for name in SAMPLE_OPTIONS if getattr(arguments, name)]:
             raise UserError(f"--{used[0]} is about samples: name a STAGE")
         _show_run(arguments, run)

@@ -1,4 +1,4 @@
-"""What is wrong with a run, or likely to go wrong, and what to try first."""
+"""The health of a run: what is out of its range, and what to try first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `braid look` shows of a run: its health, and a line of each stage with its curve."""
+"""The overview of a run: its health, and a line of each stage with its curve."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ RIGHT = 0.5  # share of a prompt's samples that must solve it
 
 @dataclass(frozen=True)
 class Query:
-    """Which samples a person asks for, and in which order.
+    """The samples that a person asks for, and their order.
 
     `reward` is a reward's name and the score it gave; "" is the sum. `grep` is searched in prompts
     and responses. `flipped` pairs the samples of a prompt in the first and the last step that had

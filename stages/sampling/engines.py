@@ -20,6 +20,7 @@ from parallel.files import read_checkpoint
 from parallel.model.offload import DeviceShare
 from parallel.model.policy import Policy
 from parallel.sample import Sample
+from parallel.timeline import phase
 from stages.data.problem import DomainError, Problem
 from stages.data.tokenizer import Tokenizer, load_tokenizer
 from stages.domains import DomainSettings, RolloutSettings, SamplingSettings
@@ -103,7 +104,8 @@ class StageEngines:
         measured: dict[str, float] | None = None
         with self._scheduler.held() if self._scheduler else nullcontext():
             while measured is None:
-                self.fleet.await_engines(self.share.only)
+                with phase("wait", waits_for="engines"):
+                    self.fleet.await_engines(self.share.only)
                 self.share.only(self.policy.residency)
                 with suppress(AllLost):  # the next to start needs the room of these weights
                     measured = self.fleet.refit(self.policy, version)
@@ -172,10 +174,12 @@ class StageEngines:
             answer, lost = None, False
             if is_main():
                 try:
-                    answer = self._receive_until(ready)
+                    with phase("wait", waits_for="engines and rewards"):
+                        answer = self._receive_until(ready)
                 except NoEngine:
                     lost = True
-            answer, lost = broadcast((answer, lost))
+            with phase("wait", waits_for="rank 0"):
+                answer, lost = broadcast((answer, lost))
             if lost:
                 self.sync_weights(version)
             elif answer is not None:

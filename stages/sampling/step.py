@@ -17,6 +17,7 @@ from parallel.distributed import broadcast, is_main, scatter
 from parallel.mismatch import bounds_of
 from parallel.model.policy import TrainedPolicy
 from parallel.sample import Sample
+from parallel.timeline import phase
 from stages.domains import DomainSettings, PolicySettings, RolloutSettings
 from stages.kinds.distill import DistillSettings
 from stages.metrics import batch_metrics, mean_of_updates, token_efficiency
@@ -33,6 +34,13 @@ from stages.sampling.prompt_buffer import Prefetcher, PromptBuffer
 from stages.settings import StageJob
 
 ATTEMPTS = 2
+# Of a step, by the metric of its seconds.
+PHASES = {
+    "seconds_refit": "weight sync",
+    "seconds_rollout": "rollout",
+    "seconds_wait": "collect",
+    "seconds_train": "train",
+}
 PROBES_PER_ENGINE, PROBE_TOKENS = 4, 8  # responses that show whether a weight sync is right
 
 
@@ -376,5 +384,6 @@ class OnPolicyStage(ABC):
     def _timed(self, name: str) -> Iterator[None]:
         """Add the time of a block to the metric `name`, in seconds."""
         start = time.perf_counter()
-        yield
+        with phase(PHASES[name]):
+            yield
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start

@@ -51,7 +51,7 @@ def log(run: Path, metrics: list[Line]) -> None:
 
 
 def sample(step: int, prompt: str, reward: float | None, **columns: Any) -> Line:
-    """A sample of `prompt`, two tokens long."""
+    """Return a sample of `prompt`, two tokens long."""
     found = {
         **{"step": step, "update": 0, "group": 0, "domain": "sums", "prompt": prompt},
         **{"problem": sha256(prompt.encode()).hexdigest(), "response": f"{prompt}?", "tokens": 2},

@@ -1,0 +1,91 @@
+"""The timelines of a run's processes: the phases of each rank and engine, done and present."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from parallel.files import read_text
+from pipeline.run.directory import RunDirectory
+from pipeline.run.graph import Stage
+from stages.directory import EngineDirectory
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A phase of a process, in seconds since the epoch; `end` is None while it lasts."""
+
+    process: str
+    name: str
+    begin: float
+    end: float | None = None
+    waits_for: str | None = None
+    step: int | None = None
+
+
+def phases(path: Path, process: str) -> list[Phase]:
+    """Return the phases in a file, by their beginnings; a phase of a process that died is cut.
+
+    A line that a crash has cut short is ignored.
+    """
+    found: dict[tuple[int, int], Phase] = {}
+    open_: set[tuple[int, int]] = set()
+    life = 0
+    for line in _lines(path):
+        if "process" in line:  # a new one: what the last one did has ended
+            life += 1
+            for key in open_:
+                found[key] = replace(found[key], end=line["time"])
+            open_ = set()
+        elif "name" in line:
+            key = (life, line["phase"])
+            about = {name: line.get(name) for name in ("waits_for", "step")}
+            found[key] = Phase(process, line["name"], line["time"], None, **about)
+            open_.add(key)
+        elif (key := (life, line["phase"])) in open_:
+            open_.remove(key)
+            found[key] = replace(found[key], end=line["time"])
+    return list(found.values())
+
+
+def _lines(path: Path) -> Iterator[Mapping[str, Any]]:
+    try:
+        text = read_text(path)
+    except FileNotFoundError:
+        return
+    for line in text.splitlines():
+        try:
+            found = json.loads(line)
+            float(found["time"])
+            if "process" in found or "phase" in found:
+                yield found
+        except (ValueError, TypeError, KeyError):
+            continue
+
+
+def rank_phases(run: RunDirectory, stage: Stage) -> dict[str, list[Phase]]:
+    """Return the phases of the ranks of a stage's newest attempt."""
+    directory = run.stage(stage.name)
+    files = directory.job(directory.attempts()).parent.glob("timeline_*.jsonl")
+    numbered = sorted((int(path.stem.removeprefix("timeline_")), path) for path in files)
+    return {f"rank {n}": phases(path, f"rank {n}") for n, path in numbered}
+
+
+def engine_phases(run: RunDirectory, stage: Stage) -> dict[str, list[Phase]]:
+    """Return the phases of the engines that serve a stage: its own, or the run's."""
+    own = sorted(run.stage(stage.name).engines.glob("*/timeline.jsonl"))
+    files = own or sorted(run.engines.rglob("timeline.jsonl"))
+    found = {}
+    for path in files:
+        name = f"engine {EngineDirectory(path.parent).path.name}"
+        found[name] = phases(path, name)
+    return found
+
+
+def innermost(of_process: list[Phase]) -> Phase | None:
+    """Return the present phase of a process that began last; None where it is in none."""
+    present = [each for each in of_process if each.end is None]
+    return present[-1] if present else None
