@@ -18,7 +18,7 @@ from parallel.determinism import set_up_rank
 from parallel.errors import UserError, report_error, report_notice
 from parallel.files import write_atomically
 from parallel.settings import ModelSettings
-from parallel.timeline import open_timeline
+from parallel.timeline import open_timeline, phase
 from stages.kinds import MODULES
 from stages.kinds.kind import KINDS
 from stages.settings import StageJob, check_turns
@@ -47,7 +47,8 @@ def main() -> None:
                 warn_of_engines(job.settings.model)
         try:
             empty_devices(job)
-            importlib.import_module(MODULES[job.kind]).run(job)
+            with phase(job.kind):
+                importlib.import_module(MODULES[job.kind]).run(job)
             record_memory(job)
         except (Exception, SystemExit) as error:
             _leave(error)

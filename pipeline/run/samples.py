@@ -79,7 +79,7 @@ class StageSamples:
 
     def _read(self, number: int, path: Path, columns: Sequence[str]) -> pyarrow.Table:
         try:
-            table = parquet.read_table(path, columns=[*columns])
+            table = parquet.ParquetFile(path).read([*columns], use_threads=False)
         except (OSError, ValueError, pyarrow.ArrowException) as error:
             raise UserError(f"{shown(path)}: damaged: {error}") from error
         count = len(table)
@@ -169,12 +169,12 @@ class StageSamples:
 
 
 def _ordered(table: pyarrow.Table, order: Order) -> list[Row]:
-    if order == "worst":
-        table = table.filter(compute.is_valid(table["reward"]))
-        table = table.sort_by([("reward", "ascending"), ("step", "descending")])
-    if order == "longest":
-        table = table.sort_by([("tokens", "descending"), ("step", "descending")])
     rows: list[Row] = table.to_pylist()
+    if order == "worst":
+        graded = [row for row in rows if row["reward"] is not None]
+        return sorted(graded, key=lambda row: (row["reward"], -row["step"]))
+    if order == "longest":
+        return sorted(rows, key=lambda row: (-(row["tokens"] or 0), -row["step"]))
     return [*_flipped(rows)] if order == "flipped" else rows
 
 

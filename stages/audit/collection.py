@@ -145,7 +145,7 @@ def _kept(
 
 def _read(path: Path) -> Iterator[Row]:
     with naming(path), open_file(path) as file:
-        for batch in parquet.ParquetFile(file).iter_batches(1000):
+        for batch in parquet.ParquetFile(file).iter_batches(1000, use_threads=False):
             yield from batch.to_pylist()
 
 

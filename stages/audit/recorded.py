@@ -184,7 +184,7 @@ def samples(path: Path) -> list[RecordedSample]:
     if not path.exists():
         raise NotAuditable(f"no samples at {path}; rerun the step with logging.auditable=true")
     with naming(path), open_file(path) as file:
-        found = parquet.ParquetFile(file).read().to_pylist()
+        found = parquet.ParquetFile(file).read(use_threads=False).to_pylist()
         rows = [msgspec.convert(row, _Row) for row in found]
         for number, row in enumerate(rows):
             _check(row, f"{path}, sample {number}")

@@ -63,7 +63,7 @@ class ParquetRows:
                 if column not in known:
                     raise missing_column(column, known)
             at = 0
-            batches = source.iter_batches(batch_size=1000, columns=list(columns))
+            batches = source.iter_batches(batch_size=1000, columns=list(columns), use_threads=False)
             while True:
                 with _parquet_errors():  # not around the yields: the reader's errors are its own
                     rows = next(filter(None, (batch.to_pylist() for batch in batches)), None)
@@ -89,7 +89,7 @@ class ParquetRows:
         """Return a row group, from a cache of the most recent ones."""
         if (file, group) not in self._groups:
             with _opened(file) as source:
-                self._groups[file, group] = source.read_row_group(group)
+                self._groups[file, group] = source.read_row_group(group, use_threads=False)
         self._groups.move_to_end((file, group))
         while len(self._groups) > 1 and sum(t.nbytes for t in self._groups.values()) > KEPT_BYTES:
             self._groups.popitem(last=False)
