@@ -220,7 +220,7 @@ class Grade:
     steps: tuple[tuple[int, float], ...] = ()
     failure: str | None = None
     watch_failures: tuple[str, ...] = ()
-    messages: Mapping[str, str] = field(default_factory=dict)
+    messages: dict[str, str] = field(default_factory=dict)
 
 
 class Grader:

@@ -83,6 +83,7 @@ CHECKED_BY = {
     "LengthReward": "stages/test_rewards.py",
     "LoggingSettings": "stages/test_metrics.py",
     "LoggingSettings.auditable": "stages/test_evaluate.py",
+    "LoggingSettings.tokens": "stages/test_recording.py",
     "LoopSettings": "layouts/loop_cases.py",
     "LoopSettings.keep_best": "layouts/checkpoint_cases.py",
     "LoopSettings.keep_last": "layouts/checkpoint_cases.py",

@@ -115,3 +115,24 @@ def lost(problem: Problem, response: str) -> Steps:
 
 def backwards(problem: Problem, response: str) -> Steps:
     return Steps([2, 1], [0.0, 0.0])
+
+
+def explained_parity(problem: Problem, response: str) -> tuple[float, str]:
+    """Parity, with the number of characters."""
+    return parity(problem, response), f"{len(response)} characters"
+
+
+def talkative(_problem: Problem, _response: str) -> tuple[float, str]:
+    return 1.0, "x" * 5000
+
+
+def silent(_problem: Problem, _response: str) -> tuple[float, str]:
+    return 1.0, ""
+
+
+def three_values(_problem: Problem, _response: str) -> tuple[float, str, str]:
+    return 1.0, "a", "b"
+
+
+def two_numbers(_problem: Problem, _response: str) -> tuple[float, float]:
+    return 1.0, 2.0
