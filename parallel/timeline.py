@@ -32,8 +32,8 @@ def open_timeline(path: Path) -> None:
 def phase(name: str, waits_for: str | None = None, step: int | None = None) -> Iterator[None]:
     """Record the block as a phase, in which the process `waits_for` someone; a step's number."""
     number = next(_numbers)
-    told = {"waits_for": waits_for, "step": step}
-    _write({"phase": number, "name": name, **{k: v for k, v in told.items() if v is not None}})
+    about = {"waits_for": waits_for, "step": step}
+    _write({"phase": number, "name": name, **{k: v for k, v in about.items() if v is not None}})
     try:
         yield
     finally:

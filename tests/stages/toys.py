@@ -51,7 +51,8 @@ class FakeEngines:
     def grade(self, job: StageJob, domains: Mapping[str, DomainSettings]) -> None:
         """Start the workers that grade what ends."""
         tokenizer: Any = SimpleNamespace(decode=self._decode)
-        self.rewards = RewardDispatcher(job, domains, tokenizer, self.wake.set)
+        rewards = {name: each.rewards for name, each in domains.items()}
+        self.rewards = RewardDispatcher(job, rewards, tokenizer, self.wake.set)
         OPENED.append(self.rewards)
 
     def request(
