@@ -18,6 +18,7 @@ from pipeline.config.unroll import pairless, unread, unread_keys
 from pipeline.config.validate import load, load_cluster, located
 from pipeline.launch.placement import Programs
 from pipeline.report.gpu_memory import GpusOf, gpus_here, gpus_of
+from pipeline.run.answers import MeasuredModel, measured_models
 from pipeline.run.directory import TRUST_OPTION, RunDirectory, check_owner
 from pipeline.run.reproduce import bundle_at
 from pipeline.run.run import Run
@@ -270,6 +271,23 @@ def read_run(directory: RunDirectory, *, check_environment: bool = False) -> Run
 def load_run(arguments: Namespace) -> Run:
     """Return the run that the arguments name."""
     return read_run(find(arguments.runs_dir, arguments.run))
+
+
+def measured(arguments: Namespace, run: Run, name: str) -> MeasuredModel:
+    """Return a model that the run's evaluations have measured, or another run's: OTHER_RUN/MODEL.
+
+    Raises:
+        UserError: it has not been measured.
+    """
+    own = measured_models(run)
+    other, slash, model = name.rpartition("/")
+    if name not in own and slash:
+        run = read_run(find(arguments.runs_dir, other))
+        own, name = measured_models(run), model
+    if name not in own:
+        where = shown(run.path)
+        raise UserError(f"no model {name} in {where} has been measured; {hint(name, own)}")
+    return own[name]
 
 
 def load_trusted_run(arguments: Namespace, *, check_environment: bool = False) -> Run:

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from parallel.errors import UserError, hint
 from pipeline.commands.common import (
     JSON,
     RUN,
     Argument,
     command,
-    find,
     load_run,
+    measured,
     print_json,
-    read_run,
 )
 from pipeline.report.comparison import compare
 from pipeline.report.comparison_text import comparison_json, comparison_text
-from pipeline.run.answers import MeasuredModel, measured_models
-from pipeline.text import shown
+from pipeline.run.answers import measured_models
 
 
 @command(
@@ -59,27 +56,9 @@ def compare_models(arguments: Namespace) -> None:
     run = load_run(arguments)
     models = measured_models(run)
     for name in (*arguments.models, *([arguments.start] if arguments.start else [])):
-        if name not in models:
-            models[name] = _of_another_run(arguments, name, models)
+        models[name] = models.get(name) or measured(arguments, run, name)
     found = compare(run, models, arguments.models, arguments.start)
     if arguments.json:
         print_json(arguments, comparison_json(found))
     else:
         print(comparison_text(found, arguments.markdown))
-
-
-def _of_another_run(
-    arguments: Namespace, name: str, known: dict[str, MeasuredModel]
-) -> MeasuredModel:
-    """Return the model OTHER_RUN/MODEL; raise UserError where there is none."""
-    other, slash, model = name.rpartition("/")
-    if not slash:
-        raise UserError(
-            f"no model {name} in {arguments.run} has been measured; {hint(name, known)}"
-        )
-    run = read_run(find(arguments.runs_dir, other))
-    measured = measured_models(run)
-    if model not in measured:
-        where = shown(run.path)
-        raise UserError(f"no model {model} in {where} has been measured; {hint(model, measured)}")
-    return measured[model]

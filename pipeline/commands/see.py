@@ -30,6 +30,7 @@ MOST_BYTES = 1 << 26  # of a stage's metrics that are read, from their end
 
 # Which of two models, --model and --versus, solves a problem.
 SOLVED_BY = {"model": "only_first", "versus": "only_second", "both": "both", "neither": "neither"}
+ALONE = ["only_first", "only_second"]
 
 
 def _pattern(text: str) -> re.Pattern[str]:
@@ -64,7 +65,7 @@ def _order(name: str, text: str) -> Argument:
     "  braid look quickstart experts.chain_sum --flipped      once wrong, later right, or back\n"
     "  braid look quickstart experts.chain_sum --reward exact=0 --step 12 --tokens\n"
     "  braid look quickstart evaluate --model merge --grep '^<>'\n"
-    "  braid look quickstart evaluate --model cold_start --versus merge\n\n"
+    "  braid look quickstart --model cold_start --versus merge    who solves what\n\n"
     "Of each token --tokens shows the engine's and the trainer's log-probability, the entropy and\n"
     "the advantage, as far as they are recorded (logging.tokens).\n\n"
     "With --waits: each rank and engine of what runs, its phase, and since when.\n"
@@ -121,12 +122,12 @@ def look(arguments: Namespace) -> None:
             print_json(arguments, {"processes": found})
         else:
             print(waits_table(found))
+    elif arguments.versus:
+        _show_outcomes(arguments, run)
     elif arguments.stage is None:
         if used := [name for name in SAMPLE_OPTIONS if getattr(arguments, name)]:
             raise UserError(f"--{used[0]} is about samples: name a STAGE")
         _show_run(arguments, run)
-    elif arguments.versus:
-        _show_outcomes(arguments, run)
     else:
         _show_samples(arguments, run)
 
@@ -183,29 +184,24 @@ def _asked(arguments: Namespace) -> dict[str, Any]:
 
 
 def _show_outcomes(arguments: Namespace, run: Run) -> None:
-    from pipeline.report.versus import answers, outcome_table, outcomes, outcomes_json
-    from pipeline.run.samples import Query, StageSamples
+    from pipeline.report.versus import answer_lines, outcome_table, outcomes, outcomes_json
 
-    [stage] = run.chosen([arguments.stage])
-    first = StageSamples(run.stage(stage.name))
-    name, _, model = arguments.versus.rpartition("/")
-    elsewhere = bool(name) and arguments.versus not in first.models
-    other = common.read_run(common.find(arguments.runs_dir, name)) if elsewhere else run
-    second = StageSamples(other.stage(stage.name)) if elsewhere else first
-    asked = _asked(arguments)
-    ours = answers(first, Query(**asked))
-    theirs = answers(second, Query(**{**asked, "model": model if elsewhere else arguments.versus}))
     names = (arguments.model, arguments.versus)
-    found = outcomes(ours, theirs)
+    first, second = (common.measured(arguments, run, name) for name in names)
+    found = outcomes(first, second, arguments.domain)
     if arguments.json:
         print_json(arguments, outcomes_json(found, names))
         return
     print(outcome_table(found, names), end="\n\n")
-    wanted = SOLVED_BY.get(arguments.solved_by)
-    problems = getattr(found, wanted) if wanted else [*found.only_first, *found.only_second]
+    kinds = [SOLVED_BY[arguments.solved_by]] if arguments.solved_by else ALONE
+    problems = [
+        (domain, key)
+        for domain, own in found.items()
+        for kind in kinds
+        for key in getattr(own, kind)
+    ]
     for problem in problems[: arguments.count]:
-        say(*sample_lines(first.whole(ours[problem])))
-        say(*sample_lines(second.whole(theirs[problem])), "")
+        say(*answer_lines(first, problem), *answer_lines(second, problem), "")
     say(f"{min(len(problems), arguments.count)} of {len(problems)} problems")
 
 

@@ -2,106 +2,103 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import comb
 from typing import Any
 
-from parallel.errors import UserError
+from parallel.errors import UserError, hint
+from pipeline.report.sample_text import sample_lines
 from pipeline.report.tables import table
+from pipeline.run.answers import MeasuredModel, common_keys
 from pipeline.run.samples import Query, StageSamples
-from stages.sampling.sample_files import Row
 
 Problem = tuple[str, str]  # its domain and its key
+
 RIGHT = 0.5  # share of a model's answers to a problem that must be right
-HEADINGS = ("", "both", "only {}", "only {}", "neither", "McNemar's p")
+KINDS = ("both", "only_first", "only_second", "neither")
 
 
 @dataclass(frozen=True)
 class Outcomes:
-    """The problems that two models were both asked, by which of them solved each."""
+    """The keys of problems that two models were both asked, by which of them solved each."""
 
-    both: Sequence[Problem]
-    only_first: Sequence[Problem]
-    only_second: Sequence[Problem]
-    neither: Sequence[Problem]
+    both: Sequence[str]
+    only_first: Sequence[str]
+    only_second: Sequence[str]
+    neither: Sequence[str]
+
+    @property
+    def counts(self) -> list[int]:
+        """The number of problems of each kind."""
+        return [len(getattr(self, kind)) for kind in KINDS]
 
     @property
     def p_value(self) -> float:
         """The two-sided exact test that the models solve equally many (McNemar 1947)."""
-        first, second = len(self.only_first), len(self.only_second)
-        count = first + second
-        tail = sum(comb(count, each) for each in range(min(first, second) + 1))
-        return min(1.0, 2 * tail / 2**count)
-
-    def of(self, domain: str) -> Outcomes:
-        """Return those of one domain's problems."""
-        kinds = (self.both, self.only_first, self.only_second, self.neither)
-        return Outcomes(*([each for each in kind if each[0] == domain] for kind in kinds))
+        _, first, second, _ = self.counts
+        tail = sum(comb(first + second, each) for each in range(min(first, second) + 1))
+        return min(1.0, 2 * tail / 2 ** (first + second))
 
 
-def outcomes(first: Mapping[Problem, Row], second: Mapping[Problem, Row]) -> Outcomes:
-    """Return which of the problems that both models answered each of them solved.
+def outcomes(
+    first: MeasuredModel, second: MeasuredModel, only: str | None = None
+) -> dict[str, Outcomes]:
+    """Return which problems each of two models solved, by domain; of one domain with `only`.
+
+    A problem with several answers counts as solved from RIGHT of them on.
 
     Raises:
-        UserError: they answered no problem in common.
+        UserError: they were measured on no domain in common, not on `only`, or not alike.
     """
-    found: dict[tuple[bool, bool], list[Problem]] = {}
-    for problem in (each for each in first if each in second):
-        right = (first[problem]["right"], second[problem]["right"])
-        found.setdefault(right, []).append(problem)
-    if not found:
-        raise UserError("the two models have no held-out problem in common")
-    kinds = ((True, True), (True, False), (False, True), (False, False))
-    return Outcomes(*(found.get(kind, []) for kind in kinds))
+    domains = [domain for domain in first.domains if domain in second.domains]
+    if only is not None and only not in domains:
+        raise UserError(f"both models were not measured on {only}; {hint(only, domains)}")
+    if not domains:
+        raise UserError(f"{first.name} and {second.name} were measured on no domain in common")
+    found = {}
+    for domain in [only] if only is not None else domains:
+        keys = common_keys(domain, [first, second])
+        shares = [model.domains[domain].on(keys).shares for model in (first, second)]
+        kinds: dict[tuple[bool, bool], list[str]] = {}
+        for key, one, other in zip(keys, *shares, strict=True):
+            kinds.setdefault((one >= RIGHT, other >= RIGHT), []).append(key)
+        order = ((True, True), (True, False), (False, True), (False, False))
+        found[domain] = Outcomes(*(kinds.get(kind, []) for kind in order))
+    return found
 
 
-def answers(samples: StageSamples, query: Query) -> dict[Problem, Row]:
-    """Return the first answer to each problem of the query's model, and if most are `right`."""
-    found: dict[Problem, list[Row]] = {}
-    for row in samples.find(query):
-        found.setdefault((row["domain"], row["problem"]), []).append(row)
-    return {
-        problem: {**rows[0], "right": sum(bool(r["solved"]) for r in rows) >= RIGHT * len(rows)}
-        for problem, rows in found.items()
-    }
+def outcome_table(found: dict[str, Outcomes], names: Sequence[str]) -> str:
+    """Return the counts of every domain, and of all of them."""
+    rows = [[domain, *map(str, own.counts), f"{own.p_value:.2g}"] for domain, own in found.items()]
+    if len(found) > 1:
+        whole = Outcomes(
+            *([key for own in found.values() for key in getattr(own, kind)] for kind in KINDS)
+        )
+        rows.append(["all", *map(str, whole.counts), f"{whole.p_value:.2g}"])
+    one, other = names
+    headings = ("", "both", f"only {one}", f"only {other}", "neither", "McNemar's p")
+    return table("", headings, rows, right=range(1, len(headings)))
 
 
-def outcome_table(found: Outcomes, names: tuple[str, str]) -> str:
-    """Return the counts of every domain and of all."""
-    domains = list(dict.fromkeys(domain for kind in _kinds(found) for domain, _ in kind))
-    rows = [[domain, *_counts(found.of(domain))] for domain in sorted(domains)]
-    if len(rows) > 1:
-        rows.append(["all", *_counts(found)])
-    headings = [
-        heading.format(name)
-        for heading, name in zip(HEADINGS, ("", "", *names, "", ""), strict=True)
-    ]
-    return table("", headings, rows, right=range(1, len(HEADINGS)))
-
-
-def outcomes_json(found: Outcomes, names: tuple[str, str]) -> dict[str, Any]:
+def outcomes_json(found: dict[str, Outcomes], names: Sequence[str]) -> dict[str, Any]:
     """Return what `braid look --versus --json` prints."""
-    domains = sorted({domain for kind in _kinds(found) for domain, _ in kind})
-    return {
-        "models": list(names),
-        "domains": {
-            domain: {
-                **dict(zip(KINDS, map(len, _kinds(own := found.of(domain))), strict=True)),
-                "p_value": own.p_value,
-            }
-            for domain in domains
-        },
-        **{name: [key for _, key in kind] for name, kind in zip(KINDS, _kinds(found), strict=True)},
+    domains = {
+        domain: {**{kind: list(getattr(own, kind)) for kind in KINDS}, "p_value": own.p_value}
+        for domain, own in found.items()
     }
+    return {"models": list(names), "domains": domains}
 
 
-KINDS = ("both", "only_first", "only_second", "neither")
-
-
-def _kinds(found: Outcomes) -> tuple[Sequence[Problem], ...]:
-    return tuple(getattr(found, name) for name in KINDS)
-
-
-def _counts(found: Outcomes) -> list[str]:
-    return [*(str(len(kind)) for kind in _kinds(found)), f"{found.p_value:.2g}"]
+def answer_lines(model: MeasuredModel, problem: Problem) -> Iterator[str]:
+    """Yield the lines of a model's first recorded answer to a problem, or that there is none."""
+    domain, key = problem
+    samples = StageSamples(model.run.stage(model.domains[domain].evaluation))
+    try:
+        found = samples.find(Query(domain=domain, problem=key, model=model.name))
+    except UserError:  # an older version recorded none
+        found = []
+    if not found:
+        yield f"{model.name} · {domain} · problem {key[:12]}: its answer was not recorded"
+        return
+    yield from sample_lines(samples.whole(found[0]))

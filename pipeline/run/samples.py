@@ -58,11 +58,6 @@ class StageSamples:
         """The steps that have samples, in order."""
         return sorted(set(self._light["step"].to_pylist()))
 
-    @property
-    def models(self) -> set[str]:
-        """The models whose answers there are; none in training."""
-        return {found for path in self.files if (found := self._model(path)) is not None}
-
     @cached_property
     def _light(self) -> pyarrow.Table:
         return self._table(LIGHT)

@@ -219,46 +219,86 @@ def test_answers_of_an_evaluation_are_by_model(small: Path, braid: Braid) -> Non
     assert "known: " in refused(braid, "evaluate", "--model", "nobody")
 
 
-def answered(run: Path, model: str, right: list[float], first: int = 0) -> None:
-    """Write a model's answers to numbered problems of a run's evaluation."""
+def answered(run: Path, model: str, right: list[int]) -> None:
+    """Record a model's answers to the first problems of `sums` that its run has measured."""
+    problems = keys(("sums",), len(right))["sums"]
     path = run / "stages" / "evaluate" / "samples" / model / "sums_000000.parquet"
-    write_samples(path, [sample(0, str(n), value) for n, value in enumerate(right, start=first)])
+    write_samples(
+        path,
+        [
+            sample(0, f"{model} {n}", value, problem=key)
+            for n, (key, value) in enumerate(zip(problems, right, strict=True))
+        ],
+    )
 
 
-def test_two_models_are_compared_on_the_problems_of_both(small: Path, braid: Braid) -> None:
-    answered(small, "cold_start", [1, 1, 0, 0, 0, 0, 0, 0, 0, 0])
-    answered(small, "merge", [1, 0, 1, 1, 1, 1, 1, 1, 1, 0])
-    asked = ("evaluate", "--model", "cold_start", "--versus", "merge")
-    table, _, rest = printed(braid, *asked, "--count", "1").partition("\n\n")
-    headings, row = table.splitlines()
+@pytest.fixture
+def measured(runs: Path, settings: RunSettings) -> Path:
+    """A run that measured two models on ten problems of each of two domains."""
+    words = [1, 0] * 5
+    right = {
+        "cold_start": {"sums": [1, 1, 0, 0, 0, 0, 0, 0, 0, 0], "words": words},
+        "merge": {"sums": [1, 0, 1, 1, 1, 1, 1, 1, 1, 0], "words": words},
+    }
+    write_run(runs / "small", settings, Measured(right, keys(("sums", "words"), 10)))
+    for model, domains in right.items():
+        answered(runs / "small", model, domains["sums"])
+    return runs / "small"
+
+
+VERSUS = ("--model", "cold_start", "--versus", "merge")
+
+
+@pytest.mark.usefixtures("measured")
+def test_two_models_are_compared_on_the_problems_of_both(braid: Braid) -> None:
+    table, _, rest = printed(braid, *VERSUS, "--count", "1").partition("\n\n")
+    headings, *rows = table.splitlines()
     assert headings.split("  ")[-4:] == ["only cold_start", "only merge", "neither", "McNemar's p"]
-    assert row.split() == ["sums", "1", "1", "7", "1", "0.07"]  # 2 * (1 + 8) / 2^8
+    assert [row.split() for row in rows] == [
+        ["sums", "1", "1", "7", "1", "0.07"],  # 2 * (1 + 8) / 2^8
+        ["words", "5", "0", "0", "5", "1"],
+        ["all", "6", "1", "7", "6", "0.07"],
+    ]
     assert [line.partition(" ·")[0] for line in rest.splitlines() if " · " in line] == [
         *("cold_start", "merge"),
     ]
+    assert "cold_start 1?" in rest and "merge 1?" in rest
     assert rest.splitlines()[-1] == "1 of 8 problems"
-    assert "1 of 1 problems" in printed(braid, *asked, "--solved-by", "neither")
-    document = json.loads(printed(braid, *asked, "--json"))
-    assert document["domains"]["sums"] == {
-        **{"both": 1, "only_first": 1, "only_second": 7, "neither": 1},
-        "p_value": pytest.approx(18 / 256),
-    }
-    assert document["only_first"] == [sha256(b"1").hexdigest()]
+    document = json.loads(printed(braid, *VERSUS, "--json"))
+    assert document["domains"]["sums"]["only_first"] == ["sums 1"]
+    assert document["domains"]["sums"]["p_value"] == pytest.approx(18 / 256)
+
+
+@pytest.mark.usefixtures("measured")
+@pytest.mark.parametrize(
+    ("solved_by", "count"), [("model", 1), ("versus", 7), ("both", 1), ("neither", 1)]
+)
+def test_the_answers_to_one_kind_of_problems_are_shown(
+    solved_by: str, count: int, braid: Braid
+) -> None:
+    out = printed(braid, *VERSUS, "--domain", "sums", "--solved-by", solved_by)
+    assert out.splitlines()[-1] == f"{min(count, 5)} of {count} problems"
+    assert "words" not in out
+
+
+def test_an_answer_that_was_not_recorded_is_said_so(measured: Path, braid: Braid) -> None:
+    out = printed(braid, *VERSUS, "--domain", "words", "--solved-by", "both", "--count", "1")
+    assert out.count("its answer was not recorded") == 2
 
 
 def test_a_model_of_another_run_is_compared(
-    small: Path, runs: Path, settings: RunSettings, braid: Braid
+    measured: Path, runs: Path, settings: RunSettings, braid: Braid
 ) -> None:
-    write_run(runs / "other", settings.model_copy(update={"name": "other"}), Measured({}))
-    answered(small, "merge", [1, 0, 1])
-    answered(runs / "other", "merge", [1, 1, 0], first=1)  # two problems in common
-    asked = ("evaluate", "--model", "merge", "--versus")
-    document = json.loads(printed(braid, *asked, "other/merge", "--json"))
-    counts = document["domains"]["sums"]
-    assert (counts["only_second"], counts["both"]) == (1, 1)
-    answered(runs / "other", "merge", [1], first=100)
-    assert "no held-out problem in common" in refused(braid, *asked, "other/merge")
-    assert "name both" in refused(braid, "evaluate", "--versus", "merge")
+    other = settings.model_copy(update={"name": "other"})
+    right = {"merge": {"sums": [1] * 5}}
+    write_run(runs / "other", other, Measured(right, keys(("sums",), 5, first=8)))
+    asked = ("--model", "merge", "--versus", "other/merge")
+    document = json.loads(printed(braid, *asked, "--json"))
+    assert document["domains"]["sums"]["only_second"] == ["sums 9"]  # of two in common
+    assert document["domains"].keys() == {"sums"}
+    assert "not measured on words" in refused(braid, *asked, "--domain", "words")
+    assert "has been measured; " in refused(braid, "--model", "merge", "--versus", "nobody")
+    assert "name both" in refused(braid, "--versus", "merge")
 
 
 def test_what_is_not_there_is_said(recorded: Path, braid: Braid) -> None:
