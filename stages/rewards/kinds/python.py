@@ -15,7 +15,7 @@ from stages.rewards.reward import Reward, RewardBase, RewardError, register
 
 
 class PythonReward(RewardBase):
-    """Your own function: (problem, response text) -> float or `Steps`."""
+    """Your own function: (problem, response text) -> float or `Steps`, or (either, text)."""
 
     kind: Literal["python"] = "python"
     function: str = Field(pattern=r"^[\w.]+:\w+$", description="package.module:function")
