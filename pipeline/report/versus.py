@@ -8,7 +8,7 @@ from math import comb
 from typing import Any
 
 from parallel.errors import UserError, hint
-from pipeline.report.sample_text import sample_lines
+from pipeline.report.sample_text import KEY_DIGITS, sample_lines
 from pipeline.report.tables import table
 from pipeline.run.answers import MeasuredModel, common_keys
 from pipeline.run.samples import Query, StageSamples
@@ -99,6 +99,6 @@ def answer_lines(model: MeasuredModel, problem: Problem) -> Iterator[str]:
     except UserError:  # an older version recorded none
         found = []
     if not found:
-        yield f"{model.name} · {domain} · problem {key[:12]}: its answer was not recorded"
+        yield f"{model.name} · {domain} · problem {key[:KEY_DIGITS]}: its answer was not recorded"
         return
     yield from sample_lines(samples.whole(found[0]))

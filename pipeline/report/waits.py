@@ -12,6 +12,7 @@ from pipeline.run.run import Run, StageState
 from pipeline.run.timeline import Phase, engine_phases, innermost, rank_phases
 from pipeline.text import clock
 
+BETWEEN, IDLE = ("between two phases", None), ("idle", "requests")  # outside all phases
 HEADINGS = ("stage", "process", "phase", "waits for", "since")
 
 
@@ -26,40 +27,29 @@ def waits(
     found = []
     for stage in run.stages:
         if states[stage.name].state == "running":
-            found += [_rank(stage, name, own, now) for name, own in rank_phases(run, stage).items()]
-            if stage.needs_engine:
-                engines = engine_phases(run, stage)
-                found += [_engine(stage, name, own, now) for name, own in engines.items()]
+            ranks = rank_phases(run, stage)
+            found += [_now(stage, name, own, now, BETWEEN) for name, own in ranks.items()]
+            engines = engine_phases(run, stage) if stage.needs_engine else {}
+            found += [_now(stage, name, own, now, IDLE) for name, own in engines.items()]
     return found
 
 
-def _rank(stage: Stage, process: str, own: list[Phase], now: float) -> dict[str, Any]:
-    present = innermost(own)
-    if present is None:
-        ended = [each.end for each in own if each.end is not None]
-        return _row(stage, process, "between two phases", None, max(ended, default=now), now)
-    steps = [each.step for each in own if each.end is None and each.step is not None]
-    name = f"{present.name} of step {steps[-1]}" if steps else present.name
-    if steps and present.step is not None:
-        name = f"step {present.step}"
-    return _row(stage, process, name, present.waits_for, present.begin, now)
-
-
-def _engine(stage: Stage, process: str, own: list[Phase], now: float) -> dict[str, Any]:
-    present = innermost(own)
-    if present is None:
-        ended = [each.end for each in own if each.end is not None]
-        return _row(stage, process, "idle", "requests", max(ended, default=now), now)
-    return _row(stage, process, present.name, present.waits_for, present.begin, now)
-
-
-def _row(
-    stage: Stage, process: str, phase: str, waits_for: str | None, since: float, now: float
+def _now(
+    stage: Stage, process: str, own: list[Phase], now: float, outside: tuple[str, str | None]
 ) -> dict[str, Any]:
-    return {
-        **{"stage": stage.name, "process": process, "phase": phase, "waits_for": waits_for},
-        "seconds": max(0.0, now - since),
-    }
+    """Return what a process does; `outside` all phases, that and whom it waits for."""
+    if (present := innermost(own)) is None:
+        name, waits_for = outside
+        since = max((each.end for each in own if each.end is not None), default=now)
+    else:
+        name, waits_for, since = present.name, present.waits_for, present.begin
+        steps = [each.step for each in own if each.end is None and each.step is not None]
+        if steps:
+            name = (
+                f"step {steps[-1]}" if present.step is not None else f"{name} of step {steps[-1]}"
+            )
+    about = {"stage": stage.name, "process": process, "phase": name, "waits_for": waits_for}
+    return {**about, "seconds": max(0.0, now - since)}
 
 
 def waits_table(found: Sequence[Mapping[str, Any]]) -> str:

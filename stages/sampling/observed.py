@@ -1,7 +1,7 @@
 """The trainer's values of tokens that a viewer shows: log-probabilities, entropies, losses.
 
-Of a share of the prompts, `logging.tokens`: entropies over a vocabulary of 150,000 take about as
-long as a twentieth of the step.
+Of a share of the prompts, `logging.tokens`, since an entropy reads a whole row of logits, which
+over a large vocabulary is not free.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ Rewards = Mapping[str, Mapping[str, RewardBase]]  # by domain and name
 # Columns that are attributes of a sample.
 AS_THEY_ARE = (
     *("domain", "group", "demonstrated", "weight_version", "reward", "reward_parts"),
-    *("reward_messages", "reward_failure", "advantage", "advantages", "logprobs"),
+    *("reward_failure", "advantage", "advantages", "logprobs"),
 )
 
 
@@ -46,7 +46,6 @@ def record(
     samples = [sample for update in updates for sample in update]
     if auditable:
         _write_arrays(path.with_suffix(".npz"), samples)
-
     lines = [
         {
             "step": step,
@@ -60,6 +59,7 @@ def record(
             "response_tokens": sample.response,
             "tokens": len(sample.response),
             "finish_reason": "stop" if sample.finished else "length",
+            "reward_messages": _messages(sample),
             "solved": _is_solved(sample, rewards),
             "step_rewards": _steps(sample),
             "staleness": None if sample.versions is None else step - sample.weight_version,
@@ -77,6 +77,11 @@ def _steps(sample: Sample) -> list[Row] | None:
     if sample.step_rewards is None:
         return None
     return [{"end": end, "reward": reward} for end, reward in sample.step_rewards]
+
+
+def _messages(sample: Sample) -> dict[str, str] | None:
+    said = sample.reward_messages
+    return None if said is None else {name: _whole(text) for name, text in said.items()}
 
 
 def _is_solved(sample: Sample, rewards: Rewards) -> bool | None:

@@ -12,7 +12,7 @@ import pytest
 
 from parallel import timeline
 from parallel.timeline import open_timeline, phase
-from pipeline.run.timeline import Phase, innermost, phases
+from pipeline.run.timeline import innermost, phases
 from stages.settings import RunSettings
 from tests.pipeline.measured_runs import Measured, write_run
 
@@ -127,7 +127,3 @@ def test_nothing_waits_in_a_run_that_is_done(
 ) -> None:
     write_run(runs / "small", settings, Measured({}))
     assert braid("look", "small", "--waits")[1] == "no stage is running\n"
-
-
-def test_a_phase_knows_its_process() -> None:
-    assert Phase("engine 1", "sample", 0.0).process == "engine 1"

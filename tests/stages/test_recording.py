@@ -59,10 +59,12 @@ def test_a_sample_without_a_reward_says_why(tmp_path: Path) -> None:
     path = tmp_path / "own.parquet"
     drawn = Sample("sums", np.array([5], np.int32), np.array([6, 1], np.int32))
     drawn.reward_failure = "domains.sums.rewards.mine: raised"
+    drawn.reward_messages = {"mine": "half a pair: \ud83d"}  # which UTF-8 cannot encode
     record(path, 7, [[drawn]], CharacterTokenizer(), {}, auditable=False)
     [found] = read_samples(path)
     assert found["reward_failure"] == "domains.sums.rewards.mine: raised"
     assert (found["reward"], found["solved"], found["staleness"]) == (None, None, None)
+    assert found["reward_messages"] == {"mine": "half a pair: ?"}
     assert (found["problem"], found["prompt"], found["step"]) == (None, "3", 7)
 
 
