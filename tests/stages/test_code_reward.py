@@ -25,9 +25,16 @@ ANSWERS_FOUR = "print(4)"
 
 def earned(tests: Any, response: str, **settings: Any) -> RewardScore:
     """Return the score of a response to a problem with these tests."""
+    return explained(tests, response, **settings)[0]
+
+
+def explained(tests: Any, response: str, **settings: Any) -> tuple[RewardScore, str]:
+    """Return the score, and what the reward says of it."""
     reward = make("code", "passes", CodeReward(**settings), Path("/nowhere"))
     problem = Problem("code", 0, "add", "", {"tests": tests})
-    return reward(problem, Response(response, len(response) + 1))
+    found = reward(problem, Response(response, len(response) + 1))
+    assert isinstance(found, tuple)
+    return found
 
 
 @pytest.mark.parametrize(
@@ -65,6 +72,13 @@ def test_the_reward_is_the_fraction_passed_or_all(
 ) -> None:
     assert earned(tests, response) == fraction
     assert earned(json.dumps(tests), response, credit="all") == float(fraction == 1)
+
+
+def test_the_first_failed_test_is_named() -> None:
+    assert explained(PAIRS, ADDS) == (1.0, "")
+    assert explained(PAIRS, ANSWERS_FOUR) == (0.5, "1 of 2 tests passed; test 1: wrong")
+    said = explained(PAIRS, "print(1 / 0)")[1]
+    assert said == "0 of 2 tests passed; test 1: error; ZeroDivisionError: division by zero"
 
 
 def test_every_setting_reaches_the_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,8 +91,10 @@ def without_pauses() -> Iterator[mock.Mock]:
 def judged(service: Service | str, cache: Path, text: str = "four", **given: Any) -> float:
     url = service if isinstance(service, str) else service.base_url
     settings = JudgeReward(base_url=url, model="large", rubric=RUBRIC, **given)
-    score = make("essays", "style", settings, cache)(ASKED, Response(text, 5))
-    assert isinstance(score, float)
+    found = make("essays", "style", settings, cache)(ASKED, Response(text, 5))
+    assert isinstance(found, tuple)
+    score, said = found
+    assert isinstance(score, float) and said  # the judge's answer, also from the cache
     return score
 
 

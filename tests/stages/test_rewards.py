@@ -16,7 +16,7 @@ from stages.data.settings import ReasoningGymPromptSettings
 from stages.data.tokenizer import CharacterTokenizer
 from stages.rewards.kinds import KINDS, RewardSettings
 from stages.rewards.kinds.instruction import CHECKS
-from stages.rewards.kinds.json_schema import valid
+from stages.rewards.kinds.json_schema import violation
 from stages.rewards.kinds.length import soft_overlong
 from stages.rewards.reward import Response, Reward, RewardBase, RewardError, make, solved
 
@@ -47,8 +47,30 @@ def problem(answer: str = "", **fields: Any) -> Problem:
     return Problem("math", 0, "what?", answer, fields)
 
 
+def explained(made: Reward, text: str, asked: Problem | None = None) -> tuple[Any, str]:
+    """Return the score of a response, and what the reward says of it."""
+    returned = made(asked or problem(), Response(text, len(text) + 1))
+    return returned if isinstance(returned, tuple) else (returned, "")
+
+
 def score(made: Reward, text: str, asked: Problem | None = None) -> Any:
-    return made(asked or problem(), Response(text, len(text) + 1))
+    return explained(made, text, asked)[0]
+
+
+def test_wrong_responses_are_explained_and_right_ones_are_not() -> None:
+    sums = problem("6")
+    assert explained(reward("math"), r"it is \boxed{5}", sums) == (0.0, "read 5; expected 6")
+    assert explained(reward("math"), "", sums) == (0.0, "no answer found; expected 6")
+    assert explained(reward("math"), r"\boxed{6}", sums) == (1.0, "")
+    shape = problem(schema={"type": "object", "properties": {"a": {"type": "integer"}}})
+    assert explained(reward("json_schema"), '{"a": "x"}', shape) == (
+        *(0.0, "$.a: 'x' is not of type 'integer'"),
+    )
+    assert explained(reward("json_schema"), "{", shape)[1].startswith("no JSON: ")
+    asked = problem(instruction_id_list=["startend:quotation"])
+    assert explained(reward("instruction"), "x", asked) == (
+        *(0.0, "not followed: startend:quotation"),
+    )
 
 
 def test_every_kind_can_be_made_and_scores_truncated_responses() -> None:
@@ -161,9 +183,9 @@ def test_unusual_json_is_scored() -> None:
     tree = {"items": {"$ref": "#"}, "multipleOf": 0.01}
     deep = "[" * 400 + "]" * 400
     for text in (deep, "1e999"):
-        assert not valid(text, tree)
+        assert violation(text, tree)
     with pytest.raises(RewardError, match="the schema refers to itself without end"):
-        valid("1", {"$ref": "#"})
+        violation("1", {"$ref": "#"})
 
 
 def test_an_invalid_schema_is_an_error() -> None:

@@ -14,6 +14,7 @@ from parallel.settings import Count
 from stages.data.problem import Problem
 from stages.rewards import sandbox
 from stages.rewards.reward import (
+    Explained,
     Response,
     Reward,
     RewardBase,
@@ -96,20 +97,31 @@ def make(settings: CodeReward, _directory: Path) -> Reward:
     limits = sandbox.Limits(**settings.model_dump(include=LIMITS))
     everything = settings.credit == "all"
 
-    def reward(problem: Problem, response: Response) -> float:
+    def reward(problem: Problem, response: Response) -> Explained:
         if (field := settings.tests_field) not in problem.fields:
             raise RewardError(f"the problem has no field {field!r} with its tests")
         tests: sandbox.Tests | str = problem.fields[field]  # a file may hold them as JSON text
-        passed = sandbox.score(
+        result = sandbox.score(
             extract_program(response.text),
             json.loads(tests) if isinstance(tests, str) else tests,
             limits,
             seconds=settings.tests_seconds,
             stop_early=everything,
-        ).passed
-        return float(passed == 1) if everything else passed
+        )
+        score = float(result.passed == 1) if everything else result.passed
+        return score, failed_test(result)
 
     return reward
+
+
+def failed_test(result: sandbox.Score) -> str:
+    """Return which test failed first, with the last line of its error output; "" for none."""
+    number = next((n for n, each in enumerate(result.verdicts, 1) if each != "passed"), None)
+    if number is None:
+        return ""
+    passed = f"{result.verdicts.count('passed')} of {len(result.verdicts)} tests passed"
+    lines = result.errors.strip().splitlines()
+    return "; ".join([f"{passed}; test {number}: {result.verdicts[number - 1]}", *lines[-1:]])
 
 
 def extract_program(response: str) -> str:

@@ -18,7 +18,7 @@ from pydantic import Field
 
 from stages.data.problem import Problem
 from stages.rewards.kinds.format import unfenced
-from stages.rewards.reward import Response, Reward, RewardBase, RewardError, register
+from stages.rewards.reward import Explained, Response, Reward, RewardBase, RewardError, register
 
 RELATIONS: dict[str, Callable[[int, int], bool]] = {
     "at least": operator.ge,
@@ -46,7 +46,7 @@ class InstructionReward(RewardBase):
 def make(settings: InstructionReward, _directory: Path) -> Reward:
     """Return the reward."""
 
-    def reward(problem: Problem, response: Response) -> float:
+    def reward(problem: Problem, response: Response) -> Explained:
         names = problem.fields.get("instruction_id_list")
         given = problem.fields.get("kwargs") or [{} for _ in names or []]
         if not names or len(names) != len(given):
@@ -59,7 +59,9 @@ def make(settings: InstructionReward, _directory: Path) -> Reward:
         kept = [
             _kept(name, response.text, own or {}) for name, own in zip(names, given, strict=True)
         ]
-        return float(all(kept)) if settings.credit == "all" else sum(kept) / len(kept)
+        broken = [name for name, is_kept in zip(names, kept, strict=True) if not is_kept]
+        score = float(not broken) if settings.credit == "all" else sum(kept) / len(kept)
+        return score, f"not followed: {', '.join(broken)}" if broken else ""
 
     return reward
 

@@ -11,7 +11,15 @@ from pydantic import Field
 
 from stages.data.problem import Problem
 from stages.rewards.kinds.format import unfenced
-from stages.rewards.reward import Response, Reward, RewardBase, RewardContext, RewardError, register
+from stages.rewards.reward import (
+    Explained,
+    Response,
+    Reward,
+    RewardBase,
+    RewardContext,
+    RewardError,
+    register,
+)
 
 DEEPEST = 50  # nested lists and objects of an answer that can be valid
 
@@ -39,19 +47,20 @@ def make(settings: JSONSchemaReward, _directory: Path) -> Reward:
     if settings.default_schema is not None:
         check_schema(settings.default_schema)
 
-    def reward(problem: Problem, response: Response) -> float:
+    def reward(problem: Problem, response: Response) -> Explained:
         field = settings.schema_field
         schema = problem.fields.get(field, settings.default_schema)
         if schema is None:
             raise RewardError(f"the problem has no field {field!r}, and default_schema is null")
         schema = json.loads(schema) if isinstance(schema, str) else schema
-        return float(valid(response.text, schema))
+        wrong = violation(response.text, schema)
+        return float(not wrong), wrong
 
     return reward
 
 
-def valid(text: str, schema: Any) -> bool:
-    """Return whether `text` is JSON that is valid against `schema`.
+def violation(text: str, schema: Any) -> str:
+    """Return why `text` is no JSON that `schema` allows; "" where it is.
 
     Raises RewardError where the schema is invalid, or refers outside itself: nothing is fetched.
     """
@@ -62,17 +71,19 @@ def valid(text: str, schema: Any) -> bool:
     check_schema(schema)
     try:
         value = json.loads(unfenced(text), parse_constant=_refuse)
-    except (ValueError, RecursionError):
-        return False
+    except (ValueError, RecursionError) as error:
+        return f"no JSON: {error}"
     try:
-        return bool(Draft202012Validator(schema, registry=Registry()).is_valid(value))
+        errors = Draft202012Validator(schema, registry=Registry()).iter_errors(value)
+        first = next(errors, None)
+        return "" if first is None else f"{first.json_path}: {first.message}"
     except Unresolvable as error:
         raise RewardError(f"the schema cannot be used: {error}") from error
-    except OverflowError:  # an infinite number, such as 1e999
-        return False
+    except OverflowError:  # such as 1e999
+        return "an infinite number"
     except RecursionError as error:
         if _is_deep(value):
-            return False
+            return f"nested more than {DEEPEST} deep"
         raise RewardError("the schema refers to itself without end") from error
 
 

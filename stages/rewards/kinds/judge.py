@@ -25,6 +25,7 @@ from parallel.files import write_atomically
 from parallel.settings import Tokens
 from stages.data.problem import Problem
 from stages.rewards.reward import (
+    Explained,
     Pattern,
     Response,
     Reward,
@@ -175,8 +176,11 @@ class Judge:
             self._headers["Authorization"] = f"Bearer {key}"
             self._secret = re.compile("".join(map(_written, key)), re.IGNORECASE)
 
-    def __call__(self, problem: Problem, response: Response) -> float:
-        """Return the score of a response, in [0, 1]. Raises RewardError without one."""
+    def __call__(self, problem: Problem, response: Response) -> Explained:
+        """Return the score of a response, in [0, 1], and what the judge said.
+
+        Raises RewardError without a score.
+        """
         texts = {"prompt": problem.prompt, "answer": problem.answer, "response": response.text}
         rubric = FILLED.sub(lambda match: texts[match[1]], self._settings.rubric)
         body = {
@@ -189,11 +193,12 @@ class Judge:
         name = hashlib.sha256(f"{self._url}\n{text}".encode()).hexdigest()
         file = self._cache / name[:2] / f"{name}.json"
         with suppress(OSError, ValueError, KeyError, TypeError):  # no such file, or a damaged one
-            return self._verdict(json.loads(file.read_text())["said"])
+            said = json.loads(file.read_text())["said"]
+            return self._verdict(said), said
         said = self._ask(text.encode())
         score = self._verdict(said)
         write_atomically(file, json.dumps({"request": body, "said": said}))
-        return score
+        return score, said
 
     def _ask(self, body: bytes) -> str:
         reason = ""

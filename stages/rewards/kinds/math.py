@@ -14,7 +14,15 @@ from typing import Any, Literal
 from pydantic import Field
 
 from stages.data.problem import Problem
-from stages.rewards.reward import Response, Reward, RewardBase, RewardError, Seconds, register
+from stages.rewards.reward import (
+    Explained,
+    Response,
+    Reward,
+    RewardBase,
+    RewardError,
+    Seconds,
+    register,
+)
 
 MARKED = re.compile(r"\$|\\boxed|\\\(|\\\[")  # LaTeX that marks its mathematics
 
@@ -35,10 +43,14 @@ def make(settings: MathReward, _directory: Path) -> Reward:
     for module in ("grader", "parser"):  # each warns that its time limit is off
         logging.getLogger(f"math_verify.{module}").setLevel(logging.ERROR)
 
-    def reward(problem: Problem, response: Response) -> float:
+    def reward(problem: Problem, response: Response) -> Explained:
         if settings.boxed and "\\boxed" not in response.text:
-            return 0.0
-        return float(verify(_reference(problem), _read(response.text), timeout_seconds=None))
+            return 0.0, "no answer in \\boxed{}"
+        expected, found = _reference(problem), _read(response.text)
+        if verify(expected, found, timeout_seconds=None):
+            return 1.0, ""
+        said = f"read {found[-1]}" if found else "no answer found"
+        return 0.0, f"{said}; expected {problem.answer}"
 
     return reward
 

@@ -11,7 +11,14 @@ from pydantic import Field
 
 from stages.data.problem import Problem
 from stages.data.reasoning_gym import score
-from stages.rewards.reward import Response, Reward, RewardBase, RewardContext, register
+from stages.rewards.reward import (
+    Explained,
+    Response,
+    Reward,
+    RewardBase,
+    RewardContext,
+    register,
+)
 
 CORRECT = 0.999  # the scorers give partial credit, even for merely containing the answer
 RESPONSE = re.compile(r"<(?P<working>[^>]*)>(?P<answer>.*)", re.DOTALL)
@@ -41,12 +48,16 @@ class ReasoningGymReward(RewardBase):
 def make(settings: ReasoningGymReward, _directory: Path) -> Reward:
     """Return the reward."""
     scored = exact if settings.credit == "whole" else partial
-    if settings.working == "optional":
-        return lambda problem, response: scored(problem, response.text)
     worked = settings.working == "required"
 
-    def reward(problem: Problem, response: Response) -> float:
-        return scored(problem, response.text) if shows_work(response.text) == worked else 0.0
+    def reward(problem: Problem, response: Response) -> Explained:
+        if settings.working != "optional" and shows_work(response.text) != worked:
+            return 0.0, "no working before the answer" if worked else "working, which is forbidden"
+        value = scored(problem, response.text)
+        if value >= CORRECT:
+            return value, ""
+        is_form = RESPONSE.fullmatch(response.text) is not None
+        return value, f"expected {problem.answer}" if is_form else "not <working>answer"
 
     return reward
 
