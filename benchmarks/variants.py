@@ -174,7 +174,7 @@ def configuration(name: str, run_name: str, seed: int) -> dict[str, Any]:
         "domains": {each: shared | keys for each, keys in variants.items()},
         "stages": quickstart["stages"] | {"merge": None, "export": None},
         "evaluation": {"problems": 2},  # of every model on every domain, which are all the same
-        "logging": {"wandb": "disabled"},
+        "logging": {"trackers": []},
     }
 
 

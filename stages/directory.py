@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from secrets import token_hex
 from typing import Protocol
 from urllib.parse import quote
 
@@ -20,6 +21,7 @@ from parallel.files import (
     read_text,
     sha256,
     whole_checkpoints,
+    write_atomically,
 )
 
 COLLECTION = "collection.json"
@@ -52,6 +54,7 @@ class StageDirectory:
     metrics = Below("metrics.jsonl")  # one line per step
     checkpoints = Below("checkpoints")
     rollouts = Below("rollouts")  # the samples of every step
+    routing = Below("routing")  # the experts that recorded samples of every step used
     samples = Below("samples")  # an evaluation's answers; of sft and dpo, for `braid audit`
     results = Below("results.json")  # the accuracies that an evaluation or a gate measured
     measured = Below("models")  # those so far, one file per model
@@ -77,6 +80,21 @@ class StageDirectory:
     def timeline(self, attempt: int, rank: int) -> Path:
         """Return the path of the phases of an attempt's rank."""
         return self.job(attempt).with_name(f"timeline_{rank}.jsonl")
+
+    def tracker_id(self) -> str:
+        """Return what names this training in trackers: made once, and moved with the directory."""
+        path = self.path / "tracker_id"
+        if not path.exists():
+            write_atomically(path, token_hex(4))
+        return read_text(path)
+
+    def parents(self) -> dict[str, str]:
+        """Return the digests of what the stage was started from, by name, as its manifest has."""
+        try:
+            found = json.loads(read_text(self.manifest))["parents"]
+            return {str(name): str(digest) for name, digest in found.items()}
+        except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
+            return {}
 
     def attempts(self) -> int:
         """Return the number of attempts so far."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -73,15 +74,30 @@ def train(
     if is_main():
         keep_steps(job.files.metrics, start)  # later steps run again
         log = MetricsLog(job, loop.steps)
+    with nullcontext() if log is None else closing(log):
+        _run_steps(stage, job, loop, watch, saver, log, range(start + 1, steps + 1))
+
+
+def _run_steps(
+    stage: TrainingStage,
+    job: StageJob,
+    loop: LoopSettings,
+    watch: GuardMonitor | None,
+    saver: Saver,
+    log: MetricsLog | None,
+    steps: range,
+) -> None:
+    """Run the steps; only the main rank has a log. Collective; raises as `train`."""
     received = []  # SIGTERM, from the launcher, or SIGUSR1, which srun passes on
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda *_: received.append(True))
-    for step in range(start + 1, steps + 1):
+    for step in steps:
         with phase("step", step=step):
             metrics = stage.step(step)
         verdict = watch.observe(step, metrics) if watch is not None and is_main() else StepVerdict()
         if log is not None:
-            log.write(step, {**metrics, **verdict.metrics})
+            with phase("log"):
+                log.write(step, {**metrics, **verdict.metrics})
         stopping, writing, stopped, ended = any_rank(
             bool(received), saver.writing, verdict.stop is not None, verdict.end is not None
         )
@@ -103,6 +119,8 @@ def train(
             state = stage.state() | ({ENDED: verdict.end} if verdict.end else {})
             with phase("checkpoint"):
                 saver.begin(stage.policy, step, state, stage.score(metrics))
+            if log is not None:
+                log.saved(step)
         if stopped:
             saver.finish()
             raise GuardStopped(broadcast(verdict.stop))
@@ -112,8 +130,6 @@ def train(
             saver.finish()
             raise StageStopped(f"{job.stage} saved step {step} and stopped")
     saver.finish()
-    if log is not None:
-        log.close()
 
 
 def _load(stage: TrainingStage, job: StageJob, directory: Path) -> dict[str, Any]:

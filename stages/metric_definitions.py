@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 
@@ -222,5 +223,40 @@ METRICS = {
     for denominator, metrics in _TABLE.items()
     for name, text in metrics.items()
 }
+# What belongs together in a tracker's panels and in the report.
+PANELS = {
+    "learning": "loss reward reward/NAME accuracy teacher_kl teacher_kl/NAME data_loss/NAME"
+    " sampled_loss/NAME reward_chosen reward_rejected reward_margin reward_accuracy value_loss"
+    " value_explained_variance gradient_norm learning_rate",
+    "policy": "entropy full_entropy kl kl/NAME kl_coefficient kl_coefficient/NAME ratio"
+    " clip_fraction correction masked_sequences length_exponent length_exponent/NAME",
+    "signal": "zero_variance all_right all_wrong reward_spread reward_drop format_gain"
+    " identical_responses similar_responses resampled_groups passed_over",
+    "responses": "unfinished response_tokens wrong_over_right length_inflation kept_saturated"
+    " too_long reward_failures watch_failures drawn kept dropped/NAME no_context/NAME"
+    " context_too_long/NAME",
+    "domains": "token_share/NAME data_token_share/NAME sampled_token_share/NAME data_too_long/NAME"
+    " gradient_share/NAME preflight_kl/NAME disjoint_tokens/NAME",
+    "mismatch": "mismatch_max mismatch_mean mismatch_sequence_k3 high_ratio drift_max drift_mean"
+    " drift_sequence_k3 drift_high_ratio",
+    "routing": "router_agreement router_agreement_N drift_router_agreement"
+    " drift_router_agreement_N router_movement load_balance z_loss",
+    "engines": "staleness_mean staleness_max staleness_N dropped_stale replayed requeued duplicates"
+    " engine_restarts refit_bytes refit_staging_bytes",
+    "cost": "sampled_tokens trained_tokens token_efficiency seconds_rollout seconds_train"
+    " seconds_refit seconds_wait seconds_wake seconds_offload",
+}
+PANEL_OF = {metric: panel for panel, metrics in PANELS.items() for metric in metrics.split()}
 # Names before "/NAME": of a metric of every domain, or of every reward.
 NAMED = sorted(name.removesuffix("/NAME") for name in METRICS if name.endswith("/NAME"))
+
+
+def declared_as(name: str) -> str:
+    """Return the name in METRICS of a metric with a number (staleness, layer) or a name in it."""
+    numbered = re.sub(r"^(staleness|(?:drift_)?router_agreement)_\d+$", r"\1_N", name)
+    return re.sub(rf"^({'|'.join(NAMED)})/.+$", r"\1/NAME", numbered)
+
+
+def panel_of(name: str) -> str:
+    """Return the panel of a metric; raise KeyError for one that is not declared."""
+    return PANEL_OF[declared_as(name)]

@@ -1,62 +1,79 @@
-"""The log of a stage's metrics, metrics.jsonl and Weights & Biases, and what every stage logs."""
+"""The log of a stage's metrics, metrics.jsonl and trackers, and what every stage logs."""
 
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 
 from parallel.batch import MicroBatch, token_counts
 from parallel.distributed import sum_over_data
 from parallel.engine.wire import keeps_part, kept_limits
+from parallel.errors import UserError
 from parallel.files import naming
 from parallel.sample import Sample
 from stages.domains import SamplingSettings
-from stages.metric_definitions import METRICS, NAMED
+from stages.metric_definitions import METRICS, declared_as
 from stages.objectives.groups import Batch
 from stages.objectives.loss import MetricSum, Totals
+from stages.sampling.sample_files import samples_file
 from stages.settings import StageJob
+from stages.trackers.tracker import TrackedStage, Trackers
 
 
 class MetricsLog:
-    """The writer of metrics.jsonl, one line a step, and of the same numbers to Weights & Biases."""
+    """The writer of metrics.jsonl, one line a step, and of the same numbers to the trackers."""
 
     def __init__(self, job: StageJob, steps: int) -> None:
         self.path = job.files.metrics
         self.steps = steps
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.touch()  # the launcher sees that the model is loaded
-        self._starting: Future[Any] | None = None
-        if job.settings.logging.wandb != "disabled":
-            # It takes 1.5 to 2 s to start, which the first step does not wait for.
-            self._starting = ThreadPoolExecutor(1, "wandb").submit(_start_wandb, job)
+        self._files = job.files
+        self._trackers = Trackers(job.settings.logging.trackers, _tracked(job))
+        self._saving: list[int] = []  # steps of checkpoints that may not be whole yet
 
     def write(self, step: int, metrics: dict[str, float], **labels: str) -> None:
         """Append a step's metrics; raise KeyError for one that is not in METRICS."""
-        if undeclared := sorted(name for name in metrics if _declared_as(name) not in METRICS):
+        if undeclared := sorted(name for name in metrics if declared_as(name) not in METRICS):
             raise KeyError(f"undeclared metrics: {undeclared}")
         line = {"step": step, "steps": self.steps, "time": time.time(), **labels, **metrics}
         with naming(self.path), self.path.open("a") as file:
             file.write(json.dumps(line) + "\n")
-        self._to_wandb(lambda run: run.log({**labels, **metrics}, step=step))
+        self._trackers.metrics(step, metrics, labels)
+        self._send_checkpoints()
+
+    def saved(self, step: int) -> None:
+        """Send the checkpoint of a step to the trackers, once it is whole."""
+        self._saving.append(step)
+
+    def _send_checkpoints(self) -> None:
+        for step in list(self._saving):
+            with suppress(UserError):  # it is damaged, which whoever loads it says
+                if (found := self._files.checkpoint(step)) is not None:
+                    samples = samples_file(self._files.rollouts, step)
+                    self._trackers.checkpoint(found, self._files.parents(), samples)
+                    self._saving.remove(step)
 
     def close(self) -> None:
-        """Flush and end the run in Weights & Biases."""
-        self._to_wandb(lambda run: run.finish())
+        """Flush and end the trackers' runs."""
+        self._send_checkpoints()
+        self._trackers.close()
 
-    def _to_wandb(self, send: Callable[[Any], None]) -> None:
-        if self._starting is None:
-            return
-        run = self._starting.result()  # raises if Weights & Biases failed to start
-        try:
-            send(run)
-        except Exception as error:  # its service died: training does not depend on it
-            print(f"Weights & Biases stopped: {error!r}; logging to {self.path} only", flush=True)
-            self._starting = None
+
+def _tracked(job: StageJob) -> TrackedStage:
+    settings = job.settings
+    return TrackedStage(
+        run=settings.name,
+        stage=job.stage,
+        id=f"{settings.name}-{job.stage}-{job.files.tracker_id()}".replace(".", "-"),
+        directory=job.directory,
+        project=settings.logging.project,
+        online=settings.logging.wandb == "online",
+        settings=settings.model_dump(mode="json"),
+    )
 
 
 def reduce_sums(
@@ -156,25 +173,3 @@ def saturated(
     sizes = [len(kept) for sample in samples for kept in sample.kept or []]
     full = sum(size >= most for size in sizes) if most < vocabulary else 0
     return {"kept_saturated": full / max(len(sizes), 1)}
-
-
-def _declared_as(name: str) -> str:
-    """Return the name in METRICS of a metric with a number (lag, layer) or a name in it."""
-    numbered = re.sub(r"^(staleness|(?:drift_)?router_agreement)_\d+$", r"\1_N", name)
-    return re.sub(rf"^({'|'.join(NAMED)})/.+$", r"\1/NAME", numbered)
-
-
-def _start_wandb(job: StageJob) -> Any:
-    import wandb
-
-    logging = job.settings.logging
-    return wandb.init(
-        project=logging.project,
-        group=job.settings.name,
-        name=f"{job.settings.name}/{job.stage}",
-        id=f"{job.settings.name}-{job.stage}-{job.attempt}".replace(".", "-"),
-        mode=logging.wandb,
-        dir=job.directory,
-        config=job.settings.model_dump(mode="json"),
-        settings=wandb.Settings(console="off", silent=True),
-    )

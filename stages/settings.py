@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from parallel.errors import UserError
 from parallel.network import LOOPBACK
@@ -34,13 +34,19 @@ from stages.rewards.reward import RewardPoolSettings
 TEMPLATE = "extends: pipelines/experts-merge.yaml has it"
 
 
-class LoggingSettings(Settings):
-    """The logging to Weights & Biases and of audit data; metrics.jsonl is always written."""
+TrackerName = Literal["wandb", "tensorboard", "trackio"]
 
-    wandb: Literal["offline", "online", "disabled"] = Field(
+
+class LoggingSettings(Settings):
+    """The trackers of experiments, and what is recorded; metrics.jsonl is always written."""
+
+    trackers: tuple[TrackerName, ...] = Field(
+        default=("wandb",), description="those that get a copy of the metrics; [] for none"
+    )
+    wandb: Literal["offline", "online"] = Field(
         default="offline", description="its mode; upload offline runs with `wandb sync`"
     )
-    project: str = Field(default="braid", description="project in Weights & Biases")
+    project: str = Field(default="braid", description="project in wandb and trackio")
     auditable: bool = Field(
         default=False,
         description="write what `braid audit` needs beside the samples of every step: each token's"
@@ -52,6 +58,13 @@ class LoggingSettings(Settings):
         description="share of the prompts whose samples are recorded with the trainer's"
         " log-probability and the policy's entropy at every token; the same prompts in every step",
     )
+
+    @field_validator("wandb", mode="before")
+    @classmethod
+    def _not_disabled(cls, value: object) -> object:
+        if value == "disabled":
+            raise ValueError("without any tracker is now: logging.trackers: []")
+        return value
 
 
 class LaunchSettings(Settings):

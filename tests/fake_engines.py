@@ -221,7 +221,7 @@ def toy_run(bound: float = 1e9, **domains: DomainSettings) -> RunSettings:
         rewards=RewardPoolSettings(workers=1),
         domains=domains,
         stages={"experts": EXPERTS},
-        logging=LoggingSettings(wandb="disabled"),
+        logging=LoggingSettings(trackers=()),
     )
 
 

@@ -204,7 +204,17 @@ def put_aside(run: Run, stages: Iterable[Stage]) -> list[Path]:
 
 
 LEFT_BEHIND = (
-    *("attempt_*", "rollouts", "models", "wandb", "tmp_step_*", "damaged_step_*"),
+    *(
+        "attempt_*",
+        "rollouts",
+        "routing",
+        "models",
+        "wandb",
+        "tensorboard",
+        "tracker_id",
+        "tmp_step_*",
+        "damaged_step_*",
+    ),
     *("stage.lock", "engine"),
 )
 

@@ -27,6 +27,7 @@ from stages.domains import DomainSettings, RolloutSettings, SamplingSettings
 from stages.objectives.groups import Group
 from stages.rewards.pool import RewardPool
 from stages.rewards.reward import Response
+from stages.sampling.expert_loads import record_loads
 from stages.sampling.recording import Rewards, record
 from stages.sampling.sample_files import samples_file
 from stages.settings import StageJob
@@ -223,6 +224,9 @@ class StageEngines:
         """Write the samples of each update of the step."""
         path, logging = samples_file(self.job.files.rollouts, step), self.job.settings.logging
         record(path, step, updates, self.tokenizer, self.graded_by, logging.auditable)
+        samples = [sample for update in updates for sample in update]
+        loads = samples_file(self.job.files.routing, step)
+        record_loads(loads, step, samples, self.job.settings.model.experts, logging.tokens)
 
     def close(self) -> None:
         """Drop the requests in flight, stop the reward workers, and end the engines' turn."""

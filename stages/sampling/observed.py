@@ -18,14 +18,16 @@ from parallel.distributed import gather_on_main
 from parallel.model import vocabulary
 from parallel.sample import Sample
 
-DIGITS = 8  # of the hash of a prompt, which decide whether it is recorded
+# Of the hash of a prompt, the last digits decide whether it is recorded: by the first ones it is
+# trained on or held out, and of those trained on a small share would record none.
+DIGITS = 8
 
 Observed = tuple[int, int, dict[str, np.ndarray]]  # the update, the sample's number in it, values
 
 
 def is_recorded(sample: Sample, share: float) -> bool:
     """Return whether a sample's prompt is among the share; the same prompts in every step."""
-    return bool(sample.problem) and int(sample.problem[:DIGITS], 16) < share * 16**DIGITS
+    return bool(sample.problem) and int(sample.problem[-DIGITS:], 16) < share * 16**DIGITS
 
 
 @torch.no_grad()

@@ -91,12 +91,17 @@ def write_samples(path: Path, rows: Sequence[Row]) -> None:
     Raises:
         OSError: such as a full disk.
     """
-    arrays = [pyarrow.array([row.get(each.name) for row in rows], each.type) for each in SCHEMA]
+    write_table(path, rows, SCHEMA)
+
+
+def write_table(path: Path, rows: Sequence[Row], schema: pyarrow.Schema) -> None:
+    """Write rows as one file of a schema, as `write_samples` does."""
+    arrays = [pyarrow.array([row.get(each.name) for row in rows], each.type) for each in schema]
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with naming(path), temporary.open("wb") as file:
-            parquet.write_table(pyarrow.table(arrays, SCHEMA), file, compression="zstd")
+            parquet.write_table(pyarrow.table(arrays, schema), file, compression="zstd")
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -115,13 +120,13 @@ def read_samples(path: Path, columns: Sequence[str] | None = None) -> list[Row]:
         # With Arrow's threads 7 of 80 processes that ended soon after aborted: "terminate called
         # without an active exception".
         table = parquet.ParquetFile(pyarrow.BufferReader(content)).read(columns, use_threads=False)
-        return [_mapped(row) for row in table.to_pylist()]
+        return [mapped(row) for row in table.to_pylist()]
     except (OSError, ValueError, KeyError, pyarrow.ArrowException) as error:
         raise UserError(f"{path}: damaged: {error}") from error
 
 
-def _mapped(row: Row) -> Row:
-    """Return a row whose maps are dictionaries; pyarrow makes them lists of pairs."""
+def mapped(row: Row) -> Row:
+    """Return a file's row whose maps are dictionaries; pyarrow makes them lists of pairs."""
     for name in ("reward_parts", "reward_messages"):
         if row.get(name) is not None:
             row[name] = dict(row[name])

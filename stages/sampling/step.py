@@ -151,7 +151,8 @@ class OnPolicyStage(ABC):
         observed = [(each.samples, each.batches) for each in updates]
         collect_observed(observed, self.job.settings.logging.tokens)
         if is_main():
-            self.engines.record(samples.updates, step)
+            with phase("record"):
+                self.engines.record(samples.updates, step)
         seconds = {**self._seconds, **self.engines.turn_seconds(), **self.engines.events()}
         efficiency = token_efficiency([part for each in updates for part in each.batches])
         measured = {**samples.metrics, **synced, **checked, **trained, "learning_rate": rate}

@@ -62,9 +62,7 @@ def loop(
     from stages.loop import train as run_loop
     from stages.settings import LoggingSettings, RunSettings, StageJob
 
-    settings = RunSettings.model_construct(
-        name="toy", seed=0, logging=LoggingSettings(wandb="disabled")
-    )
+    settings = RunSettings.model_construct(name="toy", seed=0, logging=LoggingSettings(trackers=()))
     job = StageJob.model_construct(
         stage="toy", directory=Path(directory), attempt=1, parent=None, settings=settings
     )

@@ -95,7 +95,7 @@ def job(layout: LayoutSettings, model: ModelSettings, directory: str, **given: A
         model=model,
         layout=layout,
         stages={"merge": settings},
-        logging=LoggingSettings(wandb="disabled"),
+        logging=LoggingSettings(trackers=()),
     )
     path = Path(directory)
     labels = [label for name in DOMAINS for label in settings.teacher_weights(name)]

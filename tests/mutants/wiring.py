@@ -342,11 +342,11 @@ MUTANTS = [
         "tests/audit",
     ),
     Mutant(
-        "Weights & Biases is sent nothing",
+        "the trackers are sent nothing",
         "stages/metrics.py",
-        "self._to_wandb(lambda run: run.log({**labels, **metrics}, step=step))",
+        "self._trackers.metrics(step, metrics, labels)",
         "pass",
-        "tests/stages/test_metrics.py",
+        "tests/stages/test_trackers.py",
     ),
     Mutant(
         "the sandbox may write to the root",

@@ -68,7 +68,7 @@ def test_stages_come_after_their_inputs(settings: RunSettings) -> None:
         ("stages.experts.guards.drift.action=off", set()),
         ("stages.merge.after=[experts.sums]", set()),
         ("stages.experts.seeded_as='other.{domain}'", set()),
-        ("logging.wandb=disabled", set()),
+        ("logging.trackers=[]", set()),
         ("name=other", set()),
     ],
 )

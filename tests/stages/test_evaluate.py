@@ -83,7 +83,7 @@ def job(
                 problems=40, samples_per_problem=samples_per_problem, sampling_seed=sampling_seed
             ),
             "rewards": RewardPoolSettings(workers=1, max_failed_fraction=failed),
-            "logging": LoggingSettings(wandb="disabled", auditable=auditable),
+            "logging": LoggingSettings(trackers=(), auditable=auditable),
         }
     )
     models = {name: directory / name for name in MODELS}

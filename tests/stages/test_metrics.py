@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from threading import Event
-from types import SimpleNamespace
-from typing import Literal
 
 import pytest
 import torch
 
 from parallel.files import keep_steps
+from parallel.settings import ModelSettings
+from stages.metric_definitions import METRICS, PANELS, panel_of
 from stages.metrics import MetricsLog, reduce_sums
 from stages.objectives.loss import MetricSum, Totals
-from stages.settings import LoggingSettings, RunSettings, StageJob
+from stages.settings import LoggingSettings, RunSettings, StageJob, TrackerName
 
 
-def job(directory: Path, wandb: Literal["offline", "disabled"] = "disabled") -> StageJob:
-    logging = LoggingSettings(wandb=wandb, project="other")
-    settings = RunSettings.model_construct(name="a", logging=logging)
+def job(directory: Path, *trackers: TrackerName) -> StageJob:
+    """Return the job of a cold start in a run's directory."""
+    logging = LoggingSettings(trackers=trackers, project="other")
+    model = ModelSettings.model_construct()
+    settings = RunSettings.model_construct(name="a", seed=0, logging=logging, model=model)
     return StageJob.model_construct(
         stage="cold_start", directory=directory, attempt=1, settings=settings
     )
@@ -43,57 +44,6 @@ def test_resuming_drops_later_steps_and_a_half_written_line(tmp_path: Path) -> N
     assert [(line["step"], line["loss"]) for line in lines] == [(1, 1.0), (2, 2.0), (3, 30.0)]
 
 
-def test_a_step_does_not_wait_for_weights_and_biases_but_its_metrics_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    may_start, logged = Event(), []
-
-    def start(project: str, mode: str, **_: object) -> SimpleNamespace:
-        assert (project, mode) == ("other", "offline")
-        assert may_start.wait(30)
-        return SimpleNamespace(log=lambda metrics, step: logged.append((step, metrics)))
-
-    monkeypatch.setattr("wandb.init", start)
-    log = MetricsLog(job(tmp_path, "offline"), steps=3)  # returns, though nothing started
-    may_start.set()
-    log.write(1, {"loss": 2.0})
-    assert logged == [(1, {"loss": 2.0})]
-
-
-def test_a_failed_start_of_weights_and_biases_is_an_error_and_its_later_death_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def refuse(**_: object) -> None:
-        raise PermissionError("log in first")
-
-    monkeypatch.setattr("wandb.init", refuse)
-    with pytest.raises(PermissionError, match="log in first"):
-        MetricsLog(job(tmp_path, "offline"), steps=3).write(1, {"loss": 2.0})
-
-    def die(*_: object, **__: object) -> None:
-        raise BrokenPipeError("its service is gone")
-
-    monkeypatch.setattr("wandb.init", lambda **_: SimpleNamespace(log=die, finish=die))
-    log = MetricsLog(job(tmp_path, "offline"), steps=3)
-    log.write(2, {"loss": 1.0})
-    log.write(3, {"loss": 0.5})
-    log.close()
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
-    assert capsys.readouterr().out.count("its service is gone") == 1
-
-
-def test_closing_the_log_finishes_weights_and_biases(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    finished = []
-    run = SimpleNamespace(log=lambda *_, **__: None, finish=lambda: finished.append(True))
-    monkeypatch.setattr("wandb.init", lambda **_: run)
-    log = MetricsLog(job(tmp_path, "offline"), steps=1)
-    log.write(1, {"loss": 2.0})
-    log.close()
-    assert finished == [True]
-
-
 def test_sums_are_divided_by_their_own_global_count() -> None:
     part = {
         "ratio": MetricSum(torch.tensor(3.0), "sequences"),
@@ -115,3 +65,10 @@ def test_a_metric_is_of_the_domains_that_have_it() -> None:
         (["none"], {"kl": kl, "kl/none": kl}),
     ]
     assert reduce_sums(sums, counts) == {"entropy": 0.2, "kl": 2.0, "kl/words": 1.0}
+
+
+def test_every_metric_is_in_one_panel() -> None:
+    named = [name for metrics in PANELS.values() for name in metrics.split()]
+    assert sorted(named) == sorted(METRICS)
+    assert panel_of("staleness_3") == "engines"
+    assert panel_of("reward/exact") == "learning"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from parallel.sample import Sample
 from stages.data.tokenizer import CharacterTokenizer
 from stages.rewards.reward import Grader, Response, RewardBase
+from stages.sampling.observed import is_recorded
 from stages.sampling.recording import record
 from stages.sampling.sample_files import read_samples, samples_file
 from stages.settings import LoggingSettings
@@ -25,7 +27,7 @@ def recorded(directory: Path, share: float, function: str) -> list[dict[str, Any
     """Return what an expert records of its first step."""
     rewards = {"mine": {"kind": "python", "function": f"tests.stages.small_rewards:{function}"}}
     run = toy_run(sums=toy_domain(rewards=rewards))
-    run = run.model_copy(update={"logging": LoggingSettings(wandb="disabled", tokens=share)})
+    run = run.model_copy(update={"logging": LoggingSettings(trackers=(), tokens=share)})
     stage = opened(toy_job(directory, run, FakeEngine()))
     stage.policy.start_fresh(0)
     stage.step(1)
@@ -94,3 +96,13 @@ def test_what_is_no_score_with_a_text_is_a_failure(function: str, tmp_path: Path
     grade = Grader("math", own, tmp_path).grade(problem(), Response("odd", 4))
     assert grade.reward is None
     assert grade.failure is not None and "not a score or (score, text)" in grade.failure
+
+
+def test_the_share_is_of_the_prompts_that_are_trained_on() -> None:
+    def problem_of(number: int) -> str:
+        return sha256(str(number).encode()).hexdigest()
+
+    trained = [key for key in map(problem_of, range(4000)) if int(key, 16) >= 0.25 * 2**256]
+    samples = [Sample("sums", np.array([2]), np.array([3]), problem=key) for key in trained]
+    share = sum(is_recorded(sample, 0.1) for sample in samples) / len(samples)
+    assert 0.08 < share < 0.12

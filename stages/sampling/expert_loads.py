@@ -1,0 +1,57 @@
+"""The experts that recorded samples used: tokens by domain, layer and expert, a file a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+
+from parallel.sample import Sample
+from stages.sampling.observed import is_recorded
+from stages.sampling.sample_files import write_table
+
+# `slots[e]` of a routed layer are the tokens, of a domain's recorded samples, that expert e was
+# among the chosen of; in all, tokens times experts_per_token.
+SCHEMA = pyarrow.schema(
+    {
+        "step": pyarrow.int32(),
+        "domain": pyarrow.string(),
+        "layer": pyarrow.int32(),
+        "slots": pyarrow.list_(pyarrow.int64()),
+    }
+)
+
+
+def record_loads(
+    path: Path, step: int, samples: Sequence[Sample], experts: int, share: float
+) -> None:
+    """Write how often each expert was chosen, by the samples of the share of prompts.
+
+    Nothing is written where no engine gave its routes, as with `routing.replay: none`.
+
+    Raises:
+        OSError: such as a full disk.
+    """
+    by_domain: dict[str, list[np.ndarray]] = {}
+    for sample in samples:
+        if sample.routes is not None and is_recorded(sample, share):
+            by_domain.setdefault(sample.domain, []).append(sample.routes)
+    rows = [
+        {"step": step, "domain": domain, "layer": layer, "slots": slots}
+        for domain, routes in sorted(by_domain.items())
+        for layer, slots in enumerate(expert_slots(routes, experts))
+    ]
+    if rows:
+        write_table(path, rows, SCHEMA)
+
+
+def expert_slots(routes: Sequence[np.ndarray], experts: int) -> np.ndarray:
+    """Return how often each expert is in routes [tokens, layers, K]; int64 [layers, experts]."""
+    layers = routes[0].shape[1]
+    found = np.zeros(layers * experts, np.int64)
+    first = np.arange(layers)[:, None] * experts  # a layer's experts follow those before it
+    for each in routes:
+        found += np.bincount((each.astype(np.int64) + first).ravel(), minlength=len(found))
+    return found.reshape(layers, experts)
