@@ -35,9 +35,16 @@ define environment
 	@$(1)/bin/pip install --quiet --no-deps --no-build-isolation --editable .
 endef
 
-$(INSTALLED): requirements/bootstrap.txt requirements/cpu.txt setup.py
+# The charts of `braid report` are JavaScript; all else works without them.
+define vendor
+	@$(1)/bin/python -m tools.vendor \
+	  || echo "braid report will not work: no npm registry, as it says above; see tools/vendor.py" >&2
+endef
+
+$(INSTALLED): requirements/bootstrap.txt requirements/cpu.txt setup.py tools/vendor.py
 	@echo "installing into $(VENV): downloads about 3 GB, which takes some minutes"
 	$(call environment,$(VENV),requirements/cpu.txt,requirements/bootstrap.txt)
+	$(call vendor,$(VENV))
 	@touch $@
 
 # Beside the environment's packages, not among them: see tests/te_python.py.
@@ -67,6 +74,7 @@ $(GPU_INSTALLED): requirements/gpu-bootstrap.txt requirements/gpu.txt requiremen
 	@echo "installing into $(GPU_VENV): downloads about 5 GB, which takes some minutes"
 	$(call environment,$(GPU_VENV),requirements/gpu.txt,requirements/gpu-bootstrap.txt)
 	$(call transformer_engine,$(GPU_VENV),requirements/gpu-built.txt)
+	$(call vendor,$(GPU_VENV))
 	@touch $@
 
 quickstart: $(INSTALLED)  ## cold start, three experts, merge, evaluation and export, on this machine
@@ -77,7 +85,7 @@ quickstart: $(INSTALLED)  ## cold start, three experts, merge, evaluation and ex
 PYTEST := $(BIN)/python -m pytest -n 3 --no-loadscope-reorder
 
 quick: $(TESTS_INSTALLED)  ## unit and pipeline tests, without ranks or engines (4 minutes)
-	$(PYTEST) tests/pipeline tests/stages tests/parallel tests/repository
+	$(PYTEST) tests/pipeline tests/stages tests/parallel tests/browser tests/repository
 
 test: $(TESTS_INSTALLED) style  ## style, types, and a test of every property (9 to 16 minutes, up to 60 on slow cores)
 	$(PYTEST) tests

@@ -26,7 +26,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.output = sys.stdout
         json = getattr(arguments, "json", False)
         with redirect_stdout(sys.stderr) if json else nullcontext():
-            arguments.function(arguments)
+            try:
+                arguments.function(arguments)
+            except ModuleNotFoundError as error:  # of a package that only this command needs
+                raise _missing(error) from error
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader of our output left, as `head` does; Python would fail again at exit.
@@ -52,15 +55,20 @@ def command_parser() -> ArgumentParser:
         for module in common.MODULES:
             import_module(f"pipeline.commands.{module}")
     except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package in ("", "pipeline", "stages", "parallel"):
-            raise
-        raise UserError(
-            f"{sys.executable} has no package {package}: run braid in the environment that "
-            "`make install` builds, with: source .venv/bin/activate"
-        ) from error
+        raise _missing(error) from error
     parser: ArgumentParser = common.parser()
     return parser
+
+
+def _missing(error: ModuleNotFoundError) -> UserError:
+    """Return what to do about a package that is not here; raise the error where it is ours."""
+    package = (error.name or "").partition(".")[0]
+    if package in ("", "pipeline", "stages", "parallel"):
+        raise error
+    return UserError(
+        f"{sys.executable} has no package {package}: run braid in the environment that "
+        "`make install` builds, with: source .venv/bin/activate"
+    )
 
 
 def _parse(argv: Sequence[str]) -> Namespace:
@@ -70,7 +78,8 @@ def _parse(argv: Sequence[str]) -> Namespace:
     plain = not any(other.startswith("-") for other in others)
     if "--side-by-side" in " ".join(others).replace("=", " ").split():
         braid.error("--side-by-side is now --parallel")
-    repeated = next((name for name in ("overrides", "models") if hasattr(arguments, name)), None)
+    several = ("overrides", "models", "others")
+    repeated = next((name for name in several if hasattr(arguments, name)), None)
     if plain and repeated:
         setattr(arguments, repeated, [*getattr(arguments, repeated), *others])
     elif plain and len(others) == 1 and arguments.command == "audit" and arguments.stage is None:

@@ -11,6 +11,7 @@ import pytest
 from xdist.scheduler import LoadFileScheduling
 
 from parallel.settings import LayoutSettings
+from tests.chromium import browser as browser  # a fixture
 from tests.ranks import On, Ranks
 from tests.virtual_cluster import cluster as cluster  # a fixture
 

@@ -89,8 +89,9 @@ key changes a result or makes a stage stale. [Slurm](../explanation/slurm.md) fo
 # Metrics
 
 Every stage writes one JSON object per step to `runs/NAME/stages/STAGE/metrics.jsonl`, and the same
-numbers to Weights & Biases. A name that `stages/metric_definitions.py` does not declare is an
-error. [Read the metrics](../how-to/metrics.md) says which to look at first.
+numbers to the [trackers](../how-to/read-a-run.md#trackers). A name that
+`stages/metric_definitions.py` does not declare is an error. [Read a
+run](../how-to/read-a-run.md) says which to look at first.
 
 The denominator is what a metric is divided by. *step*: it is of the whole optimizer step; *tokens*,
 *sequences*, *groups*: a mean over the response tokens, responses or prompts of the step, on all

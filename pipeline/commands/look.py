@@ -33,10 +33,12 @@ from pipeline.launch.runner import machine_shares
 from pipeline.report import drawing, explain
 from pipeline.report import status as report
 from pipeline.report.capacity import check_capacity
+from pipeline.report.difference import difference, difference_lines
 from pipeline.report.doctor import probe, section_table, sections
 from pipeline.report.gpu_memory import unchecked
 from pipeline.report.memory import memory_report
 from pipeline.report.stage_memory import stage_memory
+from pipeline.report.time_left import estimate
 from pipeline.run.directory import RunDirectory
 from pipeline.run.edits import edit_json, edit_lines, edit_of
 from pipeline.run.graph import Stage
@@ -203,7 +205,7 @@ def plan(arguments: Namespace) -> None:
     if drawn:
         say(*(drawing.dot if arguments.dot else drawing.mermaid)(run, states))
         return
-    left = report.estimate(run, states, took(run.events))
+    left = estimate(run, states, took(run.events))
     actions = report.next_action(run.stages, states)
     edit = edit_of(run, states)
     if arguments.json:
@@ -342,11 +344,11 @@ def diff(arguments: Namespace) -> None:
     """Show how two runs differ."""
     run = common.load_run(arguments)
     other = read_run(common.find(arguments.runs_dir, arguments.other))
-    differing = explain.difference(run, other)
+    differing = difference(run, other)
     if arguments.json:
         print_json(arguments, differing)
     else:
-        lines = explain.difference_lines(differing)
+        lines = difference_lines(differing)
         say(*map(visible, lines or ["no difference"]))
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import sys
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import islice
 from math import isfinite
 from typing import Any
@@ -12,22 +14,34 @@ from typing import Any
 from parallel.errors import UserError
 from pipeline.commands import common
 from pipeline.commands.common import JSON, RUN, Argument, command, print_json
-from pipeline.report import status as report
 from pipeline.report.health import symptoms
-from pipeline.report.overview import health_lines, overview_json, stage_table
+from pipeline.report.overview import (
+    Overview,
+    health_lines,
+    metric_by_stage,
+    metric_table,
+    overview_json,
+    stage_table,
+)
 from pipeline.report.sample_text import sample_lines, token_table
 from pipeline.report.tables import table
 from pipeline.report.waits import waits, waits_table
-from pipeline.run.ledger import took
-from pipeline.run.metrics import newest_lines
 from pipeline.run.run import Run
 from pipeline.slurm.queue import states_now
 from pipeline.text import say
 from stages.data.tokenizer import load_tokenizer
 
-MOST_BYTES = 1 << 26  # of a stage's metrics that are read, from their end
-
-
+COUNT = 5  # samples that are shown
+SAMPLE_OPTIONS = (
+    *("step", "domain", "model", "prompt", "reward", "finish", "grep", "tokens", "order", "count"),
+)
+# What is shown instead of a run or a stage's samples, and the options that go with it.
+MODES: dict[str, tuple[str, ...]] = {
+    "waits": ("stage",),
+    "metric": ("stage",),
+    "experts": ("stage",),
+    "versus": ("model", "domain", "solved_by", "count"),
+}
 # Which of two models, --model and --versus, solves a problem.
 SOLVED_BY = {"model": "only_first", "versus": "only_second", "both": "both", "neither": "neither"}
 ALONE = ["only_first", "only_second"]
@@ -65,7 +79,11 @@ def _order(name: str, text: str) -> Argument:
     "  braid look quickstart experts.chain_sum --flipped      once wrong, later right, or back\n"
     "  braid look quickstart experts.chain_sum --reward exact=0 --step 12 --tokens\n"
     "  braid look quickstart evaluate --model merge --grep '^<>'\n"
-    "  braid look quickstart --model cold_start --versus merge    who solves what\n\n"
+    "  braid look quickstart --model cold_start --versus merge    who solves what\n"
+    "  braid look quickstart --metric kl                      one metric of all stages\n"
+    "  braid look quickstart merge --experts                  the experts of each domain\n\n"
+    "On a terminal the first two open screens whose keys do the same, and which follow the run;\n"
+    "--plain prints them instead, as a pipe gets them.\n\n"
     "Of each token --tokens shows the engine's and the trainer's log-probability, the entropy and\n"
     "the advantage, as far as they are recorded (logging.tokens).\n\n"
     "With --waits: each rank and engine of what runs, its phase, and since when.\n"
@@ -73,7 +91,8 @@ def _order(name: str, text: str) -> Argument:
     'JSON: {"run", "health": [{"stage", "what", "remedy", "alarm"}], "stages": [{"name",\n'
     '"state", "step", "steps", "metric", "values"}]}; with STAGE {"count", "samples": [...]},\n'
     'whose columns docs/reference/samples.md explains; with --waits {"processes": [{"stage",\n'
-    '"process", "phase", "waits_for", "seconds"}]}.',
+    '"process", "phase", "waits_for", "seconds"}]}; with --metric {"metric": [{"stage", "name",\n'
+    '"values"}]}; with --experts {"experts": {DOMAIN: [[LAYER, EXPERT, TIMES]]}}.',
     RUN,
     Argument("stage", metavar="STAGE", nargs="?", help="show samples of this stage"),
     (
@@ -84,11 +103,6 @@ def _order(name: str, text: str) -> Argument:
     Argument("--step", type=common.positive, action="append", metavar="N", help="only this step"),
     Argument("--domain", metavar="DOMAIN", help="only this domain"),
     Argument("--model", metavar="MODEL", help="only answers of this model, in an evaluation"),
-    Argument(
-        "--versus",
-        metavar="MODEL",
-        help="compare --model with this one, or OTHER_RUN/MODEL, on the problems of both",
-    ),
     Argument(
         "--solved-by",
         choices=SOLVED_BY,
@@ -104,57 +118,126 @@ def _order(name: str, text: str) -> Argument:
     Argument(
         "--grep", type=_pattern, metavar="PATTERN", help="only prompts or responses that match"
     ),
-    Argument("--count", type=common.positive, default=5, metavar="N", help="at most N (default 5)"),
+    Argument("--finish", choices=("stop", "length"), help="only samples that ended so"),
+    Argument("--count", type=common.positive, metavar="N", help="at most N (default 5)"),
     Argument("--tokens", action="store_true", help="show the tokens of each response"),
-    Argument(
-        "--waits", action="store_true", help="show what every process does, and whom it waits for"
+    (
+        Argument(
+            "--versus",
+            metavar="MODEL",
+            help="compare --model with this one, or OTHER_RUN/MODEL, on the problems of both",
+        ),
+        Argument(
+            "--waits",
+            action="store_true",
+            help="show what every process does, and whom it waits for",
+        ),
+        Argument("--metric", metavar="NAME", help="show this metric of every stage and domain"),
+        Argument(
+            "--experts",
+            action="store_true",
+            help="show the experts that STAGE's domains use most",
+        ),
     ),
+    Argument("--plain", action="store_true", help="print, also on a terminal"),
     JSON,
 )
 def look(arguments: Namespace) -> None:
     """Show a run, or samples of a stage."""
     run = common.load_run(arguments)
-    if (arguments.versus or arguments.solved_by) and not (arguments.model and arguments.versus):
-        raise UserError("--versus compares two models: name both, with --model and --versus")
-    if arguments.waits:
-        found = waits(run, states_now(run))
-        if arguments.json:
-            print_json(arguments, {"processes": found})
-        else:
-            print(waits_table(found))
-    elif arguments.versus:
-        _show_outcomes(arguments, run)
+    mode = next((name for name in MODES if getattr(arguments, name)), None)
+    _check_options(arguments, mode)
+    if arguments.stage:
+        [stage] = run.chosen([arguments.stage])
+        arguments.stage = stage.name
+    arguments.count = arguments.count or COUNT
+    if mode is not None:
+        SHOWN_BY[mode](arguments, run)
+    elif _on_terminal(arguments):
+        # textual takes a third of a second to import, which no other command should wait for.
+        from pipeline.report.screens.overview import LookApp
+
+        app = LookApp(run, arguments.stage)
+        app.run()
+        if app.return_code:
+            raise SystemExit(app.return_code)
     elif arguments.stage is None:
-        if used := [name for name in SAMPLE_OPTIONS if getattr(arguments, name)]:
-            raise UserError(f"--{used[0]} is about samples: name a STAGE")
         _show_run(arguments, run)
     else:
         _show_samples(arguments, run)
 
 
-SAMPLE_OPTIONS = ("step", "domain", "model", "prompt", "reward", "grep", "tokens")
+def _check_options(arguments: Namespace, mode: str | None) -> None:
+    """Raise UserError for an option that what is asked for would ignore."""
+    if (mode == "versus" or arguments.solved_by) and not (arguments.model and mode == "versus"):
+        raise UserError("--versus compares two models: name both, with --model and --versus")
+    taken = SAMPLE_OPTIONS if mode is None and arguments.stage else MODES.get(mode or "", ())
+    for name in (*SAMPLE_OPTIONS, "solved_by"):
+        if getattr(arguments, name) and name not in taken:
+            option = arguments.order if name == "order" else name.replace("_", "-")
+            if mode is None:
+                raise UserError(f"--{option} is about samples: name a STAGE")
+            raise UserError(f"--{option} does not go with --{mode}")
+    if arguments.stage and mode is not None and "stage" not in MODES[mode]:
+        raise UserError(f"--{mode} is about the whole run: name no STAGE")
+
+
+def _on_terminal(arguments: Namespace) -> bool:
+    """Return whether to open screens: on a terminal, where no option says what to print."""
+    printing = [*(name for name in SAMPLE_OPTIONS if name != "count"), "plain", "json"]
+    asked = [name for name in printing if getattr(arguments, name)]
+    return not asked and sys.stdin.isatty() and sys.stdout.isatty()
+
+
+def _show_waits(arguments: Namespace, run: Run) -> None:
+    states = states_now(run)
+    found = [each for each in waits(run, states) if arguments.stage in (None, each["stage"])]
+    if arguments.json:
+        print_json(arguments, {"processes": found})
+    else:
+        print(waits_table(found))
+
+
+def _show_metric(arguments: Namespace, run: Run) -> None:
+    overview = Overview.of(run)
+    if arguments.stage:
+        lines = {arguments.stage: overview.lines[arguments.stage]}
+        overview = replace(overview, lines=lines)
+    if arguments.json:
+        found = metric_by_stage(overview, arguments.metric)
+        rows = [{"stage": stage, "name": name, "values": values} for stage, name, values in found]
+        print_json(arguments, {"metric": rows})
+    else:
+        print(metric_table(overview, arguments.metric))
+
+
+def _show_experts(arguments: Namespace, run: Run) -> None:
+    from pipeline.report.experts import expert_table, owned_by_domain
+
+    if arguments.stage is None:
+        raise UserError("--experts is about a stage: name a STAGE")
+    found = owned_by_domain(run.stage(arguments.stage))
+    if arguments.json:
+        print_json(arguments, {"experts": found})
+    else:
+        print(expert_table(found))
 
 
 def _show_run(arguments: Namespace, run: Run) -> None:
-    states = states_now(run)
-    lines = {
-        stage.name: newest_lines(run.stage(stage.name).metrics, MOST_BYTES) for stage in run.stages
-    }
-    found = symptoms(run, states, lines)
+    overview = Overview.of(run)
+    found = symptoms(run, overview.states, overview.lines)
     if arguments.json:
-        print_json(arguments, overview_json(run, states, lines, found))
+        print_json(arguments, overview_json(overview, found))
         return
     print(table("", (), [[line] for line in health_lines(found)]), end="\n\n")
-    left = report.estimate(run, states, took(run.events))
-    print(stage_table(run, states, lines, left.seconds))
+    print(stage_table(overview))
 
 
 def _show_samples(arguments: Namespace, run: Run) -> None:
     # pyarrow takes a fifth of a second to import, which no other command should wait for.
     from pipeline.run.samples import Query, StageSamples, columns_of
 
-    [stage] = run.chosen([arguments.stage])
-    samples = StageSamples(run.stage(stage.name))
+    samples = StageSamples(run.stage(arguments.stage))
     found = samples.find(Query(**_asked(arguments), order=arguments.order or "first"))
     shown = [samples.whole(each) for each in islice(found, arguments.count)]
     if arguments.json:
@@ -179,6 +262,7 @@ def _asked(arguments: Namespace) -> dict[str, Any]:
         "problem": arguments.prompt,
         "model": arguments.model,
         "reward": arguments.reward,
+        "finish": arguments.finish,
         "grep": arguments.grep,
     }
 
@@ -209,3 +293,11 @@ def _texts(run: Run) -> Callable[[list[int]], list[str]]:
     """Return the function that gives the text of each token."""
     tokenizer = load_tokenizer(run.settings.model)
     return lambda tokens: [tokenizer.decode([token]) for token in tokens]
+
+
+SHOWN_BY = {
+    "waits": _show_waits,
+    "metric": _show_metric,
+    "experts": _show_experts,
+    "versus": _show_outcomes,
+}

@@ -6,9 +6,9 @@ Numbers only, without torch: for `braid compare` and whatever else shows them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import chain
-from typing import Literal
+from typing import Any, Literal
 
 from parallel.errors import UserError, hint
 from pipeline.report.stage_costs import StageCost, stage_costs
@@ -138,6 +138,28 @@ def compare(
         stage_costs(run),
         list(_notes(run, used, answers, start)),
     )
+
+
+def comparison_json(found: ModelComparison) -> dict[str, Any]:
+    """Return what `braid compare --json` prints."""
+    models = {
+        name: {
+            **asdict(model),
+            "mean_headroom": asdict(mean) if (mean := model.mean_headroom) else None,
+            "forgetting": {domain: asdict(each) for domain, each in model.forgetting.items()},
+        }
+        for name, model in found.models.items()
+    }
+    return {
+        "run": found.run,
+        "start": found.start,
+        "problems": dict(found.problems),
+        "experts": dict(found.experts),
+        "models": models,
+        "undefined": dict(found.undefined),
+        "stages": [asdict(cost) for cost in found.costs],
+        "notes": list(found.notes),
+    }
 
 
 def _start(run: Run, own: Models, merges: Sequence[Stage]) -> str:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from pipeline.report.comparison import ComparedModel, DomainScore, ModelComparison
 from pipeline.report.stage_costs import StageCost
@@ -42,28 +41,6 @@ def comparison_text(found: ModelComparison, markdown: bool = False) -> str:
         texts.append("\n".join([made, *([""] if markdown and lines else []), *lines]))
     notes = [f"{'- ' * markdown}{visible(note)}" for note in found.notes]
     return "\n\n".join([*texts, *(["\n".join(notes)] if notes else [])])
-
-
-def comparison_json(found: ModelComparison) -> dict[str, Any]:
-    """Return what `braid compare --json` prints."""
-    models = {
-        name: {
-            **asdict(model),
-            "mean_headroom": asdict(mean) if (mean := model.mean_headroom) else None,
-            "forgetting": {domain: asdict(each) for domain, each in model.forgetting.items()},
-        }
-        for name, model in found.models.items()
-    }
-    return {
-        "run": found.run,
-        "start": found.start,
-        "problems": dict(found.problems),
-        "experts": dict(found.experts),
-        "models": models,
-        "undefined": dict(found.undefined),
-        "stages": [asdict(cost) for cost in found.costs],
-        "notes": list(found.notes),
-    }
 
 
 def _sections(found: ModelComparison) -> Iterator[Section]:

@@ -5,7 +5,6 @@ Why a stage is in its state, how two runs differ, the graph as a drawing, a dry 
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 import time
@@ -17,13 +16,12 @@ from typing import Any
 
 from parallel.errors import UserError
 from parallel.files import open_file
-from pipeline.config.validate import differing_keys
 from pipeline.launch.placement import Programs
-from pipeline.report.status import Estimate, blocked, estimate, next_action
-from pipeline.run.directory import RunDirectory
+from pipeline.report.status import next_action
+from pipeline.report.time_left import Estimate, blocked, estimate
 from pipeline.run.graph import Stage
 from pipeline.run.ledger import took
-from pipeline.run.lineage import read_manifest
+from pipeline.run.lineage import DIGEST_LENGTH, read_manifest
 from pipeline.run.run import Run, StageState
 from pipeline.run.select import StaleStages, planned_states, stale_among
 from pipeline.slurm.queue import states_now
@@ -34,8 +32,6 @@ LOOK_SECONDS = 0.5  # between two reads of a growing log
 ASK_SECONDS = 5.0  # between two questions to Slurm's controller, which serves others too
 CHUNK = 1 << 20
 SRUN = "srun.log"
-Differences = dict[str, tuple[Any, Any]]  # by name: here, there
-DIGEST_LENGTH = 12  # characters of a digest in a message
 
 
 def why(run: Run, name: str) -> Iterator[str]:
@@ -84,24 +80,6 @@ def why_json(run: Run, stage: Stage, states: Mapping[str, StageState]) -> dict[s
         "versions": manifest.versions if manifest else {},
         "events": [asdict(event) for event in run.events if event.stage == stage.name],
     }
-
-
-def difference(run: Run, other: Run) -> dict[str, Any]:
-    """Return the differences of two runs: `settings`, and by stage the lineage and the output."""
-    settings = differing_keys(run.settings, other.settings)
-    settings.pop("name", None)
-    names = dict.fromkeys(stage.name for stage in (*run.stages, *other.stages))
-    stages = {name: _lineage_difference(run, other, name) for name in names}
-    return {"settings": settings, "stages": {name: each for name, each in stages.items() if each}}
-
-
-def difference_lines(found: dict[str, Any]) -> list[str]:
-    """Return the lines of `braid diff`; none where nothing differs."""
-    lines = []
-    for title, block in {"settings": found["settings"], **found["stages"]}.items():
-        if block:
-            lines += [title, *(f"  {k}: {_text(a)} | {_text(b)}" for k, (a, b) in block.items())]
-    return lines
 
 
 @dataclass(frozen=True)
@@ -255,34 +233,3 @@ class _Growing:
 def _with_cause(state: StageState) -> str:
     separator = ", " if state.state == "running" else ": "  # a job's place, or the first step
     return f"{state.state}{separator}{state.cause}" if state.cause else state.state
-
-
-def _lineage_difference(run: RunDirectory, other: RunDirectory, name: str) -> Differences:
-    """Return the differences of a stage other than its settings."""
-    ours, theirs = (read_manifest(each.stage(name)) for each in (run, other))
-    if ours is None or theirs is None:
-        return {"started": (ours is not None, theirs is not None)} if ours is not theirs else {}
-    found: Differences = {}
-    found["code"], found["layout"] = (ours.code, theirs.code), (ours.layout, theirs.layout)
-    for title, here, there in (
-        ("version of", ours.versions, theirs.versions),
-        ("checkpoint of", _short(ours.parents), _short(theirs.parents)),
-        ("files of", _short(ours.files), _short(theirs.files)),
-    ):
-        for key in dict.fromkeys([*here, *there]):
-            found[f"{title} {key}"] = here.get(key), there.get(key)
-    found["newest checkpoint"] = _newest(run, name), _newest(other, name)
-    return {what: (here, there) for what, (here, there) in found.items() if here != there}
-
-
-def _newest(run: RunDirectory, name: str) -> str | None:
-    found = run.stage(name).newest_checkpoint()
-    return f"step {found.step}, {found.digest[:DIGEST_LENGTH]}" if found else None
-
-
-def _short(digests: dict[str, str | None]) -> dict[str, str]:
-    return {name: digest[:DIGEST_LENGTH] for name, digest in digests.items() if digest}
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)

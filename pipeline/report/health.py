@@ -6,12 +6,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import isfinite
 from statistics import fmean, median
 
 from pipeline.run.graph import Stage
 from pipeline.run.metrics import Line
 from pipeline.run.run import Run, StageState
-from stages.domains import PolicySettings
+from stages.guards.registry import GuardSettings
 
 Values = Sequence[float]  # of a metric, by step
 
@@ -56,9 +57,19 @@ def _mean_above(bound: float, text: str) -> Callable[[Values], str | None]:
     return broken
 
 
+def _mean_below(bound: float, text: str) -> Callable[[Values], str | None]:
+    """Return the rule that the mean of the last steps is below a bound."""
+
+    def broken(values: Values) -> str | None:
+        mean = fmean(values[-LAST:])
+        return text.format(mean) if mean < bound else None
+
+    return broken
+
+
 def _jump(values: Values) -> str | None:
     usual, newest = median(values), max(values[-LAST:])
-    if len(values) <= LAST or newest <= JUMP * usual:
+    if len(values) <= LAST or not usual or newest <= JUMP * usual:
         return None
     return f"the gradient's norm jumped to {newest:.3g}, {newest / usual:.0f} times its median"
 
@@ -74,6 +85,16 @@ RULES = (
         "engine_restarts",
         _mean_above(0.0, "engines are lost, {:.2g} a step"),
         "see why with: braid logs RUN STAGE --engine 0",
+    ),
+    Rule(
+        "load_balance",
+        _mean_above(2.0, "few experts work: load_balance is {:.3g}"),
+        "see which with: braid look RUN STAGE --experts; raise routing.load_balance",
+    ),
+    Rule(
+        "router_agreement",
+        _mean_below(0.9, "engine and trainer choose other experts: router_agreement is {:.3g}"),
+        "see docs/how-to/mismatch.md; with routing.replay: r3 the trainer takes the engine's",
     ),
     Rule("gradient_norm", _jump, "lower the learning rate, or optimizer.clip_norm", alarm=False),
     Rule(
@@ -119,26 +140,37 @@ def _of_stage(
 
 def _guards(run: Run, stage: Stage, lines: Sequence[Line]) -> Iterator[Symptom]:
     """Yield a finding for each guard whose metric is beyond its threshold now."""
-    policy, right = _policy(run, stage), _series(lines, "all_right")[-LAST:]
+    right = _series(lines, "all_right")[-LAST:]
     solved = bool(right) and fmean(right) >= SOLVED
-    for name, guard in policy.guards if policy is not None else ():
-        if solved and name in OF_VARIETY:
-            continue
-        beyond = 0
-        for value in reversed(_series(lines, guard.metric)):
-            if not (value > guard.threshold if guard.side == "above" else value < guard.threshold):
-                break
-            beyond += 1
-        if guard.action != "off" and beyond >= guard.patience:
-            value = _series(lines, guard.metric)[-1]
+    for name, guard in guards_of(run, stage).items():
+        *_, (line, beyond) = [({}, 0), *steps_beyond(guard, lines)]
+        if beyond >= guard.patience and not (solved and name in OF_VARIETY):
+            value = line[guard.metric]
             what = f"{guard.metric} is {value:.3g}, {guard.side} {guard.threshold:g} for {beyond}"
             yield Symptom(stage.name, f"{what} steps (guard {name})", guard.remedy)
 
 
-def _policy(run: Run, stage: Stage) -> PolicySettings | None:
+def guards_of(run: Run, stage: Stage) -> dict[str, GuardSettings]:
+    """Return the guards of a stage that act, by name; of a stage without rewards none."""
     if stage.block is None or stage.kind != "grpo":
-        return None
-    return run.settings.stages[stage.block].policy(run.settings, stage.domains)
+        return {}
+    policy = run.settings.stages[stage.block].policy(run.settings, stage.domains)
+    guards = {} if policy is None else dict(policy.guards)
+    return {name: guard for name, guard in guards.items() if guard.action != "off"}
+
+
+def steps_beyond(guard: GuardSettings, lines: Sequence[Line]) -> Iterator[tuple[Line, int]]:
+    """Yield each step that has a guard's metric, and for how many steps it has been beyond now.
+
+    As the guard itself counts: a step without the metric counts neither way.
+    """
+    times = 0
+    for line in lines:
+        if (value := line.get(guard.metric)) is not None:
+            above = guard.side == "above"
+            beyond = value > guard.threshold if above else value < guard.threshold
+            times = times + 1 if beyond else 0
+            yield line, times
 
 
 def _silent(lines: Sequence[Line]) -> str | None:
@@ -152,4 +184,4 @@ def _silent(lines: Sequence[Line]) -> str | None:
 
 
 def _series(lines: Sequence[Line], metric: str) -> list[float]:
-    return [line[metric] for line in lines if metric in line]
+    return [line[metric] for line in lines if metric in line and isfinite(line[metric])]

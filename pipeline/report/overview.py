@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
+from math import isfinite
+from statistics import fmean
 from typing import Any
 
+from parallel.errors import UserError, hint
 from pipeline.report.drawing import tree
-from pipeline.report.health import Symptom
-from pipeline.report.status import STYLES
-from pipeline.report.tables import Cell, table
+from pipeline.report.health import LAST, Symptom
+from pipeline.report.tables import STATE_STYLES, Cell, table
+from pipeline.report.time_left import estimate
 from pipeline.run.graph import Stage
-from pipeline.run.metrics import Line
+from pipeline.run.ledger import took
+from pipeline.run.metrics import NOT_METRICS, Line, newest_lines
 from pipeline.run.run import Run, StageState
+from pipeline.slurm.queue import states_now
 from pipeline.text import clock
+from stages.metric_definitions import METRICS, declared_as
 
+MOST_BYTES = 1 << 26  # of a stage's metrics that are read, from their end
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 16  # bars of a curve
 ACCURACY = "accuracy"
@@ -32,28 +40,87 @@ def health_lines(found: Sequence[Symptom]) -> Iterator[Cell]:
         yield Cell("✓ nothing is out of its range", "green")
 
 
-def stage_table(
-    run: Run,
-    states: Mapping[str, StageState],
-    lines: Mapping[str, Sequence[Line]],
-    left: Mapping[str, float | None],
-) -> str:
-    """Return the table of a run's stages, as a tree."""
-    known = {stage.name: stage for stage in run.stages}
-    rows = [
-        [branch, *_cells(known[name], states[name], lines.get(name, ()), left[name])]
-        for name, branch in tree(run.stages).items()
+@dataclass(frozen=True)
+class Overview:
+    """A run as it stands: its stages' states, metrics, and seconds left where they are known."""
+
+    run: Run
+    states: Mapping[str, StageState]
+    lines: Mapping[str, Sequence[Line]]
+    left: Mapping[str, float | None]
+
+    @classmethod
+    def of(cls, run: Run) -> Overview:
+        """Read a run's files."""
+        states = states_now(run)
+        lines = {
+            stage.name: newest_lines(run.stage(stage.name).metrics, MOST_BYTES)
+            for stage in run.stages
+        }
+        return cls(run, states, lines, estimate(run, states, took(run.events)).seconds)
+
+    def rows(self) -> Iterator[tuple[str, list[str | Cell]]]:
+        """Yield every stage's name and cells, as a tree, under HEADINGS."""
+        known = {stage.name: stage for stage in self.run.stages}
+        for name, branch in tree(self.run.stages).items():
+            lines = self.lines.get(name, ())
+            yield name, [branch, *_cells(known[name], self.states[name], lines, self.left[name])]
+
+
+def stage_table(found: Overview) -> str:
+    """Return the table of a run's stages."""
+    title = f"{found.run.name}: seed {found.run.settings.seed}"
+    return table(title, HEADINGS, [cells for _, cells in found.rows()], right=(5,))
+
+
+def metric_rows(lines: Sequence[Line]) -> Iterator[list[str | Cell]]:
+    """Yield the cells of every metric of a stage: its name, curve, values, and healthy ones."""
+    names = {name: None for line in lines for name in line if name not in NOT_METRICS}
+    for name in names:
+        values = [line[name] for line in lines if name in line]
+        metric = METRICS.get(declared_as(name))
+        yield [
+            *(name, sparkline(values), f"{values[0]:.4g} → {values[-1]:.4g}"),
+            metric.healthy if metric else "",
+        ]
+
+
+def metric_by_stage(found: Overview, metric: str) -> list[tuple[str, str, list[float]]]:
+    """Return a metric's values in each stage that has it, also by domain: (stage, name, values).
+
+    Raises:
+        UserError: no stage has it.
+    """
+    names = {name for own in found.lines.values() for line in own for name in line}
+    wanted = sorted(name for name in names if name == metric or name.startswith(f"{metric}/"))
+    if not wanted or metric in NOT_METRICS:
+        raise UserError(f"no stage has logged {metric}; {hint(metric, sorted(names))}")
+    return [
+        (stage, name, values)
+        for stage, lines in found.lines.items()
+        for name in wanted
+        if (values := [line[name] for line in lines if name in line])
     ]
-    return table(f"{run.name}: seed {run.settings.seed}", HEADINGS, rows, right=(5,))
+
+
+def metric_table(found: Overview, metric: str) -> str:
+    """Return a table of a metric over the stages."""
+    rows = [
+        [stage, name, sparkline(values), f"{values[0]:.4g}", f"{fmean(values[-LAST:]):.4g}"]
+        for stage, name, values in metric_by_stage(found, metric)
+    ]
+    headings = ("stage", "metric", "curve", "first", f"mean of the last {LAST}")
+    return table("", headings, rows, right=(3, 4))
 
 
 def _cells(
     stage: Stage, state: StageState, lines: Sequence[Line], left: float | None
 ) -> list[str | Cell]:
-    steps = f"{lines[-1]['step']}/{lines[-1].get('steps', stage.steps)}" if lines else ""
+    of = lines[-1].get("steps", stage.steps) if lines else None
+    steps = f"{lines[-1]['step']}" + (f"/{of}" if of is not None else "") if lines else ""
     curve, text = _curve(lines)
     return [
-        Cell(state.state, STYLES.get(state.state, "")),
+        Cell(state.state, STATE_STYLES.get(state.state, "")),
         steps or (str(stage.steps) if stage.steps else ""),
         curve,
         text,
@@ -81,9 +148,12 @@ def _curve(lines: Sequence[Line]) -> tuple[str, str]:
 
 
 def sparkline(values: Sequence[float], width: int = WIDTH) -> str:
-    """Return the means of equal parts of the values, as bars between the lowest and the highest."""
+    """Return the means of equal parts of the finite values, as bars between their extremes."""
+    values = [value for value in values if isfinite(value)]
     count = min(width, len(values))
     edges = [len(values) * each // count for each in range(count + 1)]
+    if not count:
+        return ""
     means = [sum(values[start:end]) / (end - start) for start, end in pairwise(edges)]
     lowest, spread = min(means), max(means) - min(means)
     top = len(BARS) - 1
@@ -112,21 +182,16 @@ def _split(lines: Sequence[Line]) -> str:
     )
 
 
-def overview_json(
-    run: Run,
-    states: Mapping[str, StageState],
-    lines: Mapping[str, Sequence[Line]],
-    found: Sequence[Symptom],
-) -> dict[str, Any]:
+def overview_json(overview: Overview, found: Sequence[Symptom]) -> dict[str, Any]:
     """Return what `braid look RUN --json` prints."""
     stages = []
-    for stage in run.stages:
-        own = lines.get(stage.name, ())
+    for stage in overview.run.stages:
+        own = overview.lines.get(stage.name, ())
         curve = curve_of(own)
         stages.append(
             {
                 "name": stage.name,
-                "state": states[stage.name].state,
+                "state": overview.states[stage.name].state,
                 "step": own[-1]["step"] if own else None,
                 "steps": stage.steps,
                 "metric": curve and curve[0],
@@ -137,4 +202,4 @@ def overview_json(
         {"stage": each.stage, "what": each.what, "remedy": each.remedy, "alarm": each.alarm}
         for each in found
     ]
-    return {"run": str(run.path), "health": health, "stages": stages}
+    return {"run": str(overview.run.path), "health": health, "stages": stages}

@@ -16,6 +16,14 @@ from pipeline.run.graph import Stage
 from pipeline.text import visible
 
 ANSI = {"bold": 1, "dim": 2, "red": 31, "green": 32, "yellow": 33, "blue": 34, "cyan": 36}
+STATE_STYLES = {
+    "done": "green",
+    "running": "cyan",
+    "submitted": "blue",
+    "failed": "red",
+    "stale": "yellow",
+    "pending": "dim",
+}
 DEEPEST = 12  # levels of indentation; every round of a run adds some more
 WRAPPED = 100  # columns of a table that wraps, also where nobody reads it on a terminal
 PLAIN_WIDTH = 1000  # where there is no terminal: whoever reads it breaks lines as they like

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pipeline.report.tables import table
+from pipeline.report.tables import Cell, table
 from pipeline.run.graph import Stage
 from pipeline.run.run import Run, StageState
 from pipeline.run.timeline import Phase, engine_phases, innermost, rank_phases
@@ -52,15 +52,17 @@ def _now(
     return {**about, "seconds": max(0.0, now - since)}
 
 
-def waits_table(found: Sequence[Mapping[str, Any]]) -> str:
-    """Return the table of `waits`, or the line that nothing runs."""
-    if not found:
-        return "no stage is running"
-    rows = [
+def waits_cells(found: Sequence[Mapping[str, Any]]) -> list[list[str | Cell]]:
+    """Return the cells of each process, under HEADINGS."""
+    return [
         [
             *(each["stage"], each["process"], each["phase"], each["waits_for"] or ""),
             clock(each["seconds"]),
         ]
         for each in found
     ]
-    return table("", HEADINGS, rows)
+
+
+def waits_table(found: Sequence[Mapping[str, Any]]) -> str:
+    """Return the table of `waits`, or the line that nothing runs."""
+    return table("", HEADINGS, waits_cells(found)) if found else "no stage is running"

@@ -44,6 +44,8 @@ TOKENIZER_FILES = (
 FILES = ("domains.*.prompts.path", "domains.*.demonstrations.path", "data.*.path")
 FUNCTIONS = "domains.*.rewards.*.function"  # of Python rewards
 
+DIGEST_LENGTH = 12  # characters of a digest in a message
+
 
 # Keys that later versions gave to a block, by a key that only such blocks have, with the value that
 # means what was done before: without it a manifest of before would make its finished stage stale.

@@ -13,6 +13,7 @@ from parallel.files import open_file, read_text
 from pipeline.text import shown
 
 LABELS = ("model", "domain")  # text; every other value is a number
+NOT_METRICS = ("step", "steps", "time", *LABELS)
 MOST_STEPS = 10**12  # arithmetic on larger ones might overflow a float
 SCORE = ("accuracy", "low", "high", "n")
 OF_SEVERAL = ("samples_per_problem", "pass_at_k")  # where a problem has several samples

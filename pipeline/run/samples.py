@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +18,7 @@ import pyarrow.parquet as parquet
 from parallel.errors import UserError, hint
 from pipeline.text import shown
 from stages.directory import StageDirectory
-from stages.sampling.sample_files import COLUMNS, Row, read_samples
+from stages.sampling.sample_files import COLUMNS, Row, mapped
 
 Order = Literal["first", "worst", "longest", "flipped"]
 
@@ -41,6 +42,7 @@ class Query:
     problem: str | None = None
     model: str | None = None
     reward: tuple[str, float] | None = None
+    finish: str | None = None
     grep: re.Pattern[str] | None = None
     order: Order = "first"
 
@@ -57,6 +59,25 @@ class StageSamples:
     def steps(self) -> list[int]:
         """The steps that have samples, in order."""
         return sorted(set(self._light["step"].to_pylist()))
+
+    @property
+    def count(self) -> int:
+        """The number of samples."""
+        return len(self._light)
+
+    @property
+    def problems(self) -> Counter[str | None]:
+        """The problems' keys, each with the number of its samples; None for those without one."""
+        return Counter(self._light["problem"].to_pylist())
+
+    def rows(self, problems: Collection[str] | None = None) -> Iterator[Row]:
+        """Yield the samples, all or those of some problems, with the `model` that gave each."""
+        chosen = None if problems is None else pyarrow.array(problems, pyarrow.string())
+        for number, path in enumerate(self.files):
+            table = self._read(number, path, [*COLUMNS])
+            if chosen is not None:
+                table = table.filter(compute.is_in(table["problem"], chosen))
+            yield from map(mapped, table.drop_columns([*PLACE]).to_pylist())
 
     @cached_property
     def _light(self) -> pyarrow.Table:
@@ -103,7 +124,11 @@ class StageSamples:
                 query's.
         """
         table = self._light
-        for name, wanted in (("domain", query.domain), ("model", query.model)):
+        for name, wanted in (
+            ("domain", query.domain),
+            ("model", query.model),
+            ("finish_reason", query.finish),
+        ):
             if wanted is not None:
                 table = self._equal(table, name, wanted)
         if query.steps:
@@ -159,7 +184,8 @@ class StageSamples:
     def whole(self, found: Row) -> Row:
         """Return all columns of a sample that was found."""
         path = self.files[found["file"]]
-        row = read_samples(path)[found["number"]]
+        table = self._read(found["file"], path, [*COLUMNS]).slice(found["number"], 1)
+        [row] = map(mapped, table.drop_columns([*PLACE]).to_pylist())
         return {**row, "model": found["model"], "file": str(path)}
 
 

@@ -3,77 +3,25 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import pyarrow
 import pyarrow.parquet as parquet
 import pytest
 
 from pipeline.report.overview import sparkline
-from stages.sampling.sample_files import COLUMNS, samples_file, write_samples
+from stages.sampling.expert_loads import SCHEMA as LOADS
+from stages.sampling.sample_files import COLUMNS, samples_file, write_samples, write_table
 from stages.settings import RunSettings
-from tests.pipeline.measured_runs import Measured, Skill, answers, keys, write_run
+from tests.pipeline.measured_runs import Measured, keys, write_run
+from tests.pipeline.recorded_runs import HEALTHY, STAGE, Line, log, sample
+from tests.pipeline.recorded_runs import measured as measured  # fixtures
+from tests.pipeline.recorded_runs import recorded as recorded
+from tests.pipeline.recorded_runs import small as small
 
 Braid = Callable[..., tuple[int, str, str]]
-Line = dict[str, Any]
-
-STAGE = "experts.sums"
-HEALTHY = {
-    **{"reward": 0.5, "entropy": 0.5, "unfinished": 0.0, "zero_variance": 0.3},
-    **{"gradient_norm": 1.0, "trained_tokens": 100, "reward_failures": 0, "engine_restarts": 0},
-    **{"reward_spread": 0.4, "seconds_rollout": 3.0, "seconds_train": 1.0},
-}
-
-
-@pytest.fixture
-def small(runs: Path, settings: RunSettings) -> Path:
-    """A run whose stages are done, and whose expert has logged thirty steps."""
-    domains = ("sums", "words")
-    measured = Measured(answers({"cold_start": {d: Skill(0.3) for d in domains}}), keys(domains))
-    write_run(runs / "small", settings, measured)
-    log(runs / "small", [HEALTHY] * 30)
-    return runs / "small"
-
-
-def log(run: Path, metrics: list[Line]) -> None:
-    """Write the expert's metrics, a second a step, until now."""
-    start = time.time() - len(metrics)
-    lines = [
-        {"step": step, "steps": len(metrics), "time": start + step, **line}
-        for step, line in enumerate(metrics, start=1)
-    ]
-    path = run / "stages" / STAGE / "metrics.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-def sample(step: int, prompt: str, reward: float | None, **columns: Any) -> Line:
-    """Return a sample of `prompt`, two tokens long."""
-    found = {
-        **{"step": step, "update": 0, "group": 0, "domain": "sums", "prompt": prompt},
-        **{"problem": sha256(prompt.encode()).hexdigest(), "response": f"{prompt}?", "tokens": 2},
-        **{"prompt_tokens": [5, 6], "response_tokens": [2, 3], "finish_reason": "stop"},
-        **{"reward": reward, "reward_parts": {"exact": reward, "brief": 0.5}, "advantage": -0.5},
-        **{"solved": reward == 1, "weight_version": step, "staleness": 0, "logprobs": [-1.0, -2.0]},
-    }
-    return {**found, **columns}
-
-
-@pytest.fixture
-def recorded(small: Path) -> Path:
-    """The run with samples of three steps: `a` becomes right, `b` wrong, `c` stays wrong."""
-    rollouts = small / "stages" / STAGE / "rollouts"
-    steps = {
-        1: [sample(1, "a", 0), sample(1, "b", 1), sample(1, "c", 0, tokens=9)],
-        2: [sample(2, "a", 0), sample(2, "d", None, solved=None, reward_failure="died")],
-        3: [sample(3, "a", 1), sample(3, "b", 0), sample(3, "c", -1)],
-    }
-    for step, rows in steps.items():
-        write_samples(samples_file(rollouts, step), rows)
-    return small
 
 
 def found(braid: Braid, *arguments: str) -> list[tuple[int, str]]:
@@ -115,6 +63,12 @@ FAULTS: dict[str, tuple[Line, str]] = {
     "no signal": ({"zero_variance": 1.0}, "zero_variance is 1, above 0.9"),
     "rewards": ({"reward_failures": 3}, "rewards fail on 2.4 samples a step"),
     "engines": ({"engine_restarts": 1}, "engines are lost, 0.8 a step"),
+    "dead experts": ({"load_balance": 3.5}, "few experts work: load_balance is 3"),
+    "routers": ({"router_agreement": 0.5}, "engine and trainer choose other experts"),
+    "mismatch": ({"high_ratio": 0.5}, "high_ratio is 0.5"),
+    "drift": ({"drift_high_ratio": 0.9}, "drift_high_ratio is 0.9"),
+    "stale": ({"dropped_stale": 60.0}, "dropped_stale is 60"),
+    "hacked": ({"format_gain": 0.9}, "format_gain is 0.9"),
     "gradient": ({"gradient_norm": 50.0}, "the gradient's norm jumped to 50, 50 times its median"),
 }
 
@@ -129,6 +83,18 @@ def test_a_fault_is_named_with_its_remedy(fault: str, small: Path, braid: Braid)
     assert only["stage"] == STAGE
     assert only["remedy"]
     assert only["alarm"] == (fault != "gradient") == first.startswith("! ")
+
+
+def test_a_run_that_a_nan_stopped_is_shown(small: Path, braid: Braid) -> None:
+    nan = {**HEALTHY, "reward": float("nan"), "gradient_norm": float("inf")}
+    log(small, [HEALTHY] * 12 + [nan])
+    assert "reward 0.5" in printed(braid)
+    assert "nan" in printed(braid, "--metric", "reward")
+
+
+def test_a_gradient_that_was_mostly_zero_is_no_error(small: Path, braid: Braid) -> None:
+    log(small, [{**HEALTHY, "gradient_norm": 0.0}] * 20 + [HEALTHY])
+    assert json.loads(printed(braid, "--json"))["health"] == []
 
 
 def test_little_variety_is_no_fault_of_a_solved_domain(small: Path, braid: Braid) -> None:
@@ -174,6 +140,7 @@ def test_samples_are_found_by_what_is_asked(braid: Braid) -> None:
         (3, "b"),
     ]
     assert found(braid, "--grep", "nowhere") == []
+    assert len(found(braid, "--finish", "stop")) == 8
 
 
 def test_a_sample_is_printed_with_what_was_recorded(recorded: Path, braid: Braid) -> None:
@@ -217,33 +184,6 @@ def test_answers_of_an_evaluation_are_by_model(small: Path, braid: Braid) -> Non
     assert out.startswith("/elsewhere/base · sums · problem ")
     assert "1 of 1 samples" in out
     assert "known: " in refused(braid, "evaluate", "--model", "nobody")
-
-
-def answered(run: Path, model: str, right: list[int]) -> None:
-    """Record a model's answers to the first problems of `sums` that its run has measured."""
-    problems = keys(("sums",), len(right))["sums"]
-    path = run / "stages" / "evaluate" / "samples" / model / "sums_000000.parquet"
-    write_samples(
-        path,
-        [
-            sample(0, f"{model} {n}", value, problem=key)
-            for n, (key, value) in enumerate(zip(problems, right, strict=True))
-        ],
-    )
-
-
-@pytest.fixture
-def measured(runs: Path, settings: RunSettings) -> Path:
-    """A run that measured two models on ten problems of each of two domains."""
-    words = [1, 0] * 5
-    right = {
-        "cold_start": {"sums": [1, 1, 0, 0, 0, 0, 0, 0, 0, 0], "words": words},
-        "merge": {"sums": [1, 0, 1, 1, 1, 1, 1, 1, 1, 0], "words": words},
-    }
-    write_run(runs / "small", settings, Measured(right, keys(("sums", "words"), 10)))
-    for model, domains in right.items():
-        answered(runs / "small", model, domains["sums"])
-    return runs / "small"
 
 
 VERSUS = ("--model", "cold_start", "--versus", "merge")
@@ -301,14 +241,58 @@ def test_a_model_of_another_run_is_compared(
     assert "name both" in refused(braid, "--versus", "merge")
 
 
+@pytest.mark.usefixtures("small")
+def test_a_metric_is_shown_of_every_stage_and_domain(small: Path, braid: Braid) -> None:
+    log(small, [{**HEALTHY, "kl": 0.25 * step} for step in range(1, 13)])
+    lines = [{"step": 1, "time": 1.0, "kl/sums": 0.5, "kl/words": 2.0}]
+    path = small / "stages" / "merge" / "metrics.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    headings, *rows = printed(braid, "--metric", "kl").splitlines()
+    assert headings.split()[-3:] == ["the", "last", "10"]
+    assert [row.split()[0:2] + row.split()[3:] for row in rows] == [
+        [STAGE, "kl", "0.25", "1.875"],  # the mean of 0.75 to 3
+        ["merge", "kl/sums", "0.5", "0.5"],
+        ["merge", "kl/words", "2", "2"],
+    ]
+    [first, *_] = json.loads(printed(braid, "--metric", "kl", "--json"))["metric"]
+    assert (first["stage"], first["values"][:2]) == (STAGE, [0.25, 0.5])
+    assert "no stage has logged kll; did you mean" in refused(braid, "--metric", "kll")
+
+
+def test_the_experts_that_a_domain_uses_most_are_shown(small: Path, braid: Braid) -> None:
+    assert "has recorded no experts" in refused(braid, "merge", "--experts")
+    assert "name a STAGE" in refused(braid, "--experts")
+    for step in (1, 2):
+        rows = [
+            {"step": step, "domain": "sums", "layer": 0, "slots": [6, 2, 0, 0]},
+            {"step": step, "domain": "words", "layer": 0, "slots": [2, 2, 2, 2]},
+        ]
+        write_table(small / "stages" / "merge" / "routing" / f"step_{step}.parquet", rows, LOADS)
+    assert [row.split() for row in printed(braid, "merge", "--experts").splitlines()[1:]] == [
+        ["sums", "0", "0", "3.00"]  # three quarters of its slots against one
+    ]
+    found = json.loads(printed(braid, "merge", "--experts", "--json"))["experts"]
+    assert found == {"sums": [[0, 0, 3.0]], "words": []}
+
+
 def test_what_is_not_there_is_said(recorded: Path, braid: Braid) -> None:
     assert "no samples of step 9; there are some from 1 to 3" in refused(
         braid, STAGE, "--step", "9"
     )
     assert "no samples of domain words" in refused(braid, STAGE, "--domain", "words")
+    assert "no samples of finish_reason length" in refused(braid, STAGE, "--finish", "length")
     assert "no sample has a reward right" in refused(braid, STAGE, "--reward", "right=1")
     assert "no recorded samples" in refused(braid, "merge")
     assert "--grep is about samples: name a STAGE" in refused(braid, "--grep", "x")
+    assert "--worst is about samples: name a STAGE" in refused(braid, "--worst")
+    assert "--domain does not go with --experts" in refused(
+        braid, STAGE, "--experts", "--domain", "sums"
+    )
+    assert "--versus is about the whole run" in refused(
+        braid, STAGE, "--model", "merge", "--versus", "cold_start"
+    )
+    code, _, err = braid("look", "small", "--waits", "--metric", "kl")
+    assert code == 2 and "not allowed with" in err
     code, _, err = braid("look", "small", STAGE, "--reward", "exact")
     assert code == 2 and "is not SCORE or NAME=SCORE" in err
     path = samples_file(recorded / "stages" / STAGE / "rollouts", 2)

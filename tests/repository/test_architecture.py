@@ -29,6 +29,7 @@ ROOMS = {
         "guards",
         "kinds",
         "sampling",
+        "trackers",
     ],
     "parallel": ["cpu", "weights", "hugging_face", "model", "checkpoint", "engine"],
 }
@@ -51,6 +52,8 @@ WITHOUT_TORCH = {
     "parallel.engine.memory",
     "parallel.weights.needs",
     "stages.directory",
+    "stages.guards.registry",
+    "stages.metric_definitions",
     "stages.domains",
     "stages.keys",
     "stages.kinds",

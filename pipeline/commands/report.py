@@ -1,0 +1,115 @@
+"""The command that writes a run as one HTML file: `braid report`."""
+
+from __future__ import annotations
+
+import json
+import time
+from argparse import Namespace
+from pathlib import Path
+
+from parallel.errors import UserError
+from parallel.files import write_atomically
+from pipeline.commands import common
+from pipeline.commands.common import Argument, command
+from pipeline.report.tables import human
+from pipeline.run.run import Run
+from pipeline.slurm.queue import states_now
+from pipeline.text import say, shown
+
+DEMO_FILE = Path("braid-demo.html")
+MOST_SAMPLES, MOST_BYTES = 100_000, 40 << 20  # of a report, unless --samples says how many
+FEWEST_SAMPLES = 1000  # below which a report is not made smaller
+FEWER = 0.9  # of the samples that would fit, were all of one size
+SECONDS = 5.0  # between two looks at a run that is watched
+
+
+@command(
+    "report",
+    "write a run as one HTML file that a browser opens without a network",
+    "  braid report quickstart                         writes runs/quickstart/report.html\n"
+    "  braid report quickstart longer --output both.html      with the curves of a second run\n"
+    "  braid report quickstart --redact                without prompts, responses and messages\n"
+    "  braid report quickstart --watch                 again at each checkpoint, until it ends\n"
+    "  braid report --demo                             of a small run that comes with Braid\n\n"
+    "The file has its data and its charts in it; mail it, or keep it beside a result.",
+    Argument("run", metavar="RUN", nargs="?", help="the run's name or directory"),
+    Argument(
+        "others", metavar="OTHER_RUN", nargs="*", default=[], help="runs whose curves are added"
+    ),
+    Argument(
+        "--output",
+        dest="written",  # `output` is where --json goes
+        type=Path,
+        metavar="FILE",
+        help="(default: report.html in the run)",
+    ),
+    Argument("--redact", action="store_true", help="leave out all texts of samples"),
+    Argument(
+        "--samples",
+        type=common.positive,
+        metavar="N",
+        help="at most N samples; of more, those of a part of the prompts (default: 100,000, or"
+        " fewer, for a file of 40 MiB)",
+    ),
+    (
+        Argument("--watch", action="store_true", help="write it again whenever a stage has saved"),
+        Argument(
+            "--demo", action="store_true", help=f"write {DEMO_FILE}, a report of a bundled run"
+        ),
+    ),
+)
+def report(arguments: Namespace) -> None:
+    """Write the report of a run."""
+    if arguments.demo:
+        # pyarrow takes a fifth of a second to import, which no other command should wait for.
+        from pipeline.report.page.demo import demo_document
+        from pipeline.report.page.file import report_file
+
+        if arguments.run is not None:
+            raise UserError("--demo is of the run that comes with Braid: name no RUN")
+        _write(arguments.written or DEMO_FILE, report_file(demo_document()))
+        return
+    if arguments.run is None:
+        raise UserError("name a RUN, or take --demo")
+    run = common.load_run(arguments)
+    _write_run(arguments, run)
+    while arguments.watch and _is_running(run):
+        before = _saved(run)
+        while _saved(run.refresh()) == before and _is_running(run):
+            time.sleep(SECONDS)
+        _write_run(arguments, run.refresh())
+
+
+def _write_run(arguments: Namespace, run: Run) -> None:
+    from pipeline.report.page.document import document
+    from pipeline.report.page.file import report_file
+    from pipeline.report.page.recorded import Recorded
+
+    others = [common.read_run(common.find(arguments.runs_dir, name)) for name in arguments.others]
+    samples = arguments.samples or MOST_SAMPLES
+    found = document(run, others, arguments.redact, samples)
+    text = report_file(found)
+    while arguments.samples is None and len(text) > MOST_BYTES and samples > FEWEST_SAMPLES:
+        held = sum(len(own["columns"]["step"]) for own in found["samples"].values())
+        samples = max(FEWEST_SAMPLES, int(FEWER * min(samples, held) * MOST_BYTES / len(text)))
+        found["samples"] = Recorded(run, arguments.redact, samples).tables()
+        text = report_file(found)
+    _write(arguments.written or run.path / "report.html", text)
+
+
+def _write(path: Path, text: str) -> None:
+    write_atomically(path, text)
+    say(f"{shown(path)}: {human(len(text.encode()))}", flush=True)
+
+
+def _is_running(run: Run) -> bool:
+    return any(each.state in ("running", "submitted") for each in states_now(run).values())
+
+
+def _saved(run: Run) -> str:
+    """Return what changes whenever a stage saves a checkpoint, or enters another state."""
+    newest = {
+        stage.name: (found.step if (found := run.stage(stage.name).newest_checkpoint()) else None)
+        for stage in run.stages
+    }
+    return json.dumps([newest, len(run.events)])

@@ -1,0 +1,62 @@
+"""The differences between two runs: settings, and stage by stage lineage and output."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pipeline.config.validate import differing_keys
+from pipeline.run.directory import RunDirectory
+from pipeline.run.lineage import DIGEST_LENGTH, read_manifest
+from pipeline.run.run import Run
+
+Differences = dict[str, tuple[Any, Any]]  # by name: here, there
+
+
+def difference(run: Run, other: Run) -> dict[str, Any]:
+    """Return the differences of two runs: `settings`, and by stage the lineage and the output."""
+    settings = differing_keys(run.settings, other.settings)
+    settings.pop("name", None)
+    names = dict.fromkeys(stage.name for stage in (*run.stages, *other.stages))
+    stages = {name: _lineage_difference(run, other, name) for name in names}
+    return {"settings": settings, "stages": {name: each for name, each in stages.items() if each}}
+
+
+def difference_lines(found: dict[str, Any]) -> list[str]:
+    """Return the lines of `braid diff`; none where nothing differs."""
+    lines = []
+    for title, block in {"settings": found["settings"], **found["stages"]}.items():
+        if block:
+            lines += [title, *(f"  {k}: {_text(a)} | {_text(b)}" for k, (a, b) in block.items())]
+    return lines
+
+
+def _lineage_difference(run: RunDirectory, other: RunDirectory, name: str) -> Differences:
+    """Return the differences of a stage other than its settings."""
+    ours, theirs = (read_manifest(each.stage(name)) for each in (run, other))
+    if ours is None or theirs is None:
+        return {"started": (ours is not None, theirs is not None)} if ours is not theirs else {}
+    found: Differences = {}
+    found["code"], found["layout"] = (ours.code, theirs.code), (ours.layout, theirs.layout)
+    for title, here, there in (
+        ("version of", ours.versions, theirs.versions),
+        ("checkpoint of", _short(ours.parents), _short(theirs.parents)),
+        ("files of", _short(ours.files), _short(theirs.files)),
+    ):
+        for key in dict.fromkeys([*here, *there]):
+            found[f"{title} {key}"] = here.get(key), there.get(key)
+    found["newest checkpoint"] = _newest(run, name), _newest(other, name)
+    return {what: (here, there) for what, (here, there) in found.items() if here != there}
+
+
+def _newest(run: RunDirectory, name: str) -> str | None:
+    found = run.stage(name).newest_checkpoint()
+    return f"step {found.step}, {found.digest[:DIGEST_LENGTH]}" if found else None
+
+
+def _short(digests: dict[str, str | None]) -> dict[str, str]:
+    return {name: digest[:DIGEST_LENGTH] for name, digest in digests.items() if digest}
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,193 @@
+"""The data of a run's report, as JSON: health, stages, gates, comparison, curves and samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from itertools import chain
+from typing import Any
+
+import yaml
+from pydantic import BaseModel
+
+from parallel.errors import UserError
+from pipeline.report.comparison import compare, comparison_json
+from pipeline.report.difference import difference
+from pipeline.report.drawing import edges, origin, tree
+from pipeline.report.experts import MOST
+from pipeline.report.health import symptoms
+from pipeline.report.page.recorded import Recorded
+from pipeline.report.page.timelines import timelines
+from pipeline.report.page.training import curves, guards, interruptions, planned_memory
+from pipeline.report.stage_costs import stage_costs
+from pipeline.run.answers import measured_models
+from pipeline.run.ledger import minutes
+from pipeline.run.metrics import Line, newest_lines
+from pipeline.run.routing import churn, owned, read_loads, summed
+from pipeline.run.run import DamagedVerdict, Run, StageState, read_verdict
+from pipeline.slurm.queue import states_now
+from stages.data.tokenizer import load_tokenizer
+from stages.metric_definitions import METRICS
+
+VARIANTS = ("name", "kind")  # keys that say which of several blocks one is
+LEFT_OUT = "failed (the cause is left out of this report)"
+MOST_BYTES = 1 << 26  # of a stage's metrics that are read, from their end
+MOST_MAPS = 40  # steps of a stage whose experts are shown
+
+Json = dict[str, Any]
+
+
+def document(run: Run, others: Sequence[Run], redacted: bool, most_samples: int) -> Json:
+    """Return what the report of a run shows, beside the curves of `others`.
+
+    With `redacted` no prompt, response or message of a reward is in it. Of more than `most_samples`
+    samples, those of a part of the prompts are.
+    """
+    states = states_now(run)
+    lines = _all_lines(run)
+    recorded = Recorded(run, redacted, most_samples)
+    samples, routing = recorded.tables(), _routing(run, recorded.damaged)
+    found = {
+        "made": datetime.now(UTC).isoformat(timespec="seconds"),
+        "redacted": redacted,
+        "run": {"name": run.name, "seed": run.settings.seed, "path": str(run.path)},
+        "health": [asdict(each) for each in symptoms(run, states, lines)],
+        "stages": [*_stages(run, states)],
+        "edges": [vars(each) for each in edges(run.stages)],
+        **_comparison(run),
+        "measured": [
+            stage.name
+            for stage in run.stages
+            if stage.kind == "evaluate" and states[stage.name].state == "done"
+        ],
+        "definitions": {name: metric._asdict() for name, metric in METRICS.items()},
+        "curves": {name: curves(own) for name, own in lines.items() if own},
+        "interruptions": {
+            stage.name: [*interruptions(run, stage.name, lines[stage.name])] for stage in run.stages
+        },
+        "guards": {stage.name: guards(run, stage, lines[stage.name]) for stage in run.stages},
+        "others": {other.name: _other(run, other) for other in others},
+        "samples": samples,
+        "routing": routing,
+        "damaged": recorded.damaged,
+        "costs": [asdict(cost) for cost in stage_costs(run)],
+        "timelines": timelines(run),
+        "vocabulary": {} if redacted else _vocabulary(run, samples),
+        "settings": _stated(run),
+        "commands": [
+            f"braid look {run.name}",
+            run.resume_command(),
+            f"braid bundle {run.name}",
+        ],
+    }
+    return _without_causes(found) if redacted else found
+
+
+def _without_causes(found: Json) -> Json:
+    """Leave out why stages failed: a reward's failure quotes the prompt and the response."""
+    for each in (*found["stages"], *chain.from_iterable(found["interruptions"].values())):
+        if each["state"] == "failed":
+            each["cause"] = LEFT_OUT
+    states = {stage["name"]: stage["state"] for stage in found["stages"]}
+    for symptom in found["health"]:
+        if states[symptom["stage"]] == "failed":
+            symptom["what"] = LEFT_OUT
+    return found
+
+
+def _other(run: Run, other: Run) -> Json:
+    """Return what the report shows of a run beside its own: curves, results and what differs."""
+    lines = _all_lines(other)
+    return {
+        "curves": {name: curves(own) for name, own in lines.items() if own},
+        "differences": difference(run, other),
+        **_comparison(other),
+    }
+
+
+def _routing(run: Run, damaged: list[str]) -> dict[str, Json]:
+    """Return the recorded loads of experts of every stage that has some, but of damaged files."""
+    found: dict[str, Json] = {}
+    for stage in run.stages:
+        try:
+            loads = read_loads(run.stage(stage.name), MOST_MAPS)
+        except UserError as error:
+            damaged.append(str(error))
+            continue
+        if loads:
+            found[stage.name] = {
+                "steps": [{"step": each.step, "slots": each.slots} for each in loads],
+                "owned": {name: own[:MOST] for name, own in owned(summed(loads)).items()},
+                "churn": churn(loads),
+            }
+    return found
+
+
+def _vocabulary(run: Run, samples: Mapping[str, Json]) -> dict[int, str]:
+    """Return the texts of the token ids whose values are in the report."""
+    ids = {id for own in samples.values() for each in own["tokens"].values() for id in each["ids"]}
+    if not ids:
+        return {}
+    tokenizer = load_tokenizer(run.settings.model)
+    return {id: tokenizer.decode([id]) for id in sorted(ids)}
+
+
+def _stated(run: Run) -> str:
+    """Return the settings that differ from their defaults, as YAML."""
+    return str(yaml.safe_dump(_changed(run.settings), sort_keys=False, allow_unicode=True))
+
+
+def _changed(value: Any) -> Any:
+    """Return a block's keys that differ from their defaults, and those that name its variant.
+
+    pydantic's `exclude_defaults` would leave out which variant of several a block is.
+    """
+    if isinstance(value, BaseModel):
+        fields = type(value).model_fields
+        return {
+            name: _changed(own)
+            for name, own in value
+            if name in VARIANTS or name not in fields or own != fields[name].get_default()
+        }
+    if isinstance(value, Mapping):
+        return {str(key): _changed(own) for key, own in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_changed(own) for own in value]
+    return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
+
+
+def _all_lines(run: Run) -> dict[str, list[Line]]:
+    return {
+        stage.name: newest_lines(run.stage(stage.name).metrics, MOST_BYTES) for stage in run.stages
+    }
+
+
+def _stages(run: Run, states: Mapping[str, StageState]) -> Iterator[Json]:
+    spent, known = minutes(run.events), {stage.name: stage for stage in run.stages}
+    for name, branch in tree(run.stages).items():
+        stage, state = known[name], states[name]
+        found: Json = {
+            "branch": branch,
+            **{"name": stage.name, "kind": stage.kind, "from": origin(stage)},
+            **{"state": state.state, "cause": state.cause, "attempts": state.attempts},
+            **{"steps": stage.steps, "step": state.step, "minutes": spent.get(stage.name)},
+            **{"domains": list(stage.domains), "planned_bytes": planned_memory(run, stage)},
+        }
+        if stage.kind == "gate":
+            try:
+                verdict = read_verdict(run.stage(stage.name))
+            except DamagedVerdict as error:
+                found["reasons"] = [str(error)]
+            else:
+                found["outcome"] = verdict and verdict.outcome
+                found["reasons"] = list(verdict.reasons) if verdict else []
+        yield found
+
+
+def _comparison(run: Run) -> Json:
+    """Return the comparison of the run's models, or why there is none."""
+    try:
+        return {"comparison": comparison_json(compare(run, measured_models(run), [], None))}
+    except UserError as error:
+        return {"comparison": None, "not_compared": str(error)}

@@ -1,0 +1,47 @@
+"""The report's one file: the pages, their program and the data, with no address but its own."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+from collections.abc import Mapping
+from html import escape
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from parallel.errors import UserError
+
+WEB = Path(__file__).parent / "web"
+CHARTS = WEB / "vendor" / "uplot"
+PROGRAM = (
+    *("dom.js", "charts.js", "curves.js", "verdict.js", "samples.js", "sample.js", "versus.js"),
+    *("merge.js", "routing.js", "time.js", "lineage.js", "app.js"),
+)
+
+
+def report_file(document: Mapping[str, Any]) -> str:
+    """Return the HTML of a report's data.
+
+    Raises:
+        UserError: the charts' library is missing, which `make install` downloads.
+    """
+    try:
+        charts = (CHARTS / "uPlot.iife.min.js").read_text()
+        chart_style = (CHARTS / "uPlot.min.css").read_text()
+        licence = (CHARTS / "LICENSE").read_text()
+    except FileNotFoundError as error:
+        raise UserError(
+            f"{error.filename} is missing, the library of the report's charts: download it with"
+            " python -m tools.vendor, as `make install` does"
+        ) from error
+    packed = gzip.compress(json.dumps(document, allow_nan=False).encode(), 9, mtime=0)
+    return Template((WEB / "index.html").read_text()).substitute(
+        title=escape(document["run"]["name"]),
+        style=(WEB / "style.css").read_text(),
+        chart_style=chart_style,
+        charts=f"/* uPlot\n{licence}*/\n{charts}",
+        data=base64.b64encode(packed).decode(),
+        program="\n".join((WEB / name).read_text() for name in PROGRAM),
+    )

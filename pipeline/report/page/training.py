@@ -1,0 +1,77 @@
+"""A stage's training in the report: its curves, its guards, and what interrupted it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from pipeline.report.health import guards_of, steps_beyond
+from pipeline.report.stage_memory import stage_memory
+from pipeline.run.graph import Stage
+from pipeline.run.metrics import LABELS, NOT_METRICS, Line
+from pipeline.run.run import Run
+
+MOST_POINTS = 4000  # of a curve; more are thinned out
+DIGITS = 6  # of a number in a curve
+INTERRUPTIONS = ("running", "failed", "stale")
+
+Json = dict[str, Any]
+
+
+def curves(lines: Sequence[Line]) -> Json:
+    """Return the columns of a stage's metrics: `step`, and a list of each metric, null for none.
+
+    An evaluation's lines are of several models and domains: its labels are columns too.
+    """
+    every = max(1, math.ceil(len(lines) / MOST_POINTS))
+    kept = list(lines[::every])
+    if (len(lines) - 1) % every:
+        kept.append(lines[-1])  # the newest counts most
+    names = {name: None for line in kept for name in line if name not in NOT_METRICS}
+    found: Json = {"step": [line["step"] for line in kept], "every": every}
+    found["metrics"] = {name: [_short(line.get(name)) for line in kept] for name in names}
+    for label in LABELS:
+        if any(label in line for line in kept):
+            found[label] = [line.get(label) for line in kept]
+    return found
+
+
+def _short(value: float | None) -> float | None:
+    """Return a number in few digits; none where it is no number, which JSON lacks."""
+    if value is None or not math.isfinite(value):
+        return None
+    return float(f"{value:.{DIGITS}g}")
+
+
+def guards(run: Run, stage: Stage, lines: Sequence[Line]) -> list[Json]:
+    """Return the guards of a stage, each with its threshold and the steps at which it fired."""
+    return [
+        {
+            **{"name": name, "metric": guard.metric, "side": guard.side},
+            **{"threshold": guard.threshold, "action": guard.action, "remedy": guard.remedy},
+            "fired": [
+                line["step"]
+                for line, times in steps_beyond(guard, lines)
+                if times == guard.patience
+            ],
+        }
+        for name, guard in guards_of(run, stage).items()
+    ]
+
+
+def interruptions(run: Run, stage: str, lines: Sequence[Line]) -> Iterator[Json]:
+    """Yield when a stage was started, continued or stopped, with the cause and the step."""
+    for event in run.events:
+        if event.stage == stage and event.state in INTERRUPTIONS:
+            before = [line["step"] for line in lines if line["time"] <= event.timestamp]
+            yield {
+                **{"time": event.time, "state": event.state, "attempt": event.attempt},
+                **{"cause": event.cause, "step": max(before, default=0)},
+            }
+
+
+def planned_memory(run: Run, stage: Stage) -> int | None:
+    """Return the bytes that `braid plan --memory` says of a stage's fullest rank."""
+    ranks = stage_memory(stage, run.settings)
+    return max((rank.total for rank in ranks), default=None)

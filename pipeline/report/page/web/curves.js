@@ -1,0 +1,144 @@
+// The metrics of a stage, a chart each; or one metric of all stages.
+"use strict";
+
+const ALL = "all stages";
+const FIRST = [
+  ...[
+    "reward",
+    "teacher_kl",
+    "loss",
+    "entropy",
+    "kl",
+    "gradient_norm",
+    "unfinished",
+    "zero_variance",
+  ],
+  ...["mismatch_max", "response_tokens", "router_agreement", "learning_rate"],
+];
+
+function curvesPage(data, { stage, options }) {
+  // An evaluation's lines are of models and domains, which the first page compares.
+  const stages = Object.keys(data.curves).filter((name) => !data.curves[name].domain);
+  if (!stages.length) return [h("p", {}, "No stage has logged a step yet.")];
+  if (stage === ALL) return metricOfStages(data, stages, options.get("metric"));
+  const name = stages.includes(stage) ? stage : stages[0];
+  const wanted = options.get("metric") || "";
+  const names = metricNames(data.curves[name]).filter((metric) => metric.includes(wanted));
+  const search = h(
+    "label",
+    {},
+    "metric contains",
+    h("input", { id: "search", name: "metric", value: wanted, size: 18 }),
+  );
+  const again = (event) => {
+    event.preventDefault();
+    go("curves", name, { metric: document.getElementById("search").value });
+  };
+  return [
+    stageChoice(
+      "curves",
+      [ALL, ...stages],
+      name,
+      h("form", { onsubmit: again, onchange: again }, search),
+    ),
+    ...interruptionLines(data.interruptions[name]),
+    h(
+      "div",
+      { class: "charts", id: "charts" },
+      names.map((metric) => metricChart(data, name, metric)),
+    ),
+  ];
+}
+
+/** Return the metrics that have a value, the ones to look at first at the beginning. */
+function metricNames(own) {
+  const rank = (name) => (FIRST.includes(name) ? FIRST.indexOf(name) : FIRST.length);
+  return Object.keys(own.metrics)
+    .filter((name) => own.metrics[name].some((value) => value !== null))
+    .sort((one, other) => rank(one) - rank(other) || one.localeCompare(other));
+}
+
+function interruptionLines(found) {
+  return found
+    .filter((each) => each.attempt > 1 || each.state !== "running")
+    .map((each) =>
+      h(
+        "p",
+        { class: "quiet" },
+        `after step ${each.step}: attempt ${each.attempt} ${each.state}`,
+        each.cause ? `: ${each.cause}` : "",
+      ),
+    );
+}
+
+function metricChart(data, stage, metric) {
+  const meaning = definition(data.definitions, metric);
+  const guards = data.guards[stage].filter((guard) => guard.metric === metric);
+  const others = Object.entries(data.others).map(([run, other]) => [run, other.curves[stage]]);
+  const series = [[data.run.name, data.curves[stage]], ...others]
+    .filter(([, own]) => own && own.metrics[metric])
+    .map(([label, own]) => ({ label, x: own.step, y: own.metrics[metric] }));
+  const element = figure(series, {
+    caption: [
+      h("b", {}, metric),
+      meaning ? [" ", withCode(meaning.meaning), ". "] : " ",
+      meaning && meaning.healthy ? h("i", {}, withCode(meaning.healthy), ". ") : null,
+      guards.map(guardText),
+    ],
+    sync: stage,
+    guards,
+    interruptions: data.interruptions[stage].filter((each) => each.step > 0),
+  });
+  element.dataset.metric = metric;
+  return element;
+}
+
+function guardText(guard) {
+  const bound = `guard ${guard.name}: ${guard.action} ${guard.side} ${short(guard.threshold)}`;
+  const fired = guard.fired.length
+    ? `, fired at step ${guard.fired.join(", ")}: ${guard.remedy}`
+    : "";
+  return h("span", { class: guard.fired.length ? "alarm" : "" }, bound + fired + ". ");
+}
+
+/** Return one metric of every stage that has it, also by domain. */
+function metricOfStages(data, stages, wanted) {
+  const names = [...new Set(stages.flatMap((stage) => metricNames(data.curves[stage])))].filter(
+    (name) => !name.includes("/"),
+  );
+  names.sort(
+    (one, other) => FIRST.includes(other) - FIRST.includes(one) || one.localeCompare(other),
+  );
+  const metric = names.includes(wanted) ? wanted : names[0];
+  const series = stages.flatMap((stage) =>
+    Object.entries(data.curves[stage].metrics)
+      .filter(([name]) => name === metric || name.startsWith(`${metric}/`))
+      .map(([name, y]) => ({
+        label: name === metric ? stage : `${stage} ${name.slice(metric.length)}`,
+        x: data.curves[stage].step,
+        y,
+      })),
+  );
+  const change = (event) => go("curves", ALL, { metric: event.target.value });
+  const last = series.map(({ label, y }) => [
+    label,
+    mean(y.filter((value) => value !== null).slice(-10)),
+  ]);
+  const chart = figure(series, { caption: h("b", {}, metric), height: 360, legend: true });
+  chart.dataset.metric = metric;
+  return [
+    stageChoice("curves", [ALL, ...stages], ALL),
+    h("form", { class: "filters" }, choice("metric", "metric", names, metric, change, null)),
+    h("div", { id: "charts" }, chart),
+    table(["stage", `mean of the last ten steps`], last, metric),
+  ];
+}
+
+/** Return a metric's definition; one with a number or a name in it is declared once. */
+function definition(definitions, name) {
+  return (
+    definitions[name] ||
+    definitions[name.replace(/_\d+$/, "_N")] ||
+    definitions[name.replace(/\/.*$/, "/NAME")]
+  );
+}

@@ -1,0 +1,149 @@
+// Where the time and the memory of ranks and engines went.
+"use strict";
+
+const LANE = 26; // pixels of a process
+const LANES_LEFT = 90;
+const PHASE_COLOURS = {
+  wait: "#8a939c",
+  train: "#0072b2",
+  sample: "#0072b2",
+  rollout: "#e69f00",
+  collect: "#f0c94d",
+  "weight sync": "#56b4e9",
+  load: "#7a5195",
+  checkpoint: "#cc79a7",
+  "finish checkpoint": "#cc79a7",
+  log: "#009e73",
+  record: "#009e73",
+  step: "rgba(138, 147, 156, 0.25)",
+};
+const OTHER_PHASES = "#9aa86f";
+
+function timePage(data, { stage }) {
+  const stages = Object.keys(data.timelines);
+  const memory = memoryTable(data);
+  if (!stages.length)
+    return [h("p", {}, "No process of this run has recorded its phases."), ...memory];
+  const name = stages.includes(stage)
+    ? stage
+    : stages.find((each) => withEngines(data, each)) || stages[0];
+  const own = data.timelines[name];
+  const names = [...new Set(Object.values(own).flatMap((each) => Object.keys(each.seconds)))];
+  const rows = Object.entries(own).map(([process, each]) => {
+    const whole = Math.max(each.until - each.since, 1e-9);
+    const share = (phase) =>
+      each.seconds[phase] === undefined
+        ? ""
+        : `${((100 * each.seconds[phase]) / whole).toFixed(0)} %`;
+    return [process, Math.round(whole), ...names.map(share)];
+  });
+  const canvas = h("canvas", {
+    id: "lanes",
+    role: "img",
+    "aria-label": "Phases of every process over time; the table above has their sums",
+  });
+  const said = h("p", { class: "quiet", id: "phase" }, "hold the pointer over a phase");
+  queueMicrotask(() => drawLanes(canvas, said, own));
+  return [
+    stageChoice("time", stages, name),
+    waitingLine(own),
+    h("p", { class: "quiet" }, "shares of each process's time, without the phases inside a phase"),
+    table(["process", "seconds", ...names.map(phaseHeading)], rows, "Phases of each process"),
+    h("h2", {}, "Phases"),
+    said,
+    canvas,
+    ...memory,
+  ];
+}
+
+function phaseHeading(name) {
+  const style = `background: ${PHASE_COLOURS[name] || OTHER_PHASES}`;
+  return h("span", {}, h("span", { class: "swatch", style }), name);
+}
+
+function withEngines(data, stage) {
+  return Object.keys(data.timelines[stage]).some((process) => process.startsWith("engine"));
+}
+
+/** Say for whom the ranks wait, and how long engines do nothing. */
+function waitingLine(own) {
+  const shares = {};
+  const idle = [];
+  const ranks = Object.keys(own).filter((process) => process.startsWith("rank"));
+  for (const [process, each] of Object.entries(own)) {
+    const whole = Math.max(each.until - each.since, 1e-9);
+    if (process.startsWith("engine")) {
+      const busy = Object.values(each.seconds).reduce((sum, value) => sum + value, 0);
+      idle.push(Math.max(0, 1 - busy / whole));
+    } else {
+      for (const [whom, seconds] of Object.entries(each.waits)) {
+        shares[whom] = (shares[whom] || 0) + seconds / whole / ranks.length;
+      }
+    }
+  }
+  if (!idle.length) return null;
+  const parts = Object.entries(shares)
+    .sort(([, one], [, other]) => other - one)
+    .map(([whom, share]) => `for ${whom} ${(100 * share).toFixed(0)} %`);
+  const waits = parts.length
+    ? `Ranks wait ${parts.join(", ")} of their time`
+    : "Ranks wait for nobody";
+  return h(
+    "p",
+    { id: "waiting" },
+    `${waits}; engines are idle ${(100 * mean(idle)).toFixed(0)} % of theirs.`,
+  );
+}
+
+function memoryTable(data) {
+  const peaks = Object.fromEntries(data.costs.map((cost) => [cost.stage, cost]));
+  const rows = data.stages
+    .filter((stage) => peaks[stage.name])
+    .map((stage) => [
+      stage.name,
+      bytes(stage.planned_bytes),
+      bytes(peaks[stage.name].peak_bytes),
+      bytes(peaks[stage.name].peak_gpu_bytes),
+    ]);
+  if (!rows.length) return [];
+  return [
+    h("h2", {}, "Memory"),
+    h(
+      "p",
+      { class: "quiet" },
+      "of the fullest rank: the models, gradients, optimizer and activations that were planned; and the most that it had, on the host with Python and its libraries",
+    ),
+    table(["stage", "planned", "host", "GPU"], rows, "Memory"),
+  ];
+}
+
+function drawLanes(canvas, said, own) {
+  const processes = Object.entries(own);
+  const width = contentWidth(document.getElementById("main"));
+  const height = LANE * processes.length + 20;
+  const pen = penOf(canvas, width, height);
+  const since = Math.min(...processes.map(([, each]) => each.since));
+  const until = Math.max(...processes.map(([, each]) => each.until));
+  const scale = (width - LANES_LEFT) / Math.max(until - since, 1e-9);
+  const at = (time) => LANES_LEFT + scale * (time - since);
+  processes.forEach(([process, each], lane) => {
+    pen.fillStyle = colour("text");
+    pen.fillText(process, 0, LANE * (lane + 0.5), LANES_LEFT - 8);
+    for (const [name, begin, end] of each.phases) {
+      pen.fillStyle = PHASE_COLOURS[name] || OTHER_PHASES;
+      pen.fillRect(at(begin), LANE * lane + 3, Math.max(at(end) - at(begin), 0.5), LANE - 6);
+    }
+  });
+  pen.fillStyle = colour("text");
+  pen.fillText("0 s", LANES_LEFT, height - 8);
+  pen.fillText(`${Math.round(until - since)} s`, width - 40, height - 8);
+  canvas.onpointermove = (event) => {
+    const lane = processes[Math.floor(event.offsetY / LANE)];
+    if (!lane) return;
+    const time = since + (event.offsetX - LANES_LEFT) / scale;
+    const inside = lane[1].phases.filter(([, begin, end]) => begin <= time && time < end).at(-1);
+    if (!inside) return;
+    const [name, begin, end, waitsFor, step] = inside;
+    said.textContent = `${lane[0]}: ${name}${step ? ` of step ${step}` : ""}, ${(end - begin).toFixed(2)} s${waitsFor ? `, waits for ${waitsFor}` : ""}`;
+  };
+}

@@ -1,0 +1,107 @@
+"""The recorded loads of experts: how often each was chosen, by step, domain and routed layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pyarrow
+import pyarrow.parquet as parquet
+
+from parallel.errors import UserError
+from pipeline.text import shown
+from stages.directory import StageDirectory
+
+Slots = list[list[int]]  # by layer and expert
+
+
+@dataclass(frozen=True)
+class StepLoads:
+    """The loads of a step: `slots` by domain, layer and expert, how often each was chosen."""
+
+    step: int
+    slots: Mapping[str, Slots]
+
+
+def read_loads(directory: StageDirectory, most: int | None = None) -> list[StepLoads]:
+    """Return the recorded loads of a stage by step, of at most `most` steps evenly spaced.
+
+    Raises:
+        UserError: a file is damaged.
+    """
+    files = sorted(directory.routing.glob("step_*.parquet"))
+    if most is not None and len(files) > most:
+        files = [files[(len(files) - 1) * place // (most - 1)] for place in range(most)]
+    found = []
+    for path in files:
+        try:
+            rows = parquet.ParquetFile(path).read(use_threads=False).to_pylist()
+        except (OSError, ValueError, pyarrow.ArrowException) as error:
+            raise UserError(f"{shown(path)}: damaged: {error}") from error
+        slots: dict[str, Slots] = {}
+        for row in rows:
+            slots.setdefault(row["domain"], []).append(row["slots"])
+        if rows:
+            found.append(StepLoads(rows[0]["step"], slots))
+    return found
+
+
+def shares(slots: Sequence[Sequence[int]]) -> list[list[float]]:
+    """Return each expert's share of its layer's slots."""
+    return [[count / max(sum(layer), 1) for count in layer] for layer in slots]
+
+
+def summed(loads: Sequence[StepLoads]) -> dict[str, Slots]:
+    """Return the slots of all steps, by domain."""
+    found: dict[str, Slots] = {}
+    for each in loads:
+        for domain, slots in each.slots.items():
+            own = found.setdefault(domain, [[0] * len(layer) for layer in slots])
+            for layer, counts in enumerate(slots):
+                own[layer] = [a + b for a, b in zip(own[layer], counts, strict=True)]
+    return found
+
+
+def churn(loads: Sequence[StepLoads]) -> list[tuple[int, float]]:
+    """Return how far the loads of every step are from those of the step before, 0 to 1.
+
+    Half the sum of the differences of the experts' shares, a mean over layers and domains.
+    """
+    found = []
+    for before, after in pairwise(loads):
+        distances = [
+            sum(abs(a - b) for a, b in zip(one, other, strict=True)) / 2
+            for domain in before.slots.keys() & after.slots.keys()
+            for one, other in zip(
+                shares(before.slots[domain]), shares(after.slots[domain]), strict=True
+            )
+        ]
+        if distances:
+            found.append((after.step, sum(distances) / len(distances)))
+    return found
+
+
+def owned(
+    slots: Mapping[str, Slots], times: float = 2.0
+) -> dict[str, list[tuple[int, int, float]]]:
+    """Return the experts that each domain uses most, as (layer, expert, ratio).
+
+    The ratio is the expert's share in the domain over its mean share in the other domains, or over
+    an equal share where there is no other; at least `times`, the largest first.
+    """
+    by_domain = {domain: shares(own) for domain, own in slots.items()}
+    found: dict[str, list[tuple[int, int, float]]] = {}
+    for domain, own in by_domain.items():
+        others = [other for name, other in by_domain.items() if name != domain]
+        ranked = []
+        for layer, of_layer in enumerate(own):
+            for expert, share in enumerate(of_layer):
+                usual = 1 / len(of_layer)
+                if others:
+                    usual = sum(other[layer][expert] for other in others) / len(others)
+                ratio = share / max(usual, 1e-6)
+                if ratio >= times and share > 1 / len(of_layer):
+                    ranked.append((layer, expert, ratio))
+        found[domain] = sorted(ranked, key=lambda each: -each[2])
+    return found

@@ -1,0 +1,150 @@
+"""`braid report` without a browser: what it writes, when, and what it says where it cannot."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.report.page import file
+from pipeline.report.page.recorded import chosen_problems
+from pipeline.report.page.timelines import own_seconds
+from pipeline.report.page.training import MOST_POINTS, curves
+from pipeline.run.timeline import Phase
+from stages.settings import RunSettings
+from tests.pipeline.recorded_runs import HEALTHY, STAGE, log
+from tests.pipeline.recorded_runs import recorded as recorded  # fixtures
+from tests.pipeline.recorded_runs import small as small
+
+Braid = Callable[..., tuple[int, str, str]]
+
+
+def data(report: Path) -> dict[str, Any]:
+    """Return the data in a report."""
+    found = re.search(r'<script id="data"[^>]*>([^<]*)<', report.read_text())
+    assert found is not None
+    document: dict[str, Any] = json.loads(gzip.decompress(base64.b64decode(found[1])))
+    return document
+
+
+def test_a_report_is_one_file_without_an_address(recorded: Path, braid: Braid) -> None:
+    code, out, err = braid("report", "small")
+    assert code == 0, err
+    assert out.startswith(f"{recorded / 'report.html'}: ")
+    text = (recorded / "report.html").read_text()
+    assert not re.findall(r"""(?:src|href)=["']?(?:https?:)?//""", text)
+    assert "MIT License" in text or "The MIT License" in text  # of the charts
+    assert len(data(recorded / "report.html")["samples"][STAGE]["columns"]["step"]) == 8
+
+
+def test_the_settings_are_those_that_differ_from_their_defaults(small: Path, braid: Braid) -> None:
+    braid("report", "small")
+    settings = data(small / "report.html")["settings"]
+    assert "layout:\n  ranks: 2\n  expert: 2\n" in settings
+    assert "kind: grpo" in settings  # which block it is
+    assert "deterministic" not in settings
+
+
+def test_a_run_before_its_first_step_has_a_report(
+    runs: Path, settings: RunSettings, config: Path, braid: Braid
+) -> None:
+    braid("run", config, "--dry-run")
+    assert braid("report", "small")[0] == 1  # there is none
+    small = runs / "small"
+    small.mkdir(parents=True)
+    (small / "run.yaml").write_text(json.dumps(settings.model_dump(mode="json")))
+    code, _, err = braid("report", "small")
+    assert code == 0, err
+    found = data(small / "report.html")
+    assert {stage["state"] for stage in found["stages"]} == {"pending"}
+    assert found["samples"] == found["curves"] == {}
+
+
+def test_the_demo_is_written_without_a_run(
+    tmp_path: Path, braid: Braid, monkeypatch: pytest.MonkeyPatch, recorded: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert braid("report", "--demo")[0] == 0
+    demo = data(tmp_path / "braid-demo.html")
+    braid("report", "small")
+    assert demo.keys() == data(recorded / "report.html").keys()  # of this version
+    [name] = [stage["name"] for stage in demo["stages"] if stage["kind"] == "distill"]
+    assert demo["samples"][name]["tokens"] and demo["routing"][name]["owned"]
+    assert "name no RUN" in braid("report", "small", "--demo")[2]
+    assert "name a RUN" in braid("report")[2]
+
+
+@pytest.mark.usefixtures("small")
+def test_missing_charts_are_named_with_the_command_that_brings_them(
+    braid: Braid, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file, "CHARTS", tmp_path / "nowhere")
+    code, _, err = braid("report", "small")
+    assert code == 1
+    assert "python -m tools.vendor" in err
+
+
+def test_a_watched_run_is_written_again_once_a_stage_has_saved(
+    small: Path, braid: Braid, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.commands.report.SECONDS", 0.01)
+    states = iter([True] * 30)
+    monkeypatch.setattr("pipeline.commands.report._is_running", lambda _: next(states, False))
+
+    def save() -> None:
+        time.sleep(0.05)
+        checkpoint = small / "stages" / STAGE / "checkpoints" / "step_9"
+        checkpoint.mkdir()
+        (checkpoint / "checksums.json").write_text('{"digest": "e", "files": {}}')
+
+    saving = threading.Thread(target=save)
+    saving.start()
+    code, out, err = braid("report", "small", "--watch")
+    saving.join()
+    assert code == 0, err
+    assert out.count("report.html") >= 2
+
+
+def test_a_long_curve_keeps_its_newest_step() -> None:
+    lines = [{"step": step, "time": 0.0, "loss": step / 3} for step in range(1, 2 * MOST_POINTS)]
+    found = curves(lines)
+    assert len(found["step"]) <= MOST_POINTS + 1
+    assert found["step"][-1] == lines[-1]["step"]
+    assert found["metrics"]["loss"][0] == 0.333333
+
+
+def test_guards_say_when_they_fired(small: Path, braid: Braid) -> None:
+    low = {**HEALTHY, "entropy": 0.001}
+    log(small, [HEALTHY] * 3 + [low] * 7 + [HEALTHY] + [low] * 4)
+    braid("report", "small")
+    guards = data(small / "report.html")["guards"][STAGE]
+    [guard] = [each for each in guards if each["name"] == "entropy_collapse"]
+    assert guard["fired"] == [8]  # the fifth of seven; four are too few
+
+
+A, B, C = "a00000001", "b00000002", "c00000000"
+
+
+@pytest.mark.parametrize(("most", "kept"), [(9, None), (8, [C, A]), (5, [C]), (1, [C])])
+def test_problems_are_chosen_by_the_end_of_their_keys(most: int, kept: list[str] | None) -> None:
+    assert chosen_problems([Counter({A: 2, B: 1, C: 5}), Counter({A: 1})], most) == kept
+
+
+def test_a_phase_counts_without_those_inside_it() -> None:
+    phases = [
+        Phase("rank 0", "step", 0.0, 10.0),
+        Phase("rank 0", "rollout", 1.0, 7.0),
+        Phase("rank 0", "wait", 2.0, 6.0),
+        Phase("rank 0", "step", 10.0, 11.0),
+        Phase("rank 0", "wait", 11.0),  # lasts
+    ]
+    assert own_seconds(phases) == {"step": 5.0, "rollout": 2.0, "wait": 4.0}

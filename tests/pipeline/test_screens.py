@@ -1,0 +1,141 @@
+"""The screens of `braid look` on a terminal, driven by keys as a person does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from textual.pilot import Pilot
+from textual.widgets import DataTable, Static
+
+from pipeline.commands.common import read_run
+from pipeline.report.screens.overview import LookApp
+from pipeline.run.directory import RunDirectory
+from stages.sampling.sample_files import samples_file, write_samples
+from tests.pipeline.recorded_runs import HEALTHY, STAGE, log, sample
+from tests.pipeline.recorded_runs import recorded as recorded  # fixtures
+from tests.pipeline.recorded_runs import small as small
+
+Act = Callable[[Pilot[None]], Awaitable[None]]
+
+
+def screens(run: Path, act: Act, stage: str | None = None) -> None:
+    """Show a run in a terminal of 140 columns and act on it."""
+
+    async def shown() -> None:
+        app = LookApp(read_run(RunDirectory(run)), stage)
+        async with app.run_test(size=(140, 40)) as pilot:
+            await pilot.pause()
+            await act(pilot)
+
+    asyncio.run(shown())
+
+
+def text_of(pilot: Pilot[None], name: str) -> str:
+    """Return the text of a widget on the present screen."""
+    console = Console(width=200)
+    with console.capture() as captured:
+        console.print(pilot.app.screen.query_one(name, Static).render())
+    return captured.get()
+
+
+def table(pilot: Pilot[None]) -> list[list[str]]:
+    """Return the cells of the table on the present screen."""
+    found: DataTable[object] = pilot.app.screen.query_one(DataTable)
+    return [[str(cell) for cell in found.get_row_at(row)] for row in range(found.row_count)]
+
+
+async def press(pilot: Pilot[None], *keys: str) -> None:
+    await pilot.press(*keys)
+    await pilot.pause()
+
+
+def test_a_run_is_shown_with_its_health_and_stages(small: Path) -> None:
+    log(small, [HEALTHY] * 22 + [{**HEALTHY, "entropy": 0.001}] * 8)
+
+    async def act(pilot: Pilot[None]) -> None:
+        assert f"! {STAGE}: entropy is 0.001, below 0.02" in text_of(pilot, "#health")
+        [row] = [row for row in table(pilot) if row[0].endswith(STAGE)]
+        assert row[2] == "30/30" and "reward 0.5" in row[4]
+        await press(pilot, "down", "c")
+        assert "entropy" in [row[0] for row in table(pilot)]
+        await press(pilot, "escape", "w")
+        assert table(pilot) == []
+
+    screens(small, act)
+
+
+def test_a_stage_without_samples_says_so_and_stays(small: Path) -> None:
+    async def act(pilot: Pilot[None]) -> None:
+        before = pilot.app.screen
+        await press(pilot, "enter")
+        assert pilot.app.screen is before
+        assert "no recorded samples" in next(iter(pilot.app._notifications)).message
+
+    screens(small, act)
+
+
+def test_samples_are_ordered_filtered_and_left_by_keys(recorded: Path) -> None:
+    async def act(pilot: Pilot[None]) -> None:
+        assert len(table(pilot)) == 8
+        await press(pilot, "o")
+        assert "order worst" in text_of(pilot, "#about")
+        assert table(pilot)[0][:4] == ["3", "sums", "", "-1"]
+        await press(pilot, "slash", *"^c", "enter")
+        assert "2 samples" in text_of(pilot, "#about")
+        assert "prompt    c" in text_of(pilot, "#sample")
+        await press(pilot, "slash", *"[c", "enter")  # no regular expression
+        assert "2 samples" in text_of(pilot, "#about")
+        await press(pilot, "escape")
+        assert "8 samples" in text_of(pilot, "#about")
+        await press(pilot, "r", *"exact=1", "enter", "j")
+        assert "reward    1 (exact 1" in text_of(pilot, "#sample")
+        await press(pilot, "s", *"3", "enter")
+        assert len(table(pilot)) == 1
+        await press(pilot, "s", *"99", "enter")  # no such step: the list stays
+        assert len(table(pilot)) == 1
+        await press(pilot, "escape", "escape")
+        assert pilot.app.screen.query("#health")
+
+    screens(recorded, act, STAGE)
+
+
+def test_the_same_prompt_and_a_difference_are_shown(recorded: Path) -> None:
+    async def act(pilot: Pilot[None]) -> None:
+        await press(pilot, "p")
+        assert [row[0] for row in table(pilot)] == ["1", "2", "3"]
+        await press(pilot, "m", "j")
+        assert "difference from the marked sample" in text_of(pilot, "#sample")
+        await press(pilot, "m")
+        assert "difference" not in text_of(pilot, "#sample")
+
+    screens(recorded, act, STAGE)
+
+
+def test_tokens_are_coloured_by_what_was_recorded(recorded: Path) -> None:
+    whole = sample(4, "x", 0.0, trainer_logprobs=[-1.5, -2.0], entropies=[0.25, 0.5])
+    write_samples(samples_file(recorded / "stages" / STAGE / "rollouts", 4), [whole])
+
+    async def act(pilot: Pilot[None]) -> None:
+        await press(pilot, "t")
+        assert "not recorded of this sample" in text_of(pilot, "#sample")
+        await press(pilot, "ctrl+end")
+        assert "tokens by |engine - trainer|, at most 0.5" in text_of(pilot, "#sample")
+        await press(pilot, "t")
+        assert "tokens by entropy, at most 0.5" in text_of(pilot, "#sample")
+
+    screens(recorded, act, STAGE)
+
+
+@pytest.mark.usefixtures("small")
+def test_a_question_is_left_without_an_answer(recorded: Path) -> None:
+    async def act(pilot: Pilot[None]) -> None:
+        await press(pilot, "slash", "escape")
+        assert len(table(pilot)) == 8
+        await press(pilot, "v", *"nobody", "enter")
+        assert len(table(pilot)) == 8  # an error, and the list as it was
+
+    screens(recorded, act, STAGE)
