@@ -32,7 +32,7 @@ class MetricsLog:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.touch()  # the launcher sees that the model is loaded
         self._files = job.files
-        self._trackers = Trackers(job.settings.logging.trackers, _tracked(job))
+        self._trackers = Trackers(job.settings.logging.active_trackers, _tracked(job))
         self._saving: list[int] = []  # steps of checkpoints that may not be whole yet
 
     def write(self, step: int, metrics: dict[str, float], **labels: str) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from parallel.errors import UserError
 from parallel.network import LOOPBACK
@@ -43,7 +43,7 @@ class LoggingSettings(Settings):
     trackers: tuple[TrackerName, ...] = Field(
         default=("wandb",), description="those that get a copy of the metrics; [] for none"
     )
-    wandb: Literal["offline", "online"] = Field(
+    wandb: Literal["offline", "online", "disabled"] = Field(
         default="offline", description="its mode; upload offline runs with `wandb sync`"
     )
     project: str = Field(default="braid", description="project in wandb and trackio")
@@ -59,12 +59,11 @@ class LoggingSettings(Settings):
         " log-probability and the policy's entropy at every token; the same prompts in every step",
     )
 
-    @field_validator("wandb", mode="before")
-    @classmethod
-    def _not_disabled(cls, value: object) -> object:
-        if value == "disabled":
-            raise ValueError("without any tracker is now: logging.trackers: []")
-        return value
+    @property
+    def active_trackers(self) -> tuple[TrackerName, ...]:
+        """The trackers without a disabled one."""
+        disabled = {"wandb"} if self.wandb == "disabled" else set()
+        return tuple(name for name in self.trackers if name not in disabled)
 
 
 class LaunchSettings(Settings):

@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from stages.metrics import MetricsLog
 from stages.sampling.sample_files import samples_file, write_samples
-from stages.settings import StageJob
+from stages.settings import LoggingSettings, StageJob
 from stages.trackers.tracker import ROWS, key
 from tests.pipeline.recorded_runs import sample
 from tests.stages.test_metrics import job
@@ -212,3 +212,12 @@ def test_a_rerun_is_another_run(stage: StageJob) -> None:
     assert stage.files.tracker_id() == before
     (stage.directory / "tracker_id").unlink()  # moved away with what is replaced
     assert stage.files.tracker_id() != before
+
+
+def test_weights_and_biases_may_be_disabled() -> None:
+    """As runs of earlier versions have it."""
+    assert LoggingSettings(wandb="disabled").active_trackers == ()
+    assert LoggingSettings(wandb="online", trackers=("trackio", "wandb")).active_trackers == (
+        "trackio",
+        "wandb",
+    )
