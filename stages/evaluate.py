@@ -6,7 +6,7 @@ The stage `evaluate` measures every model on every domain, a gate the models tha
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from parallel.checkpoint import load
@@ -166,7 +166,9 @@ class Evaluation:
             }
             path = self.job.files.samples / file_name(name) / f"{domain}_{start:06d}.parquet"
             graded_by, auditable = self.engines.graded_by, self.job.settings.logging.auditable
-            record(path, start, [answers], self.engines.tokenizer, graded_by, auditable)
+            # Without versions: a problem's number is no training step that weights could be behind.
+            answered = [replace(sample, versions=None) for sample in answers]
+            record(path, start, [answered], self.engines.tokenizer, graded_by, auditable)
             rewards = self.domains[domain].rewards
             solved = [sum(is_right(each, rewards) for each in graded(group)) for group in groups]
             return solved, {metric: float(value) for metric, value in found.items()}

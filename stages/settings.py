@@ -260,3 +260,28 @@ class DomainCheckJob(Settings):
         default=None, description="model.max_positions, if the run is known"
     )
     result: Path
+
+
+class UngradedSample(Settings):
+    """A recorded sample of a RegradeJob; `problem` is the key of its problem."""
+
+    domain: str
+    problem: str
+    response: str
+    tokens: int
+    finished: bool
+
+
+class RegradeJob(Settings):
+    """The job file of `python -m stages.regrade JOB`, which writes to `result`.
+
+    `seed` and `stage` are those that the stage's prompts were drawn with.
+    """
+
+    domains: dict[str, DomainSettings]
+    tokenizer: str
+    pool: RewardPoolSettings
+    seed: int
+    stage: str
+    samples: tuple[UngradedSample, ...]
+    result: Path

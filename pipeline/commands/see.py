@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import re
 import sys
-from argparse import ArgumentTypeError, Namespace
-from collections.abc import Callable
+from argparse import Namespace
 from dataclasses import replace
-from itertools import islice
-from math import isfinite
-from typing import Any
 
 from parallel.errors import UserError
 from pipeline.commands import common
-from pipeline.commands.common import JSON, RUN, Argument, command, print_json
+from pipeline.commands.common import JSON, RUN, TRUST, Argument, command, print_json
+from pipeline.commands.samples import (
+    COUNT,
+    SAMPLE_ARGUMENTS,
+    SAMPLE_OPTIONS,
+    show_outcomes,
+    show_samples,
+)
 from pipeline.report.health import symptoms
 from pipeline.report.overview import (
     Overview,
@@ -23,18 +25,11 @@ from pipeline.report.overview import (
     overview_json,
     stage_table,
 )
-from pipeline.report.sample_text import sample_lines, token_table
 from pipeline.report.tables import table
 from pipeline.report.waits import waits, waits_table
 from pipeline.run.run import Run
 from pipeline.slurm.queue import states_now
-from pipeline.text import say
-from stages.data.tokenizer import load_tokenizer
 
-COUNT = 5  # samples that are shown
-SAMPLE_OPTIONS = (
-    *("step", "domain", "model", "prompt", "reward", "finish", "grep", "tokens", "order", "count"),
-)
 # What is shown instead of a run or a stage's samples, and the options that go with it.
 MODES: dict[str, tuple[str, ...]] = {
     "waits": ("stage",),
@@ -42,32 +37,6 @@ MODES: dict[str, tuple[str, ...]] = {
     "experts": ("stage",),
     "versus": ("model", "domain", "solved_by", "count"),
 }
-# Which of two models, --model and --versus, solves a problem.
-SOLVED_BY = {"model": "only_first", "versus": "only_second", "both": "both", "neither": "neither"}
-ALONE = ["only_first", "only_second"]
-
-
-def _pattern(text: str) -> re.Pattern[str]:
-    try:
-        return re.compile(text)
-    except re.error as error:
-        raise ArgumentTypeError(f"{text!r} is not a regular expression: {error}") from None
-
-
-def _reward(text: str) -> tuple[str, float]:
-    """Return the reward's name and score of `NAME=SCORE`; "" is the name of the sum."""
-    name, _, score = text.rpartition("=")
-    try:
-        value = float(score)
-    except ValueError:
-        value = float("nan")
-    if not isfinite(value):
-        raise ArgumentTypeError(f"{text!r} is not SCORE or NAME=SCORE, such as right=0")
-    return name, value
-
-
-def _order(name: str, text: str) -> Argument:
-    return Argument(f"--{name}", dest="order", action="store_const", const=name, help=text)
 
 
 @command(
@@ -78,6 +47,7 @@ def _order(name: str, text: str) -> Argument:
     "  braid look quickstart experts.chain_sum --worst --count 3\n"
     "  braid look quickstart experts.chain_sum --flipped      once wrong, later right, or back\n"
     "  braid look quickstart experts.chain_sum --reward exact=0 --step 12 --tokens\n"
+    "  braid look quickstart experts.chain_sum --worst --grade     by the rewards as they are now\n"
     "  braid look quickstart evaluate --model merge --grep '^<>'\n"
     "  braid look quickstart --model cold_start --versus merge    who solves what\n"
     "  braid look quickstart --metric kl                      one metric of all stages\n"
@@ -95,32 +65,7 @@ def _order(name: str, text: str) -> Argument:
     '"values"}]}; with --experts {"experts": {DOMAIN: [[LAYER, EXPERT, TIMES]]}}.',
     RUN,
     Argument("stage", metavar="STAGE", nargs="?", help="show samples of this stage"),
-    (
-        _order("worst", "lowest reward first, the newest of these first"),
-        _order("longest", "most tokens first"),
-        _order("flipped", "prompts right in their first step and wrong in their last, or back"),
-    ),
-    Argument("--step", type=common.positive, action="append", metavar="N", help="only this step"),
-    Argument("--domain", metavar="DOMAIN", help="only this domain"),
-    Argument("--model", metavar="MODEL", help="only answers of this model, in an evaluation"),
-    Argument(
-        "--solved-by",
-        choices=SOLVED_BY,
-        help="with --versus: show the answers to these problems (default: solved by one alone)",
-    ),
-    Argument("--prompt", metavar="KEY", help="only prompts whose problem begins with this key"),
-    Argument(
-        "--reward",
-        type=_reward,
-        metavar="[NAME=]SCORE",
-        help="only samples with this score of a reward, or this reward",
-    ),
-    Argument(
-        "--grep", type=_pattern, metavar="PATTERN", help="only prompts or responses that match"
-    ),
-    Argument("--finish", choices=("stop", "length"), help="only samples that ended so"),
-    Argument("--count", type=common.positive, metavar="N", help="at most N (default 5)"),
-    Argument("--tokens", action="store_true", help="show the tokens of each response"),
+    *SAMPLE_ARGUMENTS,
     (
         Argument(
             "--versus",
@@ -140,6 +85,7 @@ def _order(name: str, text: str) -> Argument:
         ),
     ),
     Argument("--plain", action="store_true", help="print, also on a terminal"),
+    TRUST,
     JSON,
 )
 def look(arguments: Namespace) -> None:
@@ -157,14 +103,14 @@ def look(arguments: Namespace) -> None:
         # textual takes a third of a second to import, which no other command should wait for.
         from pipeline.report.screens.overview import LookApp
 
-        app = LookApp(run, arguments.stage)
+        app = LookApp(run, arguments.stage, arguments.trust_run)
         app.run()
         if app.return_code:
             raise SystemExit(app.return_code)
     elif arguments.stage is None:
         _show_run(arguments, run)
     else:
-        _show_samples(arguments, run)
+        show_samples(arguments, run)
 
 
 def _check_options(arguments: Namespace, mode: str | None) -> None:
@@ -233,71 +179,9 @@ def _show_run(arguments: Namespace, run: Run) -> None:
     print(stage_table(overview))
 
 
-def _show_samples(arguments: Namespace, run: Run) -> None:
-    # pyarrow takes a fifth of a second to import, which no other command should wait for.
-    from pipeline.run.samples import Query, StageSamples, columns_of
-
-    samples = StageSamples(run.stage(arguments.stage))
-    found = samples.find(Query(**_asked(arguments), order=arguments.order or "first"))
-    shown = [samples.whole(each) for each in islice(found, arguments.count)]
-    if arguments.json:
-        rows = [{**columns_of(row), "model": row["model"], "file": row["file"]} for row in shown]
-        print_json(arguments, {"count": len(found), "samples": rows})
-        return
-    texts = _texts(run) if arguments.tokens else None
-    for row in shown:
-        say(*sample_lines(row))
-        if texts is not None:
-            print(token_table(row, texts(row["response_tokens"])))
-        say("")
-    more = f"; --count {len(found)} shows all" if len(found) > len(shown) else ""
-    say(f"{len(shown)} of {len(found)} samples{more}")
-
-
-def _asked(arguments: Namespace) -> dict[str, Any]:
-    """Return what the options ask of a sample, as a Query takes it."""
-    return {
-        "steps": tuple(arguments.step or ()),
-        "domain": arguments.domain,
-        "problem": arguments.prompt,
-        "model": arguments.model,
-        "reward": arguments.reward,
-        "finish": arguments.finish,
-        "grep": arguments.grep,
-    }
-
-
-def _show_outcomes(arguments: Namespace, run: Run) -> None:
-    from pipeline.report.versus import answer_lines, outcome_table, outcomes, outcomes_json
-
-    names = (arguments.model, arguments.versus)
-    first, second = (common.measured(arguments, run, name) for name in names)
-    found = outcomes(first, second, arguments.domain)
-    if arguments.json:
-        print_json(arguments, outcomes_json(found, names))
-        return
-    print(outcome_table(found, names), end="\n\n")
-    kinds = [SOLVED_BY[arguments.solved_by]] if arguments.solved_by else ALONE
-    problems = [
-        (domain, key)
-        for domain, own in found.items()
-        for kind in kinds
-        for key in getattr(own, kind)
-    ]
-    for problem in problems[: arguments.count]:
-        say(*answer_lines(first, problem), *answer_lines(second, problem), "")
-    say(f"{min(len(problems), arguments.count)} of {len(problems)} problems")
-
-
-def _texts(run: Run) -> Callable[[list[int]], list[str]]:
-    """Return the function that gives the text of each token."""
-    tokenizer = load_tokenizer(run.settings.model)
-    return lambda tokens: [tokenizer.decode([token]) for token in tokens]
-
-
 SHOWN_BY = {
     "waits": _show_waits,
     "metric": _show_metric,
     "experts": _show_experts,
-    "versus": _show_outcomes,
+    "versus": show_outcomes,
 }

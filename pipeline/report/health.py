@@ -139,15 +139,23 @@ def _of_stage(
 
 
 def _guards(run: Run, stage: Stage, lines: Sequence[Line]) -> Iterator[Symptom]:
-    """Yield a finding for each guard whose metric is beyond its threshold now."""
+    """Yield an alarm for each guard whose metric is beyond its threshold, advice if it was."""
     right = _series(lines, "all_right")[-LAST:]
     solved = bool(right) and fmean(right) >= SOLVED
     for name, guard in guards_of(run, stage).items():
-        *_, (line, beyond) = [({}, 0), *steps_beyond(guard, lines)]
-        if beyond >= guard.patience and not (solved and name in OF_VARIETY):
-            value = line[guard.metric]
-            what = f"{guard.metric} is {value:.3g}, {guard.side} {guard.threshold:g} for {beyond}"
-            yield Symptom(stage.name, f"{what} steps (guard {name})", guard.remedy)
+        steps = [*steps_beyond(guard, lines)]
+        fired = [line for line, beyond in steps if beyond >= guard.patience]
+        if not fired or (solved and name in OF_VARIETY):
+            continue
+        line, beyond = steps[-1]
+        bound = f"{guard.side} {guard.threshold:g}"
+        if beyond >= guard.patience:
+            what = f"{guard.metric} is {line[guard.metric]:.3g}, {bound} for {beyond} steps"
+        else:
+            what = f"{guard.metric} was {bound} for {guard.patience} steps or more, last at step"
+            what += f" {fired[-1]['step']}"
+        alarm = beyond >= guard.patience
+        yield Symptom(stage.name, f"{what} (guard {name})", guard.remedy, alarm)
 
 
 def guards_of(run: Run, stage: Stage) -> dict[str, GuardSettings]:

@@ -61,3 +61,26 @@ def token_table(row: dict[str, Any], texts: Sequence[str]) -> str:
         cells = ["" if number is None else f"{number:.4g}" for number in numbers]
         lines.append([str(place), repr(text), *cells])
     return table("", HEADINGS, lines, right=range(2, len(HEADINGS)))
+
+
+def grade_lines(grade: dict[str, Any]) -> Iterator[str]:
+    """Yield the lines of the grade that a sample would earn now, as `regrade` returns it."""
+    if grade["reward"] is None:
+        yield visible(f"  now       no reward: {grade['failure']}")
+        return
+    each = [f"{name} {score:g}" for name, score in grade["parts"].items()]
+    yield visible(f"  now       {grade['reward']:g} ({', '.join(each)})")
+    for name, message in (grade["messages"] or {}).items():
+        yield visible(f"            {name}: {message}", keep="\n")
+
+
+def route_table(routes: Sequence[Sequence[Sequence[int]]] | None, texts: Sequence[str]) -> str:
+    """Return a table of a response's tokens, `texts`, with their experts by routed layer."""
+    if routes is None:
+        return "its experts are not recorded: set logging.auditable=true, with routing.replay: r3"
+    layers = [f"layer {number}" for number in range(len(routes[0]))]
+    lines: list[list[str | Cell]] = [
+        [str(place), repr(text), *(" ".join(map(str, experts)) for experts in layers_of)]
+        for place, (text, layers_of) in enumerate(zip(texts, routes, strict=True))
+    ]
+    return table("", ("", "token", *layers), lines)

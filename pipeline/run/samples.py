@@ -10,12 +10,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import unquote
+from zipfile import BadZipFile
 
 import pyarrow
 import pyarrow.compute as compute
 import pyarrow.parquet as parquet
 
 from parallel.errors import UserError, hint
+from parallel.files import naming, open_file
 from pipeline.text import shown
 from stages.directory import StageDirectory
 from stages.sampling.sample_files import COLUMNS, Row, mapped
@@ -187,6 +189,32 @@ class StageSamples:
         table = self._read(found["file"], path, [*COLUMNS]).slice(found["number"], 1)
         [row] = map(mapped, table.drop_columns([*PLACE]).to_pylist())
         return {**row, "model": found["model"], "file": str(path)}
+
+    def routes(self, found: Row) -> list[list[list[int]]] | None:
+        """Return the experts of each token of a sample's response, by routed layer.
+
+        Those of the position that predicts the token. None where they are not recorded.
+        """
+        import numpy as np  # torch-free, and yet a tenth of a second that no other look waits for
+
+        path = self.files[found["file"]]
+        arrays = path.with_suffix(".npz")
+        if not arrays.exists():
+            return None
+        lengths = ("prompt_tokens", "response_tokens")
+        columns = [self._read(found["file"], path, [each])[each].to_pylist() for each in lengths]
+        counts = [len(one) + len(other) - 1 for one, other in zip(*columns, strict=True)]
+        try:
+            with naming(arrays), open_file(arrays) as file, np.load(file) as held:
+                all_routes = held["routes"]
+        except (OSError, ValueError, KeyError, BadZipFile) as error:
+            raise UserError(f"{shown(arrays)}: damaged: {error}") from error
+        if len(all_routes) != sum(counts):
+            return None
+        number = found["number"]
+        end = sum(counts[: number + 1])
+        routes: list[list[list[int]]] = all_routes[end - len(columns[1][number]) : end].tolist()
+        return routes
 
 
 def _ordered(table: pyarrow.Table, order: Order) -> list[Row]:

@@ -1,0 +1,95 @@
+"""The rewards of recorded samples, again: `python -m stages.regrade JOB`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Collection, Iterator
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from parallel.errors import UserError, report_error
+from parallel.files import write_atomically
+from stages.data.problem import Problem
+from stages.data.prompts import PromptStream, Split, problem_at, prompt_index
+from stages.data.settings import ReasoningGymPromptSettings
+from stages.data.tokenizer import Tokenizer, tokenizer_named
+from stages.domains import DomainSettings
+from stages.rewards.pool import RewardPool
+from stages.rewards.reward import Response
+from stages.settings import RegradeJob
+
+MOST_DRAWN = 50_000  # problems of a generated stream that are looked at: half a minute
+# An evaluation's problems, and a gate's, are of streams that all runs share.
+SHARED: tuple[Split, ...] = ("held_out", "gate")
+
+
+def main() -> None:
+    """Run the job named by argv[1]; report errors that the user can fix on the status pipe."""
+    job = RegradeJob.model_validate_json(Path(sys.argv[1]).read_text())
+    try:
+        write_atomically(job.result, json.dumps(regraded(job)) + "\n")
+    except (UserError, OSError) as error:
+        report_error(str(error))
+        sys.exit(1)
+
+
+def regraded(job: RegradeJob) -> list[dict[str, Any]]:
+    """Return the grade of every sample of a job, in their order."""
+    tokenizer, found = tokenizer_named(job.tokenizer), {}
+    for domain, settings in job.domains.items():
+        keys = {each.problem for each in job.samples if each.domain == domain}
+        found[domain] = problems(job, domain, settings, tokenizer, keys)
+    rewards = {domain: settings.rewards for domain, settings in job.domains.items()}
+    with closing(RewardPool(rewards, job.pool, job.result.parent)) as pool:
+        grades = []
+        for each in job.samples:
+            response = Response(each.response, each.tokens, each.finished)
+            grades += pool.submit(found[each.domain][each.problem], [response])
+        return [asdict(grade.result()) for grade in grades]
+
+
+def problems(
+    job: RegradeJob,
+    domain: str,
+    settings: DomainSettings,
+    tokenizer: Tokenizer,
+    keys: Collection[str],
+) -> dict[str, Problem]:
+    """Return a domain's problems of these keys.
+
+    Raises:
+        UserError: one is not in the domain's data, or not among the first that a stage draws.
+    """
+    found: dict[str, Problem] = {}
+    for problem in _candidates(job, domain, settings, tokenizer, keys):
+        if problem.key in keys:
+            found[problem.key] = problem
+            if len(found) == len(keys):
+                return found
+    missing = next(key for key in keys if key not in found)
+    raise UserError(f"domains.{domain}.prompts: problem {missing[:12]} is not in its data any more")
+
+
+def _candidates(
+    job: RegradeJob,
+    domain: str,
+    settings: DomainSettings,
+    tokenizer: Tokenizer,
+    keys: Collection[str],
+) -> Iterator[Problem]:
+    prompts = settings.prompts
+    if not isinstance(prompts, ReasoningGymPromptSettings):
+        index = prompt_index(prompts, domain)
+        leading = {int(key[:16], 16) for key in keys}
+        rows = (row for row, key in enumerate(index.keys.tolist()) if key in leading)
+        return (problem_at(index, tokenizer, row, row) for row in rows)
+    streams = [PromptStream(prompts, tokenizer, domain, job.seed, job.stage)]
+    streams += [PromptStream(prompts, tokenizer, domain, 0, "evaluate", each) for each in SHARED]
+    return (stream.take(1)[0] for stream in streams for _ in range(MOST_DRAWN))
+
+
+if __name__ == "__main__":
+    main()
