@@ -13,7 +13,6 @@ from pipeline.commands import common
 from pipeline.commands.common import Argument, Arguments, print_json
 from pipeline.launch.regrade import regrade
 from pipeline.report.sample_text import grade_lines, route_table, sample_lines, token_table
-from pipeline.run.directory import check_owner
 from pipeline.run.run import Run
 from pipeline.text import say
 from stages.data.tokenizer import load_tokenizer
@@ -102,8 +101,7 @@ def show_samples(arguments: Namespace, run: Run) -> None:
     shown = [samples.whole(each) for each in chosen]
     grades: list[Any] = [None] * len(shown)
     if arguments.grade:
-        check_owner(run, arguments.trust_run)
-        grades = regrade(run, arguments.stage, shown)
+        grades = regrade(run, arguments.stage, shown, arguments.trust_run)
     if arguments.json:
         rows = [
             {**columns_of(row), "model": row["model"], "file": row["file"]}

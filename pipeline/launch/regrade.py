@@ -7,19 +7,24 @@ from typing import Any
 
 from parallel.errors import UserError
 from pipeline.launch.one_off import answer_of
+from pipeline.run.directory import check_owner
 from pipeline.run.run import Run
 
 
-def regrade(run: Run, stage: str, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def regrade(
+    run: Run, stage: str, rows: Sequence[Mapping[str, Any]], trusted: bool
+) -> list[dict[str, Any]]:
     """Return the `reward`, `parts`, `messages` and `failure` that samples of a stage earn now.
 
     `rows` have the columns of recorded samples. The rewards are those of run.yaml, in a process of
     their own; what they read (the code of a Python reward, a judge) may have changed since.
 
     Raises:
-        UserError: a sample has no problem or its domain is not of this run, its problem is not in
-            the domain's data any more, or a reward cannot be made.
+        UserError: others may have written the run, which names code, and it is not trusted; a
+            sample has no problem, or a domain that the run has not; a problem is not in its
+            domain's data any more; a reward cannot be made.
     """
+    check_owner(run, trusted)
     settings = run.settings
     for row in rows:
         if row["problem"] is None or row["domain"] not in settings.domains:

@@ -105,8 +105,12 @@ def test_little_variety_is_no_fault_of_a_solved_domain(small: Path, braid: Braid
     assert json.loads(printed(braid, "--json"))["health"] == []
 
 
-def test_a_fault_that_is_over_is_not_named(small: Path, braid: Braid) -> None:
+def test_a_guard_that_fired_earlier_is_advice(small: Path, braid: Braid) -> None:
     log(small, [{**HEALTHY, "entropy": 0.001}] * 20 + [HEALTHY] * 10)
+    [found] = json.loads(printed(braid, "--json"))["health"]
+    assert not found["alarm"]
+    assert found["what"].startswith("entropy was below 0.02 for 5 steps or more, last at step 20")
+    log(small, [{**HEALTHY, "entropy": 0.001}] * 4 + [HEALTHY] * 10)  # less than its patience
     assert json.loads(printed(braid, "--json"))["health"] == []
 
 

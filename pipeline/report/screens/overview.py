@@ -33,15 +33,15 @@ class LookApp(App[None]):
         Binding("d", "toggle_dark", "dark or light"),
     ]
 
-    def __init__(self, run: Run, stage: str | None = None) -> None:
-        """Raise UserError where a stage is named that has no samples."""
+    def __init__(self, run: Run, stage: str | None = None, trusted: bool = False) -> None:
+        """Raise UserError where a stage is named that has no samples. `trusted`: see `regrade`."""
         super().__init__()
-        self.run_shown = run
-        self._opened = None if stage is None else samples_screen(run, stage)
+        self.run_shown, self.trusted = run, trusted
+        self._opened = None if stage is None else samples_screen(run, stage, trusted)
 
     def on_mount(self) -> None:
         """Show the run, and the stage that was asked for above it."""
-        self.push_screen(OverviewScreen(self.run_shown))
+        self.push_screen(OverviewScreen(self.run_shown, self.trusted))
         if self._opened is not None:
             self.push_screen(self._opened)
 
@@ -51,12 +51,12 @@ class LookApp(App[None]):
         self.theme = "textual-light" if dark else "textual-dark"
 
 
-def samples_screen(run: Run, stage: str) -> Screen[None]:
+def samples_screen(run: Run, stage: str, trusted: bool) -> Screen[None]:
     """Return the screen of a stage's samples; raise UserError where it has none."""
     # It needs pyarrow, which a login node may lack, and which takes a fifth of a second to import.
     from pipeline.report.screens.samples import SamplesScreen
 
-    return SamplesScreen(run, stage)
+    return SamplesScreen(run, stage, trusted)
 
 
 def text_of(cell: str | Cell) -> Text:
@@ -75,9 +75,9 @@ class OverviewScreen(Screen[None]):
     ]
     CSS = "#health { padding: 1 1 1 1; height: auto; } DataTable { height: 1fr; }"
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, trusted: bool) -> None:
         super().__init__()
-        self._run = run
+        self._run, self._trusted = run, trusted
 
     def compose(self) -> ComposeResult:
         """Yield the health, the table and the keys."""
@@ -118,7 +118,7 @@ class OverviewScreen(Screen[None]):
     def action_samples(self) -> None:
         """Show the chosen stage's samples."""
         try:
-            screen = samples_screen(self._run, self._chosen)
+            screen = samples_screen(self._run, self._chosen, self._trusted)
         except UserError as error:
             self.notify(visible(str(error)), severity="warning", markup=False)
         else:

@@ -15,7 +15,8 @@ from textual.screen import Screen
 from textual.widgets import DataTable, Footer, Input, Static
 
 from parallel.errors import UserError
-from pipeline.report.sample_text import sample_lines
+from pipeline.launch.regrade import regrade
+from pipeline.report.sample_text import grade_lines, route_table, sample_lines
 from pipeline.report.screens.sample import COLOURINGS, coloured_tokens, difference
 from pipeline.run.run import Run
 from pipeline.run.samples import Order, Query, StageSamples
@@ -65,21 +66,24 @@ class SamplesScreen(Screen[None]):
         Binding("p", "prompt", "same prompt"),
         Binding("m", "mark", "mark, to compare"),
         Binding("t", "tokens", "tokens"),
+        Binding("e", "experts", "experts"),
+        Binding("g", "grade", "grade again"),
     ]
     CSS = """
     #list { width: 2fr; } #shown { width: 3fr; padding: 0 1; } Input { display: none; }
     Input.asked { display: block; } #about { padding: 0 1; height: auto; }
     """
 
-    def __init__(self, run: Run, stage: str) -> None:
-        """Find the samples; raise UserError where there are none."""
+    def __init__(self, run: Run, stage: str, trusted: bool) -> None:
+        """Find the samples; raise UserError where there are none. See `regrade` on `trusted`."""
         super().__init__()
-        self._run, self._stage = run, stage
+        self._run, self._stage, self._trusted = run, stage, trusted
         self._samples = StageSamples(run.stage(stage))
         self._query, self._asked = Query(), ""
         self._found = self._samples.find(self._query)
         self._marked: Row | None = None
         self._colouring = 0  # 0 for none, else one of COLOURINGS
+        self._with_experts = False
         self._decode: Callable[[list[int]], str] | None = None
 
     def compose(self) -> ComposeResult:
@@ -128,16 +132,20 @@ class SamplesScreen(Screen[None]):
             target.update(Text("No sample is like that."))
             return
         try:
-            target.update(self._text_of(self._samples.whole(self._found[self._table.cursor_row])))
+            target.update(self._text_of(self._found[self._table.cursor_row]))
         except UserError as error:  # a resumed stage took the file away, or no tokenizer is here
             target.update(Text(visible(str(error)), style="red"))
 
-    def _text_of(self, row: Row) -> Text:
+    def _text_of(self, found: Row) -> Text:
+        row = self._samples.whole(found)
         text = Text("\n".join(sample_lines(row)))
         if self._marked is not None:
             text += Text("\n\n") + difference(self._marked, row)
         if self._colouring:
             text += Text("\n\n") + coloured_tokens(row, self._colouring, self._token_text)
+        if self._with_experts:
+            tokens = [*map(self._token_text, row["response_tokens"])]
+            text += Text(f"\n\n{route_table(self._samples.routes(found), tokens)}")
         return text
 
     def _asked_for(self) -> str:
@@ -185,6 +193,26 @@ class SamplesScreen(Screen[None]):
         """Colour the tokens by the next of what was recorded of them."""
         self._colouring = (self._colouring + 1) % (len(COLOURINGS) + 1)
         self._show()
+
+    def action_experts(self) -> None:
+        """Show the experts of each token, or no more."""
+        self._with_experts = not self._with_experts
+        self._show()
+
+    def action_grade(self) -> None:
+        """Show what the chosen sample earns by the rewards as they are now."""
+        if self._found:
+            self.notify("grading it again", timeout=1)
+            self.call_after_refresh(self._grade, self._found[self._table.cursor_row])
+
+    def _grade(self, found: Row) -> None:
+        row = self._samples.whole(found)
+        try:
+            [grade] = regrade(self._run, self._stage, [row], self._trusted)
+        except UserError as error:
+            self.notify(visible(str(error)), severity="error", markup=False)
+        else:
+            self.notify("\n".join(grade_lines(grade)), title="graded again", markup=False)
 
     def action_ask(self, name: str) -> None:
         """Ask for a filter."""
