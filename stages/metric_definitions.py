@@ -189,6 +189,8 @@ _TABLE = {
     "layers": {
         "load_balance": "E * sum over experts of (share of slots) * (mean score), before"
         " `routing.load_balance` | near 1; near E / experts_per_token, few experts work",
+        "idle_experts": "share of experts that no token chose, of the samples recorded with"
+        " `logging.tokens`; with `routing.replay: r3` | near 0; 0.4 and more, few experts work",
         "z_loss": "mean squared logsumexp of the routers' logits, before its coefficient"
         " `routing.z_loss` | steady; growth precedes overflow",
         "router_agreement": "mean `router_agreement_N` of all layers; with `routing.replay: r3` |"
@@ -240,7 +242,7 @@ PANELS = {
     "mismatch": "mismatch_max mismatch_mean mismatch_sequence_k3 high_ratio drift_max drift_mean"
     " drift_sequence_k3 drift_high_ratio",
     "routing": "router_agreement router_agreement_N drift_router_agreement"
-    " drift_router_agreement_N router_movement load_balance z_loss",
+    " drift_router_agreement_N router_movement load_balance idle_experts z_loss",
     "engines": "staleness_mean staleness_max staleness_N dropped_stale replayed requeued duplicates"
     " engine_restarts refit_bytes refit_staging_bytes",
     "cost": "sampled_tokens trained_tokens token_efficiency seconds_rollout seconds_train"

@@ -87,6 +87,11 @@ RULES = (
         "see why with: braid logs RUN STAGE --engine 0",
     ),
     Rule(
+        "idle_experts",
+        _mean_above(0.4, "few experts work: no recorded token chose {:.0%} of them"),
+        "see which do with: braid look RUN STAGE --experts; raise routing.load_balance",
+    ),
+    Rule(
         "load_balance",
         _mean_above(2.0, "few experts work: load_balance is {:.3g}"),
         "see which with: braid look RUN STAGE --experts; raise routing.load_balance",

@@ -220,13 +220,13 @@ class StageEngines:
         self._reported = counts
         return new
 
-    def record(self, updates: list[list[Sample]], step: int) -> None:
-        """Write the samples of each update of the step."""
+    def record(self, updates: list[list[Sample]], step: int) -> dict[str, float]:
+        """Write the samples of each update of the step; return the metrics of their routes."""
         path, logging = samples_file(self.job.files.rollouts, step), self.job.settings.logging
         record(path, step, updates, self.tokenizer, self.graded_by, logging.auditable)
         samples = [sample for update in updates for sample in update]
         loads = samples_file(self.job.files.routing, step)
-        record_loads(loads, step, samples, self.job.settings.model.experts, logging.tokens)
+        return record_loads(loads, step, samples, self.job.settings.model.experts, logging.tokens)
 
     def close(self) -> None:
         """Drop the requests in flight, stop the reward workers, and end the engines' turn."""

@@ -26,10 +26,11 @@ SCHEMA = pyarrow.schema(
 
 def record_loads(
     path: Path, step: int, samples: Sequence[Sample], experts: int, share: float
-) -> None:
+) -> dict[str, float]:
     """Write how often each expert was chosen, by the samples of the share of prompts.
 
-    Nothing is written where no engine gave its routes, as with `routing.replay: none`.
+    Return the metric `idle_experts`. Nothing is written, and nothing returned, where no engine gave
+    its routes, as with `routing.replay: none`.
 
     Raises:
         OSError: such as a full disk.
@@ -38,13 +39,17 @@ def record_loads(
     for sample in samples:
         if sample.routes is not None and is_recorded(sample, share):
             by_domain.setdefault(sample.domain, []).append(sample.routes)
+    if not by_domain:
+        return {}
+    slots = {domain: expert_slots(routes, experts) for domain, routes in sorted(by_domain.items())}
     rows = [
-        {"step": step, "domain": domain, "layer": layer, "slots": slots}
-        for domain, routes in sorted(by_domain.items())
-        for layer, slots in enumerate(expert_slots(routes, experts))
+        {"step": step, "domain": domain, "layer": layer, "slots": of_layer}
+        for domain, own in slots.items()
+        for layer, of_layer in enumerate(own)
     ]
-    if rows:
-        write_table(path, rows, SCHEMA)
+    write_table(path, rows, SCHEMA)
+    used = np.any([own > 0 for own in slots.values()], axis=0)
+    return {"idle_experts": float(1 - used.mean())}
 
 
 def expert_slots(routes: Sequence[np.ndarray], experts: int) -> np.ndarray:

@@ -150,13 +150,14 @@ class OnPolicyStage(ABC):
             trained = mean_of_updates([self.update(each) for each in updates])
         observed = [(each.samples, each.batches) for each in updates]
         collect_observed(observed, self.job.settings.logging.tokens)
+        routed: dict[str, float] = {}
         if is_main():
             with phase("record"):
-                self.engines.record(samples.updates, step)
+                routed = self.engines.record(samples.updates, step)
         seconds = {**self._seconds, **self.engines.turn_seconds(), **self.engines.events()}
         efficiency = token_efficiency([part for each in updates for part in each.batches])
         measured = {**samples.metrics, **synced, **checked, **trained, "learning_rate": rate}
-        return {**measured, **efficiency, **broadcast(seconds)}
+        return {**measured, **routed, **efficiency, **broadcast(seconds)}
 
     def sync_weights(self, step: int) -> dict[str, float]:
         """Send the policy's weights to the engines, and probe them if need be. Collective.

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from tests.end_to_end.process_tree import KILLED, tree
@@ -87,7 +88,7 @@ FAULTS = {
     "engines die": Fault("engines are lost", injure=_signal("engine", signal.SIGKILL, times=4)),
     "an engine hangs": Fault("no step for", injure=_signal("engine", signal.SIGSTOP), ends=False),
     "a rank hangs": Fault("no step for", injure=_signal("rank 1", signal.SIGSTOP), ends=False),
-    "the router is dead": Fault(
+    "few experts work": Fault(
         "few experts work",
         ("stages.cold_start=null", "stages.export=null", "stages.experts.from={directory}/dead"),
     ),
@@ -136,14 +137,17 @@ def overrides(name: str, directory: Path) -> list[str]:
     return found
 
 
-def without_router(healthy: Path, to: Path) -> None:
-    """Copy an export, with zero for every router's weight: each then always chooses the same."""
+def with_few_experts(healthy: Path, to: Path) -> None:
+    """Copy an export whose routers choose two of the first four experts, whatever the token."""
     shutil.copytree(healthy / "stages" / "export" / "huggingface", to)
     path = to / "model.safetensors"
     tensors = load_file(path)
-    routers = [name for name in tensors if name.endswith("mlp.gate.weight")]
-    assert routers
-    save_file({**tensors, **{name: 0 * tensors[name] for name in routers}}, path, {"format": "pt"})
+    for name in [each for each in tensors if each.endswith("mlp.gate.weight")]:
+        along = torch.ones(tensors[name].shape[1])
+        tensors[name] = torch.zeros_like(tensors[name])
+        for expert, scale in enumerate((2.0, -2.0, 1.0, -1.0)):
+            tensors[name][expert] = scale * along
+    save_file(tensors, path, {"format": "pt"})
 
 
 def look(directory: Path, name: str) -> list[str]:
@@ -157,7 +161,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a healthy run, whose cold start the others take."""
     found = tmp_path_factory.mktemp("health")
     finish(braid(found, "run", CONFIG))
-    without_router(found / HEALTHY, found / "dead")
+    with_few_experts(found / HEALTHY, found / "dead")
     return found
 
 

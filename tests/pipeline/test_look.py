@@ -64,6 +64,7 @@ FAULTS: dict[str, tuple[Line, str]] = {
     "rewards": ({"reward_failures": 3}, "rewards fail on 2.4 samples a step"),
     "engines": ({"engine_restarts": 1}, "engines are lost, 0.8 a step"),
     "dead experts": ({"load_balance": 3.5}, "few experts work: load_balance is 3"),
+    "idle experts": ({"idle_experts": 0.7}, "few experts work: no recorded token chose 70%"),
     "routers": ({"router_agreement": 0.5}, "engine and trainer choose other experts"),
     "mismatch": ({"high_ratio": 0.5}, "high_ratio is 0.5"),
     "drift": ({"drift_high_ratio": 0.9}, "drift_high_ratio is 0.9"),

@@ -43,7 +43,9 @@ def test_loads_are_of_the_recorded_prompts_by_domain(tmp_path: Path) -> None:
         routed("sums", high, [[3, 1], [0, 1]]),
         routed("words", low, [[1, 2], [0, 3]]),
     ]
-    record_loads(path, 7, samples, EXPERTS, 0.5)
+    # Expert 3 of the first layer and expert 1 of the second are chosen in no domain.
+    found = record_loads(path, 7, samples, EXPERTS, 0.5)
+    assert found == {"idle_experts": 2 / 8}
     rows = parquet.ParquetFile(path).read(use_threads=False).to_pylist()
     assert [(row["step"], row["domain"], row["layer"], row["slots"]) for row in rows] == [
         (7, "sums", 0, [2, 1, 1, 0]),
@@ -56,5 +58,5 @@ def test_loads_are_of_the_recorded_prompts_by_domain(tmp_path: Path) -> None:
 def test_without_routes_nothing_is_written(tmp_path: Path) -> None:
     sample = routed("sums", "0" * 64, [[0, 1]])
     sample.routes = None
-    record_loads(tmp_path / "step.parquet", 1, [sample], EXPERTS, 1.0)
+    assert record_loads(tmp_path / "step.parquet", 1, [sample], EXPERTS, 1.0) == {}
     assert not list(tmp_path.iterdir())
