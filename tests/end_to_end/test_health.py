@@ -64,11 +64,9 @@ def _wait(reached: Callable[[], bool], launched: subprocess.Popen[str]) -> None:
 REWARDS = f"{DOMAIN}.rewards={{{{{{}}}}}}"  # of one or more
 ASYNC = f"{DOMAIN}.rollout.mode=async"
 FAULTS = {
-    "responses are truncated": Fault(
-        "unfinished is", (f"{DOMAIN}.sampling.max_response_tokens=4",)
-    ),
+    "responses are truncated": Fault("unfinished ", (f"{DOMAIN}.sampling.max_response_tokens=4",)),
     "nothing earns a reward": Fault(
-        "zero_variance is", (REWARDS.format("exact: {kind: format, pattern: '<b>.*'}"),)
+        "zero_variance ", (REWARDS.format("exact: {kind: format, pattern: '<b>.*'}"),)
     ),
     "a reward is hacked": Fault(
         "format_gain was above",
@@ -96,17 +94,17 @@ FAULTS = {
         "mismatch", path=Path(__file__).with_name("wrong_engine")
     ),
     "samples are too old": Fault(
-        "drift_high_ratio is",
-        (ASYNC, f"{DOMAIN}.rollout.max_staleness=8", f"{DOMAIN}.optimizer.learning_rate=80"),
+        "drift_high_ratio ",
+        (ASYNC, f"{DOMAIN}.rollout.max_staleness=8", f"{DOMAIN}.optimizer.learning_rate=300"),
     ),
     "slow samples are dropped": Fault(
-        "dropped_stale is",
+        "dropped_stale ",
         (ASYNC, f"{DOMAIN}.rollout.max_staleness=1", f"{DOMAIN}.rollout.oversampling=6"),
     ),
     "the policy is sure": Fault(
-        "entropy is", (f"{DOMAIN}.optimizer.learning_rate=200", f"{DOMAIN}.loop.steps=40")
+        "entropy ", (f"{DOMAIN}.optimizer.learning_rate=200", f"{DOMAIN}.loop.steps=40")
     ),
-    "responses are alike": Fault("similar_responses is", (f"{DOMAIN}.sampling.temperature=0.02",)),
+    "responses are alike": Fault("similar_responses ", (f"{DOMAIN}.sampling.temperature=0.02",)),
     "the gradient jumps": Fault(
         "the gradient's norm jumped to",
         (f"{DOMAIN}.objective.advantage={{name: dr_grpo}}",),

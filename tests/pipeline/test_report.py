@@ -20,8 +20,9 @@ from pipeline.report.page.recorded import chosen_problems
 from pipeline.report.page.timelines import own_seconds
 from pipeline.report.page.training import MOST_POINTS, curves
 from pipeline.run.timeline import Phase
+from stages.sampling.sample_files import samples_file, write_samples
 from stages.settings import RunSettings
-from tests.pipeline.recorded_runs import HEALTHY, STAGE, log
+from tests.pipeline.recorded_runs import HEALTHY, STAGE, log, sample
 from tests.pipeline.recorded_runs import recorded as recorded  # fixtures
 from tests.pipeline.recorded_runs import small as small
 
@@ -120,6 +121,25 @@ def test_a_long_curve_keeps_its_newest_step() -> None:
     assert len(found["step"]) <= MOST_POINTS + 1
     assert found["step"][-1] == lines[-1]["step"]
     assert found["metrics"]["loss"][0] == 0.333333
+
+
+def test_a_redacted_report_quotes_nothing(recorded: Path, braid: Braid) -> None:
+    """The failure of a reward, which ends a stage, quotes the prompt and the response."""
+    said = "the reward failed on 'a secret'"
+    rows = [sample(4, "a secret", None, reward_failure=said, reward_messages={"exact": said})]
+    write_samples(samples_file(recorded / "stages" / STAGE / "rollouts", 4), rows)
+    (recorded / "stages" / STAGE / "manifest.json").unlink()
+    with (recorded / "ledger.jsonl").open("a") as ledger:
+        for state in ("running", "failed"):
+            event = {"time": 1.0, "stage": STAGE, "state": state, "cause": said}
+            ledger.write(json.dumps({**event, "attempt": 2, "seconds": 1.0}) + "\n")
+    found = {}
+    for options in ((), ("--redact",)):
+        code, _, err = braid("report", "small", *options)
+        assert code == 0, err
+        found[options] = json.dumps(data(recorded / "report.html"))
+    assert found[()].count("secret") >= 4
+    assert "secret" not in found["--redact",]
 
 
 def test_guards_say_when_they_fired(small: Path, braid: Braid) -> None:

@@ -139,3 +139,17 @@ def test_a_question_is_left_without_an_answer(recorded: Path) -> None:
         assert len(table(pilot)) == 8  # an error, and the list as it was
 
     screens(recorded, act, STAGE)
+
+
+def test_text_is_never_read_as_markup(recorded: Path) -> None:
+    odd = "[red]x[/red] [/b] [@click=app.quit]"
+    rows = [sample(4, odd, 0.0, response=odd, reward_messages={"exact": odd})]
+    write_samples(samples_file(recorded / "stages" / STAGE / "rollouts", 4), rows)
+
+    async def act(pilot: Pilot[None]) -> None:
+        await press(pilot, "slash", *"click", "enter")
+        assert text_of(pilot, "#sample").count(odd) == 3
+        await press(pilot, "v", *"[/b]", "enter")
+        assert any("[/b]" in each.message for each in pilot.app._notifications)
+
+    screens(recorded, act, STAGE)
