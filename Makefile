@@ -10,7 +10,7 @@ GPU_INSTALLED := $(GPU_VENV)/.installed
 TRL_VENV := .venv-trl
 TRL_INSTALLED := $(TRL_VENV)/.installed
 
-.PHONY: help install install-gpu quickstart quick test test-all style lint bench bench-trl chaos fuzz mutants gpu-check gpu-bench gpu-bundle golden docs lock clean
+.PHONY: help install install-gpu quickstart quick test test-all style lint bench bench-trl chaos fuzz mutants gpu-check gpu-bench gpu-bundle golden docs pictures lock clean
 
 help:  ## list these targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -83,6 +83,10 @@ quickstart: $(INSTALLED)  ## cold start, three experts, merge, evaluation and ex
 # Three workers on two cores, since a third of what tests wait for is not the cores. A file stays on one
 # (tests/conftest.py); files start in the order of their directories, the longest first.
 PYTEST := $(BIN)/python -m pytest -n 3 --no-loadscope-reorder
+
+pictures: $(TESTS_INSTALLED)  ## the pictures of docs/how-to/read-a-run.md, drawn again by its tests
+	$(BIN)/python -m pytest tests/browser/test_pictures.py
+	for kept in docs/images/*; do cp build/screenshots/docs/$$(basename $$kept) $$kept; done
 
 quick: $(TESTS_INSTALLED)  ## unit and pipeline tests, without ranks or engines (4 minutes)
 	$(PYTEST) tests/pipeline tests/stages tests/parallel tests/browser tests/repository

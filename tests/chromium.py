@@ -85,7 +85,7 @@ def visit(page: Page, address: str) -> None:
     )
 
 
-def screenshot(page: Page, name: str) -> None:
+def screenshot(page: Page, name: str, directory: Path = SCREENSHOTS) -> None:
     """Keep a picture of the page, for who wants to see what the tests saw."""
-    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
-    page.screenshot(path=SCREENSHOTS / f"{name}.png")
+    directory.mkdir(parents=True, exist_ok=True)
+    page.screenshot(path=directory / f"{name}.png")

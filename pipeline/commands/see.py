@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from argparse import Namespace
+import time
+from argparse import ArgumentTypeError, Namespace
 from dataclasses import replace
+from functools import partial
+from math import isfinite
+from typing import Any
 
 from parallel.errors import UserError
 from pipeline.commands import common
 from pipeline.commands.common import JSON, RUN, TRUST, Argument, command, print_json
-from pipeline.commands.samples import (
-    COUNT,
-    SAMPLE_ARGUMENTS,
-    SAMPLE_OPTIONS,
-    show_outcomes,
-    show_samples,
-)
+from pipeline.launch.one_off import regrade
 from pipeline.report.health import symptoms
 from pipeline.report.overview import (
     Overview,
@@ -30,6 +29,12 @@ from pipeline.report.waits import waits, waits_table
 from pipeline.run.run import Run
 from pipeline.slurm.queue import states_now
 
+SECONDS = 2.0  # between two looks at a run that is followed
+COUNT = 5  # samples that are shown
+SAMPLE_OPTIONS = (
+    *("step", "domain", "model", "prompt", "reward", "finish", "grep", "order", "count"),
+    *("tokens", "routes", "grade"),
+)
 # What is shown instead of a run or a stage's samples, and the options that go with it.
 MODES: dict[str, tuple[str, ...]] = {
     "waits": ("stage",),
@@ -37,6 +42,34 @@ MODES: dict[str, tuple[str, ...]] = {
     "experts": ("stage",),
     "versus": ("model", "domain", "solved_by", "count"),
 }
+
+
+# Which of two models, --model and --versus, solves a problem.
+SOLVED_BY = {"model": "only_first", "versus": "only_second", "both": "both", "neither": "neither"}
+ALONE = ["only_first", "only_second"]
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise ArgumentTypeError(f"{text!r} is not a regular expression: {error}") from None
+
+
+def _reward(text: str) -> tuple[str, float]:
+    """Return the reward's name and score of `NAME=SCORE`; "" is the name of the sum."""
+    name, _, score = text.rpartition("=")
+    try:
+        value = float(score)
+    except ValueError:
+        value = float("nan")
+    if not isfinite(value):
+        raise ArgumentTypeError(f"{text!r} is not SCORE or NAME=SCORE, such as right=0")
+    return name, value
+
+
+def _order(name: str, text: str) -> Argument:
+    return Argument(f"--{name}", dest="order", action="store_const", const=name, help=text)
 
 
 @command(
@@ -50,6 +83,7 @@ MODES: dict[str, tuple[str, ...]] = {
     "  braid look quickstart experts.chain_sum --worst --grade     by the rewards as they are now\n"
     "  braid look quickstart evaluate --model merge --grep '^<>'\n"
     "  braid look quickstart --model cold_start --versus merge    who solves what\n"
+    "  braid look quickstart --plain --follow                 again after each step\n"
     "  braid look quickstart --metric kl                      one metric of all stages\n"
     "  braid look quickstart merge --experts                  the experts of each domain\n\n"
     "On a terminal the first two open screens whose keys do the same, and which follow the run;\n"
@@ -65,7 +99,42 @@ MODES: dict[str, tuple[str, ...]] = {
     '"values"}]}; with --experts {"experts": {DOMAIN: [[LAYER, EXPERT, TIMES]]}}.',
     RUN,
     Argument("stage", metavar="STAGE", nargs="?", help="show samples of this stage"),
-    *SAMPLE_ARGUMENTS,
+    (
+        _order("worst", "lowest reward first, the newest of these first"),
+        _order("longest", "most tokens first"),
+        _order("flipped", "prompts right in their first step and wrong in their last, or back"),
+    ),
+    Argument("--step", type=common.positive, action="append", metavar="N", help="only this step"),
+    Argument("--domain", metavar="DOMAIN", help="only this domain"),
+    Argument("--model", metavar="MODEL", help="only answers of this model, in an evaluation"),
+    Argument(
+        "--solved-by",
+        choices=SOLVED_BY,
+        help="with --versus: show the answers to these problems (default: solved by one alone)",
+    ),
+    Argument("--prompt", metavar="KEY", help="only prompts whose problem begins with this key"),
+    Argument(
+        "--reward",
+        type=_reward,
+        metavar="[NAME=]SCORE",
+        help="only samples with this score of a reward, or this reward",
+    ),
+    Argument(
+        "--grep", type=_pattern, metavar="PATTERN", help="only prompts or responses that match"
+    ),
+    Argument("--finish", choices=("stop", "length"), help="only samples that ended so"),
+    Argument("--count", type=common.positive, metavar="N", help="at most N (default 5)"),
+    Argument("--tokens", action="store_true", help="show the tokens of each response"),
+    Argument(
+        "--routes",
+        action="store_true",
+        help="show the experts of each token, where they are recorded (logging.auditable)",
+    ),
+    Argument(
+        "--grade",
+        action="store_true",
+        help="grade them again, by the run's rewards as they are now",
+    ),
     (
         Argument(
             "--versus",
@@ -85,6 +154,12 @@ MODES: dict[str, tuple[str, ...]] = {
         ),
     ),
     Argument("--plain", action="store_true", help="print, also on a terminal"),
+    Argument(
+        "-f",
+        "--follow",
+        action="store_true",
+        help="print the run again after each step, until nothing runs",
+    ),
     TRUST,
     JSON,
 )
@@ -103,14 +178,14 @@ def look(arguments: Namespace) -> None:
         # textual takes a third of a second to import, which no other command should wait for.
         from pipeline.report.screens.overview import LookApp
 
-        app = LookApp(run, arguments.stage, arguments.trust_run)
+        app = LookApp(run, arguments.stage, partial(regrade, run, trusted=arguments.trust_run))
         app.run()
         if app.return_code:
             raise SystemExit(app.return_code)
     elif arguments.stage is None:
         _show_run(arguments, run)
     else:
-        show_samples(arguments, run)
+        _show_samples(arguments, run)
 
 
 def _check_options(arguments: Namespace, mode: str | None) -> None:
@@ -124,6 +199,8 @@ def _check_options(arguments: Namespace, mode: str | None) -> None:
             if mode is None:
                 raise UserError(f"--{option} is about samples: name a STAGE")
             raise UserError(f"--{option} does not go with --{mode}")
+    if arguments.follow and (arguments.stage or mode):
+        raise UserError("--follow is about the whole run: name no STAGE and no other view")
     if arguments.stage and mode is not None and "stage" not in MODES[mode]:
         raise UserError(f"--{mode} is about the whole run: name no STAGE")
 
@@ -171,17 +248,72 @@ def _show_experts(arguments: Namespace, run: Run) -> None:
 
 def _show_run(arguments: Namespace, run: Run) -> None:
     overview = Overview.of(run)
+    _print_run(arguments, run, overview)
+    while arguments.follow and overview.is_running:
+        before = overview.progress
+        while overview.progress == before and overview.is_running:
+            time.sleep(SECONDS)
+            overview = Overview.of(run.refresh())
+        _print_run(arguments, run, overview)
+
+
+def _print_run(arguments: Namespace, run: Run, overview: Overview) -> None:
     found = symptoms(run, overview.states, overview.lines)
     if arguments.json:
         print_json(arguments, overview_json(overview, found))
         return
     print(table("", (), [[line] for line in health_lines(found)]), end="\n\n")
-    print(stage_table(overview))
+    print(stage_table(overview), flush=True)
+
+
+def _show_samples(arguments: Namespace, run: Run) -> None:
+    # pyarrow takes a fifth of a second to import, which no other command should wait for.
+    from pipeline.report.listing import print_samples, samples_json
+    from pipeline.run.samples import Query, StageSamples
+
+    samples, count = StageSamples(run.stage(arguments.stage)), arguments.count
+    found = samples.find(Query(**_asked(arguments), order=arguments.order or "first"))
+    shown = [samples.whole(each) for each in found[:count]]
+    grades: list[Any] = [None] * len(shown)
+    if arguments.grade:
+        grades = regrade(run, arguments.stage, shown, arguments.trust_run)
+    if arguments.json:
+        rows = samples_json(shown, grades)
+        print_json(arguments, {"count": len(found), "samples": rows})
+    else:
+        print_samples(run, samples, found, count, grades, arguments.tokens, arguments.routes)
+
+
+def _asked(arguments: Namespace) -> dict[str, Any]:
+    """Return what the options ask of a sample, as a Query takes it."""
+    return {
+        "steps": tuple(arguments.step or ()),
+        "domain": arguments.domain,
+        "problem": arguments.prompt,
+        "model": arguments.model,
+        "reward": arguments.reward,
+        "finish": arguments.finish,
+        "grep": arguments.grep,
+    }
+
+
+def _show_outcomes(arguments: Namespace, run: Run) -> None:
+    from pipeline.report.listing import print_outcomes
+    from pipeline.report.versus import outcomes, outcomes_json
+
+    names = (arguments.model, arguments.versus)
+    first, second = (common.measured(arguments, run, name) for name in names)
+    found = outcomes(first, second, arguments.domain)
+    if arguments.json:
+        print_json(arguments, outcomes_json(found, names))
+    else:
+        kinds = [SOLVED_BY[arguments.solved_by]] if arguments.solved_by else ALONE
+        print_outcomes((first, second), names, found, kinds, arguments.count)
 
 
 SHOWN_BY = {
     "waits": _show_waits,
     "metric": _show_metric,
     "experts": _show_experts,
-    "versus": show_outcomes,
+    "versus": _show_outcomes,
 }

@@ -59,6 +59,19 @@ class Overview:
         }
         return cls(run, states, lines, estimate(run, states, took(run.events)).seconds)
 
+    @property
+    def is_running(self) -> bool:
+        """True where a stage is running or in a queue."""
+        return any(each.state in ("running", "submitted") for each in self.states.values())
+
+    @property
+    def progress(self) -> list[tuple[str, int]]:
+        """Every stage's state and its newest step, or 0."""
+        return [
+            (state.state, lines[-1]["step"] if (lines := self.lines.get(name)) else 0)
+            for name, state in self.states.items()
+        ]
+
     def rows(self) -> Iterator[tuple[str, list[str | Cell]]]:
         """Yield every stage's name and cells, as a tree, under HEADINGS."""
         known = {stage.name: stage for stage in self.run.stages}

@@ -90,10 +90,9 @@ def outcomes_json(found: dict[str, Outcomes], names: Sequence[str]) -> dict[str,
     return {"models": list(names), "domains": domains}
 
 
-def answer_lines(model: MeasuredModel, problem: Problem) -> Iterator[str]:
-    """Yield the lines of a model's first recorded answer to a problem, or that there is none."""
+def answer_lines(model: MeasuredModel, problem: Problem, samples: StageSamples) -> Iterator[str]:
+    """Yield the lines of a model's first answer in `samples` to a problem, or that it has none."""
     domain, key = problem
-    samples = StageSamples(model.run.stage(model.domains[domain].evaluation))
     try:
         found = samples.find(Query(domain=domain, problem=key, model=model.name))
     except UserError:  # an older version recorded none

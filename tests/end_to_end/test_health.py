@@ -27,8 +27,8 @@ SECONDS = 300  # that a run's fault may take to show
 
 
 @dataclass(frozen=True)
-class Fault:
-    """What makes a run go wrong, and what `braid look` must say of it."""
+class PlantedFault:
+    """A cause for a run to go wrong, and the words that `braid look` must have for it."""
 
     said: str
     settings: tuple[str, ...] = ()
@@ -64,11 +64,13 @@ def _wait(reached: Callable[[], bool], launched: subprocess.Popen[str]) -> None:
 REWARDS = f"{DOMAIN}.rewards={{{{{{}}}}}}"  # of one or more
 ASYNC = f"{DOMAIN}.rollout.mode=async"
 FAULTS = {
-    "responses are truncated": Fault("unfinished ", (f"{DOMAIN}.sampling.max_response_tokens=4",)),
-    "nothing earns a reward": Fault(
+    "responses are truncated": PlantedFault(
+        "unfinished ", (f"{DOMAIN}.sampling.max_response_tokens=4",)
+    ),
+    "nothing earns a reward": PlantedFault(
         "zero_variance ", (REWARDS.format("exact: {kind: format, pattern: '<b>.*'}"),)
     ),
-    "a reward is hacked": Fault(
+    "a reward is hacked": PlantedFault(
         "format_gain was above",
         (
             REWARDS.format(
@@ -78,43 +80,53 @@ FAULTS = {
             f"{DOMAIN}.loop.steps=40",
         ),
     ),
-    "a reward fails": Fault(
+    "a reward fails": PlantedFault(
         "rewards fail on",
         ("rewards.max_failed_fraction=0.9",),
         reward="def score(problem, response):\n    return 1.0 if len(response) % 2 else 1 / 0\n",
     ),
-    "engines die": Fault("engines are lost", injure=_signal("engine", signal.SIGKILL, times=4)),
-    "an engine hangs": Fault("no step for", injure=_signal("engine", signal.SIGSTOP), ends=False),
-    "a rank hangs": Fault("no step for", injure=_signal("rank 1", signal.SIGSTOP), ends=False),
-    "few experts work": Fault(
+    "engines die": PlantedFault(
+        "engines are lost", injure=_signal("engine", signal.SIGKILL, times=4)
+    ),
+    "an engine hangs": PlantedFault(
+        "engines are lost",
+        ("engine.hang_timeout_seconds=10", f"{DOMAIN}.loop.steps=12"),
+        injure=_signal("engine", signal.SIGSTOP),
+    ),
+    "a rank hangs": PlantedFault(
+        "no step for", injure=_signal("rank 1", signal.SIGSTOP), ends=False
+    ),
+    "few experts work": PlantedFault(
         "few experts work",
         ("stages.cold_start=null", "stages.export=null", "stages.experts.from={directory}/dead"),
     ),
-    "the engine has other weights": Fault(
+    "the engine has other weights": PlantedFault(
         "mismatch", path=Path(__file__).with_name("wrong_engine")
     ),
-    "samples are too old": Fault(
+    "samples are too old": PlantedFault(
         "drift_high_ratio ",
         (ASYNC, f"{DOMAIN}.rollout.max_staleness=8", f"{DOMAIN}.optimizer.learning_rate=300"),
     ),
-    "slow samples are dropped": Fault(
-        "dropped_stale ",
-        (ASYNC, f"{DOMAIN}.rollout.max_staleness=1", f"{DOMAIN}.rollout.oversampling=6"),
+    "the policy is sure": PlantedFault(
+        "entropy ",
+        (f"{DOMAIN}.optimizer.learning_rate=32", f"{DOMAIN}.loop.steps=40"),
+        reward="def score(problem, response):\n"
+        "    same = sum(a == b for a, b in zip(response, '<>1', strict=False))\n"
+        "    return same / 3 - 0.1 * abs(len(response) - 3)\n",
     ),
-    "the policy is sure": Fault(
-        "entropy ", (f"{DOMAIN}.optimizer.learning_rate=200", f"{DOMAIN}.loop.steps=40")
+    "responses are alike": PlantedFault(
+        "similar_responses ", (f"{DOMAIN}.sampling.temperature=0.02",)
     ),
-    "responses are alike": Fault("similar_responses ", (f"{DOMAIN}.sampling.temperature=0.02",)),
-    "the gradient jumps": Fault(
+    "the gradient jumps": PlantedFault(
         "the gradient's norm jumped to",
         (f"{DOMAIN}.objective.advantage={{name: dr_grpo}}",),
         reward="from pathlib import Path\n\n\ndef score(problem, response):\n"
         "    return 1000.0 * len(response) if Path('MARKED').exists() else 0.0\n",
         injure=_mark,
     ),
-    "its reward has changed": Fault(
+    "its reward has changed": PlantedFault(
         "stale:",
-        (f"{DOMAIN}.loop.steps=2",),
+        (f"{DOMAIN}.loop.steps=6",),
         reward="def score(problem, response):\n    return 0.0\n",
     ),
 }

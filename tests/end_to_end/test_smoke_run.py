@@ -14,19 +14,24 @@ import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import pyarrow.parquet as parquet
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.run.directory import RunDirectory
+from tests.chromium import opened, screenshot, visit
 from tests.end_to_end.killed_run import Kill, KilledRun
 from tests.end_to_end.moments import Moment, Timeline, draw, watch
 from tests.runs import BRAID, REPOSITORY, braid, finish, metrics
 from tests.tiers import tiered
 from tests.virtual_cluster import Cluster
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 SEED = 0
 
@@ -285,6 +290,29 @@ def test_the_models_are_compared_with_what_they_cost(peaceful: SmokeRun) -> None
         lines = metrics(peaceful.path, name)
         assert costs[name]["trained_tokens"] == sum(line["trained_tokens"] for line in lines) > 0
         assert (costs[name]["sampled_tokens"] is None) == (name == "cold_start")
+
+
+def test_its_report_draws_everything_that_it_recorded(peaceful: SmokeRun, browser: Browser) -> None:
+    plan, path = peaceful.plan, peaceful.path
+    finish(braid(path.parent, "report", plan.name))
+    with opened(browser, path / "report.html") as page:
+        visit(page, "verdict")
+        text = page.locator("main").inner_text()
+        assert all(stage in text for stage in plan.stages)
+        for stage in plan.training:
+            visit(page, f"curves/{stage}")
+            lines = metrics(path, stage)
+            charts = page.locator("#charts figure")
+            assert charts.count() > 5
+            drawn = page.locator("[data-metric=loss]").get_attribute("data-points")
+            assert drawn == str(sum("loss" in line for line in lines))
+        for stage in plan.training[1:]:
+            visit(page, f"samples/{stage}")
+            rows = parquet.read_table(path / "stages" / stage / "rollouts", use_threads=False)
+            assert page.locator("#count").inner_text().startswith(f"{len(rows)} ")
+        for name in ("versus", "merge", "routing", "time", "lineage"):
+            visit(page, name)
+            screenshot(page, f"{plan.name}-{name}")
 
 
 def test_a_domain_is_tried_on_a_finished_stage(peaceful: SmokeRun) -> None:

@@ -128,6 +128,19 @@ def test_a_failed_stage_comes_before_advice(
     assert health[0]["alarm"]
 
 
+def test_a_run_is_followed_until_nothing_runs(
+    small: Path, braid: Braid, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = iter([True] * 2)
+    now = property(lambda _: next(running, False))
+    monkeypatch.setattr("pipeline.report.overview.Overview.is_running", now)
+    monkeypatch.setattr("pipeline.commands.see.time.sleep", lambda _: log(small, [HEALTHY] * 31))
+    out = printed(braid, "--follow")
+    assert out.count("✓ nothing is out of its range") == 2
+    assert out.index("30/30") < out.index("31/31")
+    assert "--follow is about the whole run" in refused(braid, STAGE, "--follow")
+
+
 @pytest.mark.usefixtures("recorded")
 def test_samples_are_found_by_what_is_asked(braid: Braid) -> None:
     assert len(found(braid)) == 8

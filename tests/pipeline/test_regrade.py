@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from textual.pilot import Pilot
 
 from pipeline.commands.common import read_run
+from pipeline.launch.one_off import regrade
 from pipeline.report.screens.overview import LookApp
 from pipeline.run.directory import RunDirectory
 from stages.data.prompts import PromptStream
@@ -131,7 +133,8 @@ def test_the_experts_of_each_token_are_shown(graded: Path, braid: Braid) -> None
 
 def test_keys_grade_again_and_show_experts(graded: Path) -> None:
     async def shown() -> None:
-        app = LookApp(read_run(RunDirectory(graded)), STAGE)
+        run = read_run(RunDirectory(graded))
+        app = LookApp(run, STAGE, partial(regrade, run, trusted=False))
         async with app.run_test(size=(140, 40)) as pilot:
             await pilot.pause()
             await act(pilot)

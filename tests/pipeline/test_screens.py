@@ -26,7 +26,7 @@ def screens(run: Path, act: Act, stage: str | None = None) -> None:
     """Show a run in a terminal of 140 columns and act on it."""
 
     async def shown() -> None:
-        app = LookApp(read_run(RunDirectory(run)), stage)
+        app = LookApp(read_run(RunDirectory(run)), stage, lambda *_: [])
         async with app.run_test(size=(140, 40)) as pilot:
             await pilot.pause()
             await act(pilot)

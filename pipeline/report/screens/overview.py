@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 from rich.text import Text
 from textual.app import App, ComposeResult
@@ -19,8 +20,10 @@ from pipeline.report.waits import HEADINGS as WAITS
 from pipeline.report.waits import waits, waits_cells
 from pipeline.run.run import Run
 from pipeline.text import visible
+from stages.sampling.sample_files import Row
 
 SECONDS = 2.0  # between two looks at a run's files
+Regrade = Callable[[str, Sequence[Row]], list[dict[str, Any]]]
 METRIC_HEADINGS = ("metric", "curve", "first → last", "healthy")
 
 
@@ -33,15 +36,18 @@ class LookApp(App[None]):
         Binding("d", "toggle_dark", "dark or light"),
     ]
 
-    def __init__(self, run: Run, stage: str | None = None, trusted: bool = False) -> None:
-        """Raise UserError where a stage is named that has no samples. `trusted`: see `regrade`."""
+    def __init__(self, run: Run, stage: str | None, regrade: Regrade) -> None:
+        """Raise UserError where a stage is named that has no samples.
+
+        `regrade` returns the grades that samples of a stage earn now.
+        """
         super().__init__()
-        self.run_shown, self.trusted = run, trusted
-        self._opened = None if stage is None else samples_screen(run, stage, trusted)
+        self.run_shown, self.regrade = run, regrade
+        self._opened = None if stage is None else samples_screen(run, stage, regrade)
 
     def on_mount(self) -> None:
         """Show the run, and the stage that was asked for above it."""
-        self.push_screen(OverviewScreen(self.run_shown, self.trusted))
+        self.push_screen(OverviewScreen(self.run_shown, self.regrade))
         if self._opened is not None:
             self.push_screen(self._opened)
 
@@ -51,12 +57,12 @@ class LookApp(App[None]):
         self.theme = "textual-light" if dark else "textual-dark"
 
 
-def samples_screen(run: Run, stage: str, trusted: bool) -> Screen[None]:
+def samples_screen(run: Run, stage: str, regrade: Regrade) -> Screen[None]:
     """Return the screen of a stage's samples; raise UserError where it has none."""
     # It needs pyarrow, which a login node may lack, and which takes a fifth of a second to import.
     from pipeline.report.screens.samples import SamplesScreen
 
-    return SamplesScreen(run, stage, trusted)
+    return SamplesScreen(run, stage, regrade)
 
 
 def text_of(cell: str | Cell) -> Text:
@@ -75,9 +81,9 @@ class OverviewScreen(Screen[None]):
     ]
     CSS = "#health { padding: 1 1 1 1; height: auto; } DataTable { height: 1fr; }"
 
-    def __init__(self, run: Run, trusted: bool) -> None:
+    def __init__(self, run: Run, regrade: Regrade) -> None:
         super().__init__()
-        self._run, self._trusted = run, trusted
+        self._run, self._regrade = run, regrade
 
     def compose(self) -> ComposeResult:
         """Yield the health, the table and the keys."""
@@ -118,7 +124,7 @@ class OverviewScreen(Screen[None]):
     def action_samples(self) -> None:
         """Show the chosen stage's samples."""
         try:
-            screen = samples_screen(self._run, self._chosen, self._trusted)
+            screen = samples_screen(self._run, self._chosen, self._regrade)
         except UserError as error:
             self.notify(visible(str(error)), severity="warning", markup=False)
         else:

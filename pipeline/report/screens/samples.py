@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import ClassVar, get_args
+from typing import Any, ClassVar, get_args
 
 from rich.text import Text
 from textual.app import ComposeResult
@@ -15,7 +15,6 @@ from textual.screen import Screen
 from textual.widgets import DataTable, Footer, Input, Static
 
 from parallel.errors import UserError
-from pipeline.launch.regrade import regrade
 from pipeline.report.sample_text import grade_lines, route_table, sample_lines
 from pipeline.report.screens.sample import COLOURINGS, coloured_tokens, difference
 from pipeline.run.run import Run
@@ -74,10 +73,12 @@ class SamplesScreen(Screen[None]):
     Input.asked { display: block; } #about { padding: 0 1; height: auto; }
     """
 
-    def __init__(self, run: Run, stage: str, trusted: bool) -> None:
-        """Find the samples; raise UserError where there are none. See `regrade` on `trusted`."""
+    def __init__(
+        self, run: Run, stage: str, regrade: Callable[[str, Sequence[Row]], list[dict[str, Any]]]
+    ) -> None:
+        """Find the samples; raise UserError where there are none. `regrade`: see `LookApp`."""
         super().__init__()
-        self._run, self._stage, self._trusted = run, stage, trusted
+        self._run, self._stage, self._regrade = run, stage, regrade
         self._samples = StageSamples(run.stage(stage))
         self._query, self._asked = Query(), ""
         self._found = self._samples.find(self._query)
@@ -208,7 +209,7 @@ class SamplesScreen(Screen[None]):
     def _grade(self, found: Row) -> None:
         row = self._samples.whole(found)
         try:
-            [grade] = regrade(self._run, self._stage, [row], self._trusted)
+            [grade] = self._regrade(self._stage, [row])
         except UserError as error:
             self.notify(visible(str(error)), severity="error", markup=False)
         else:
