@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 HERE = Path(__file__).parent
+NOT_NUMBERS = ":(exclude,top)benchmarks/**/*.json"
 
 
 def measured(runs: Iterable[Path] = ()) -> dict[str, str]:
@@ -28,13 +29,25 @@ def measured(runs: Iterable[Path] = ()) -> dict[str, str]:
     }
     if len(made_by) > 1:
         raise ValueError(f"the runs are of several revisions: {', '.join(sorted(made_by))}")
-    described = ["git", "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"]
-    here = subprocess.run(described, cwd=HERE, capture_output=True, text=True, check=True)
     return {
         "machine": machine(),
-        "revision": next((each[:7] + each[40:] for each in made_by), here.stdout.strip()),
+        "revision": next((each[:7] + each[40:] for each in made_by), None) or _revision(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
     }
+
+
+def _revision() -> str:
+    """Return this code's revision; files of numbers, which it writes, do not count as changes."""
+    head = _git("rev-parse", "--short=7", "HEAD")
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", ":/", NOT_NUMBERS)
+    return f"{head}-dirty" if changed else head
+
+
+def _git(*arguments: str) -> str:
+    found = subprocess.run(
+        ["git", *arguments], cwd=HERE, capture_output=True, text=True, check=True
+    )
+    return found.stdout.strip()
 
 
 def machine() -> str:

@@ -6,6 +6,7 @@ import base64
 import gzip
 import json
 import re
+import shutil
 import threading
 import time
 from collections import Counter
@@ -140,6 +141,15 @@ def test_a_redacted_report_quotes_nothing(recorded: Path, braid: Braid) -> None:
         found[options] = json.dumps(data(recorded / "report.html"))
     assert found[()].count("secret") >= 4
     assert "secret" not in found["--redact",]
+
+
+def test_other_runs_of_one_name_are_told_apart(small: Path, runs: Path, braid: Braid) -> None:
+    copies = [runs.parent / where / "small" for where in ("one", "two")]
+    for copy in copies:
+        shutil.copytree(small, copy)
+    code, _, err = braid("report", "small", *copies)
+    assert code == 0, err
+    assert list(data(small / "report.html")["others"]) == [str(copy) for copy in copies]
 
 
 def test_guards_say_when_they_fired(small: Path, braid: Braid) -> None:

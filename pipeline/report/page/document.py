@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -67,7 +68,7 @@ def document(run: Run, others: Sequence[Run], redacted: bool, most_samples: int)
             stage.name: [*interruptions(run, stage.name, lines[stage.name])] for stage in run.stages
         },
         "guards": {stage.name: guards(run, stage, lines[stage.name]) for stage in run.stages},
-        "others": {other.name: _other(run, other) for other in others},
+        "others": {name: _other(run, other) for name, other in _named(run, others).items()},
         "samples": samples,
         "routing": routing,
         "damaged": recorded.damaged,
@@ -94,6 +95,12 @@ def _without_causes(found: Json) -> Json:
         if states[symptom["stage"]] == "failed":
             symptom["what"] = LEFT_OUT
     return found
+
+
+def _named(run: Run, others: Sequence[Run]) -> dict[str, Run]:
+    """Return the other runs by names that differ: of equal ones the directory is the name."""
+    names = Counter([run.name, *(other.name for other in others)])
+    return {other.name if names[other.name] == 1 else str(other.path): other for other in others}
 
 
 def _other(run: Run, other: Run) -> Json:
