@@ -153,3 +153,19 @@ def test_text_is_never_read_as_markup(recorded: Path) -> None:
         assert any("[/b]" in each.message for each in pilot.app._notifications)
 
     screens(recorded, act, STAGE)
+
+
+def test_samples_follow_the_run(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.report.screens.samples.SECONDS", 0.05)
+
+    async def act(pilot: Pilot[None]) -> None:
+        await press(pilot, "j", "j")
+        write_samples(
+            samples_file(recorded / "stages" / STAGE / "rollouts", 4), [sample(4, "x", 1)]
+        )
+        while len(table(pilot)) == 8:
+            await pilot.pause(0.05)
+        assert table(pilot)[-1][0] == "4"
+        assert pilot.app.screen.query_one(DataTable).cursor_row == 2
+
+    screens(recorded, act, STAGE)

@@ -26,6 +26,7 @@ from stages.sampling.sample_files import Row
 HEADINGS = ("step", "domain", "model", "reward", "tokens", "problem")
 ORDERS: tuple[Order, ...] = get_args(Order)
 KEY_DIGITS = 8  # of a problem's key, in the list
+SECONDS = 2.0  # between two looks for new files
 SHOWN = 2000  # samples in the list; a filter finds the others
 # What an answer to a question changes in the query; an empty answer takes the filter away.
 ASKED: dict[str, Callable[[str], dict[str, object]]] = {
@@ -102,6 +103,15 @@ class SamplesScreen(Screen[None]):
         self._table.add_columns(*HEADINGS)
         self._table.focus()
         self._ask_for(self._query)
+        self.set_interval(SECONDS, self._refresh)
+
+    def _refresh(self) -> None:
+        """Add what the stage has recorded since; where it took files away, show what is left."""
+        newest = StageSamples(self._run.stage(self._stage))
+        if newest.files and newest.files != self._samples.files:
+            row, self._samples = self._table.cursor_row, newest
+            self._ask_for(self._query)
+            self._table.move_cursor(row=row)
 
     @property
     def _table(self) -> DataTable[Text]:
