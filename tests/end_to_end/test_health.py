@@ -98,7 +98,10 @@ FAULTS = {
     ),
     "few experts work": PlantedFault(
         "few experts work",
-        ("stages.cold_start=null", "stages.export=null", "stages.experts.from={directory}/dead"),
+        (
+            *("stages.cold_start=null", "stages.export=null", "logging.tokens=0.5"),
+            "stages.experts.from={directory}/few_experts",
+        ),
     ),
     "the engine has other weights": PlantedFault(
         "mismatch", path=Path(__file__).with_name("wrong_engine")
@@ -171,7 +174,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a healthy run, whose cold start the others take."""
     found = tmp_path_factory.mktemp("health")
     finish(braid(found, "run", CONFIG))
-    with_few_experts(found / HEALTHY, found / "dead")
+    with_few_experts(found / HEALTHY, found / "few_experts")
     return found
 
 
