@@ -21,6 +21,7 @@ JUMP = 10.0  # times the median that a gradient's norm may grow to
 LAST = 10  # steps that a mean is taken over
 # Guards of too little variety, which is as it should be once most prompts are solved.
 OF_VARIETY = {"entropy_collapse", "reward_spread", "zero_variance", "similar_responses"}
+OF_SIGNAL = {"reward_spread", "zero_variance"}  # which follows where nothing is right
 SOLVED = 0.5  # mean `all_right` from which most prompts are solved
 
 
@@ -74,7 +75,14 @@ def _jump(values: Values) -> str | None:
     return f"the gradient's norm jumped to {newest:.3g}, {newest / usual:.0f} times its median"
 
 
-# Beside the guards, which docs/explanation/guards.md explains; in the order to look at them.
+# Beside the guards, which docs/explanation/guards.md explains; in the order to look at them. The
+# first comes before the guards, whose remedies are for rewards that are right.
+NOTHING_RIGHT = Rule(
+    "all_wrong",
+    _mean_above(0.99, "no response to any prompt is right"),
+    "read some, and what the rewards say of them: braid look RUN STAGE; whether the reference earns"
+    " a reward: braid domain check FILE",
+)
 RULES = (
     Rule(
         "reward_failures",
@@ -134,23 +142,30 @@ def _of_stage(
         yield Symptom(stage.name, f"{state.state}: {state.cause}", again)
     if not lines:
         return
+    yield from _by_rules(stage, lines, [NOTHING_RIGHT])
     yield from _guards(run, stage, lines)
-    for rule in RULES:
+    yield from _by_rules(stage, lines, RULES)
+    if state.state == "running" and (what := _silent(lines)):
+        yield Symptom(stage.name, what, f"see what it waits for: braid look {run.name} --waits")
+
+
+def _by_rules(stage: Stage, lines: Sequence[Line], rules: Sequence[Rule]) -> Iterator[Symptom]:
+    for rule in rules:
         values = _series(lines, rule.metric)
         if values and (what := rule.broken(values)):
             yield Symptom(stage.name, what, rule.remedy, rule.alarm)
-    if state.state == "running" and (what := _silent(lines)):
-        yield Symptom(stage.name, what, f"see what it waits for: braid look {run.name} --waits")
 
 
 def _guards(run: Run, stage: Stage, lines: Sequence[Line]) -> Iterator[Symptom]:
     """Yield an alarm for each guard whose metric is beyond its threshold, advice if it was."""
     right = _series(lines, "all_right")[-LAST:]
-    solved = bool(right) and fmean(right) >= SOLVED
+    expected = OF_VARIETY if right and fmean(right) >= SOLVED else set()
+    if wrong := _series(lines, NOTHING_RIGHT.metric):
+        expected = expected | (OF_SIGNAL if NOTHING_RIGHT.broken(wrong) else set())
     for name, guard in guards_of(run, stage).items():
         steps = [*steps_beyond(guard, lines)]
         fired = [line for line, beyond in steps if beyond >= guard.patience]
-        if not fired or (solved and name in OF_VARIETY):
+        if not fired or name in expected:
             continue
         line, beyond = steps[-1]
         bound = f"{guard.side} {guard.threshold:g}"

@@ -68,7 +68,8 @@ FAULTS = {
         "unfinished ", (f"{DOMAIN}.sampling.max_response_tokens=4",)
     ),
     "nothing earns a reward": PlantedFault(
-        "zero_variance ", (REWARDS.format("exact: {kind: format, pattern: '<b>.*'}"),)
+        "no response to any prompt is right",
+        (REWARDS.format("exact: {kind: format, pattern: '<b>.*'}"),),
     ),
     "a reward is hacked": PlantedFault(
         "format_gain was above",

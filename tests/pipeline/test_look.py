@@ -58,6 +58,10 @@ def test_a_healthy_run_has_a_curve_for_each_stage(braid: Braid) -> None:
 
 
 FAULTS: dict[str, tuple[Line, str]] = {
+    "nothing right": (
+        {"all_wrong": 1.0, "zero_variance": 1.0, "all_right": 0.0},
+        "no response to any prompt is right",
+    ),
     "entropy": ({"entropy": 0.001}, "entropy is 0.001, below 0.02 for 8 steps"),
     "truncation": ({"unfinished": 0.5}, "unfinished is 0.5, above 0.25 for 8 steps"),
     "no signal": ({"zero_variance": 1.0}, "zero_variance is 1, above 0.9"),
