@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from tempfile import TemporaryDirectory
 
 import wandb
+from wandb.sdk.data_types._private import MEDIA_TMP
 
 from parallel.files import Checkpoint
 from stages.sampling.sample_files import Row
@@ -27,6 +29,10 @@ class WeightsAndBiases(Tracker):
             config=dict(stage.settings),
             settings=wandb.Settings(console="off", silent=True),
         )
+        # Tables go through a directory that wandb makes at its import. megatron-core imports it, so
+        # the forks of a server would share one, which the first to end removes for all.
+        self._media = TemporaryDirectory(prefix="wandb-media-")
+        MEDIA_TMP.name = self._media.name
         # Not wandb's own step, which must grow: a resumed stage repeats some.
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
@@ -47,3 +53,4 @@ class WeightsAndBiases(Tracker):
 
     def close(self) -> None:
         self._run.finish()
+        self._media.cleanup()

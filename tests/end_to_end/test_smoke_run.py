@@ -326,7 +326,11 @@ def test_a_domain_is_tried_on_a_finished_stage(peaceful: SmokeRun) -> None:
 
 def test_metrics_go_to_weights_and_biases_offline(peaceful: SmokeRun) -> None:
     for stage in peaceful.plan.training:
-        assert list((peaceful.path / "stages" / stage / "wandb").glob("offline-run-*/*.wandb"))
+        folder = peaceful.path / "stages" / stage / "wandb"
+        assert list(folder.glob("offline-run-*/*.wandb"))
+        # Of a forked rank, after others have ended.
+        assert bool(list(folder.rglob("*.table.json"))) == (stage != "cold_start")
+    assert "logs no more" not in peaceful.output
 
 
 def test_transformers_and_vllm_load_the_exported_model(peaceful: SmokeRun) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from wandb.sdk.data_types._private import MEDIA_TMP
 
 from stages.metrics import MetricsLog
 from stages.sampling.sample_files import samples_file, write_samples
@@ -92,6 +94,13 @@ def test_weights_and_biases_has_samples_and_lineage(stage: StageJob) -> None:
         "step": 1,
         "parents": {"base": "d0"},
     }
+
+
+def test_samples_arrive_though_another_fork_removed_the_directory(stage: StageJob) -> None:
+    """As the first rank of a fork server does at its end, for all that have wandb's from there."""
+    shutil.rmtree(MEDIA_TMP.name, ignore_errors=True)
+    logged(stage, 1)
+    assert len(list((stage.directory / "wandb").rglob("*.table.json"))) == 1
 
 
 def test_a_resumed_stage_is_the_same_run(stage: StageJob) -> None:
