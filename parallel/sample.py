@@ -26,6 +26,7 @@ class Sample:
     finished: bool = True  # the response ends with the end token
     # From the stage:
     problem: str = ""  # the content hash of its prompt; "" where none is known
+    answer: str = ""  # the reference answer of its problem; "" where it has none
     reward: float | None = None  # None where it failed
     reward_parts: dict[str, float] | None = None  # by name, before they are weighted
     reward_messages: dict[str, str] | None = None  # what rewards said of their score, by name
@@ -69,6 +70,7 @@ class Sample:
             routes=None,
             versions=None,
             kept=None,
+            answer="",
             reward_parts=None,
             reward_messages=None,
             reward_failure=None,

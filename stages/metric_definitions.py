@@ -142,7 +142,8 @@ _TABLE = {
         "all_right": "share of the sampled prompts, also replaced ones, whose graded samples all"
         " solve them, as evaluation counts it | below 0.5; near 1 the domain is solved",
         "all_wrong": "share of the sampled prompts, also replaced ones, whose graded samples all"
-        " fail | below 0.5; else easier prompts, a better start, `curriculum.name: frontier`",
+        " fail | below 0.5; else easier prompts, a better start, `curriculum.name: frontier`; at"
+        " 1 the reward may be wrong",
         "reward_spread": "mean population standard deviation of a prompt's rewards, where two"
         " samples are graded | above 0.1; near 0 advantages are noise. Guard `reward_spread`",
     },

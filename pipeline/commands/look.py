@@ -41,10 +41,10 @@ from pipeline.report.stage_memory import stage_memory
 from pipeline.report.time_left import estimate
 from pipeline.run.directory import RunDirectory
 from pipeline.run.edits import edit_json, edit_lines, edit_of
-from pipeline.run.graph import Stage
+from pipeline.run.graph import Stage, rerun_options
 from pipeline.run.ledger import took
 from pipeline.run.run import Run, unfinished_text
-from pipeline.run.select import rerun_options, unfinished
+from pipeline.run.select import unfinished
 from pipeline.slurm.queue import is_queued, queue_of, states_now
 from pipeline.slurm.submit import check_engines
 from pipeline.text import reason, say, shown, visible, warn
@@ -214,7 +214,7 @@ def plan(arguments: Namespace) -> None:
         return
     print(report.plan_text(run, states, actions, left))
     if edit is not None:
-        say("", *edit_lines(run, edit, rerun_options(run, edit.stale)))
+        say("", *edit_lines(run, edit, rerun_options(run.stages, edit.stale)))
 
 
 @command(

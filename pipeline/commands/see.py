@@ -104,7 +104,13 @@ def _order(name: str, text: str) -> Argument:
         _order("longest", "most tokens first"),
         _order("flipped", "prompts right in their first step and wrong in their last, or back"),
     ),
-    Argument("--step", type=common.positive, action="append", metavar="N", help="only this step"),
+    Argument(
+        "--step",
+        type=common.positive,
+        action="append",
+        metavar="N",
+        help="only this step; may be repeated",
+    ),
     Argument("--domain", metavar="DOMAIN", help="only this domain"),
     Argument("--model", metavar="MODEL", help="only answers of this model, in an evaluation"),
     Argument(
@@ -123,7 +129,12 @@ def _order(name: str, text: str) -> Argument:
         "--grep", type=_pattern, metavar="PATTERN", help="only prompts or responses that match"
     ),
     Argument("--finish", choices=("stop", "length"), help="only samples that ended so"),
-    Argument("--count", type=common.positive, metavar="N", help="at most N (default 5)"),
+    Argument(
+        "--count",
+        type=common.positive,
+        metavar="N",
+        help="at most N (default 5), the newest first and of every prompt one before a second",
+    ),
     Argument("--tokens", action="store_true", help="show the tokens of each response"),
     Argument(
         "--routes",
@@ -271,17 +282,17 @@ def _show_samples(arguments: Namespace, run: Run) -> None:
     from pipeline.report.listing import print_samples, samples_json
     from pipeline.run.samples import Query, StageSamples
 
-    samples, count = StageSamples(run.stage(arguments.stage)), arguments.count
-    found = samples.find(Query(**_asked(arguments), order=arguments.order or "first"))
-    shown = [samples.whole(each) for each in found[:count]]
-    grades: list[Any] = [None] * len(shown)
-    if arguments.grade:
+    samples = StageSamples(run.stage(arguments.stage))
+    found = samples.find(Query(**_asked(arguments), order=arguments.order or "newest"))
+    shown = [samples.whole(each) for each in found[: arguments.count]]
+    grades: list[dict[str, Any]] = []
+    if arguments.grade and shown:
         grades = regrade(run, arguments.stage, shown, arguments.trust_run)
     if arguments.json:
         rows = samples_json(shown, grades)
         print_json(arguments, {"count": len(found), "samples": rows})
     else:
-        print_samples(run, samples, found, count, grades, arguments.tokens, arguments.routes)
+        print_samples(run, samples, found, shown, grades, arguments.tokens, arguments.routes)
 
 
 def _asked(arguments: Namespace) -> dict[str, Any]:

@@ -24,9 +24,9 @@ from pipeline.launch.placement import Programs, ThisMachine
 from pipeline.launch.processes import Child, Signals, kill, python_module, wait_for_all
 from pipeline.launch.progress import Screen
 from pipeline.run.directory import RunDirectory, check_owner
+from pipeline.run.graph import rerun_options
 from pipeline.run.metrics import Models
 from pipeline.run.run import Run
-from pipeline.run.select import rerun_options
 from pipeline.text import say, shown
 from stages.directory import StageDirectory
 from stages.kinds.evaluate import EvaluationSettings
@@ -170,7 +170,7 @@ def finished_training(run: Run, stage: str | None = None) -> list[str]:
         raise UserError(f"no stage {stage} has a model; {hint(stage, known)}")
     what = f"stage {stage} is {run.states[stage].state}" if stage else "no stage is done yet"
     stale = [name for name, found in run.states.items() if found.state == "stale"]
-    resume = f"{run.resume_command()} {rerun_options(run, stale)}".rstrip()
+    resume = f"{run.resume_command()} {rerun_options(run.stages, stale)}".rstrip()
     raise UserError(f"{shown(run.path)}: {what}; finish it with: {resume}")
 
 

@@ -34,4 +34,8 @@ def expert_table(found: Owned) -> str:
         for domain, own in found.items()
         for layer, expert, times in own
     ]
-    return table("", ("domain", "layer", "expert", "times"), rows, right=(1, 2, 3))
+    title = (
+        "experts of which a domain has at least twice its share in the other domains, or twice an"
+        " equal share where there is no other; of all recorded steps"
+    )
+    return table(title, ("domain", "layer", "expert", "times"), rows, right=(1, 2, 3))

@@ -9,7 +9,7 @@ from itertools import pairwise
 from math import isfinite
 from statistics import fmean, median
 
-from pipeline.run.graph import Stage
+from pipeline.run.graph import Stage, rerun_options
 from pipeline.run.metrics import Line
 from pipeline.run.run import Run, StageState
 from stages.guards.registry import GuardSettings
@@ -138,8 +138,10 @@ def _of_stage(
     run: Run, stage: Stage, state: StageState, lines: Sequence[Line]
 ) -> Iterator[Symptom]:
     if state.state in ("failed", "stale"):
-        again = f"continue with: {run.resume_command()}"
-        yield Symptom(stage.name, f"{state.state}: {state.cause}", again)
+        again = run.resume_command()
+        if state.state == "stale":
+            again += f" {rerun_options(run.stages, [stage.name])}, or take the change back"
+        yield Symptom(stage.name, f"{state.state}: {state.cause}", f"continue with: {again}")
     if not lines:
         return
     yield from _by_rules(stage, lines, [NOTHING_RIGHT])

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import zip_longest
 from typing import Any
 
-from pipeline.report.sample_text import grade_lines, route_table, sample_lines, token_table
+from pipeline.report.sample_text import (
+    grade_lines,
+    regraded_line,
+    route_table,
+    sample_lines,
+    token_table,
+)
 from pipeline.report.versus import Outcomes, answer_lines, outcome_table
 from pipeline.run.answers import MeasuredModel
 from pipeline.run.run import Run
@@ -15,26 +22,23 @@ from pipeline.text import say
 from stages.data.tokenizer import load_tokenizer
 from stages.sampling.sample_files import Row
 
-Grades = Sequence[dict[str, Any] | None]
-
 
 def print_samples(
     run: Run,
     samples: StageSamples,
     found: Sequence[Row],
-    count: int,
-    grades: Grades,
+    shown: Sequence[Row],
+    grades: Sequence[dict[str, Any]],
     tokens: bool,
     routes: bool,
 ) -> None:
-    """Print the first `count` of the samples found, each with its grade of now if it has one.
+    """Print `shown`, the first of the samples found, each with its grade of now if there are any.
 
     Raises:
         UserError: a file is damaged, or there is no tokenizer for `tokens` or `routes`.
     """
     texts = _texts(run) if tokens or routes else None
-    for place, grade in zip(found[:count], grades, strict=True):
-        row = samples.whole(place)
+    for place, row, grade in zip_longest(found[: len(shown)], shown, grades):
         say(*sample_lines(row))
         if grade is not None:
             say(*grade_lines(grade))
@@ -43,16 +47,21 @@ def print_samples(
         if routes and texts is not None:
             print(route_table(samples.routes(place), texts(row["response_tokens"])))
         say("")
-    more = f"; --count {len(found)} shows all" if len(found) > count else ""
-    say(f"{len(found[:count])} of {len(found)} samples{more}")
+    if grades:
+        say(regraded_line(shown, grades))
+    if not found:
+        say(f"none of {samples.count} samples is like that")
+        return
+    more = f"; --count {len(found)} shows all" if len(found) > len(shown) else ""
+    say(f"{len(shown)} of {len(found)} samples{more}")
 
 
-def samples_json(shown: Sequence[Row], grades: Grades) -> list[dict[str, Any]]:
+def samples_json(shown: Sequence[Row], grades: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the columns of samples, with `graded_now` of those that were graded again."""
     return [
         {**columns_of(row), "model": row["model"], "file": row["file"]}
         | ({} if grade is None else {"graded_now": grade})
-        for row, grade in zip(shown, grades, strict=True)
+        for row, grade in zip_longest(shown, grades)
     ]
 
 

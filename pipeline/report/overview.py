@@ -107,7 +107,9 @@ def metric_by_stage(found: Overview, metric: str) -> list[tuple[str, str, list[f
     names = {name for own in found.lines.values() for line in own for name in line}
     wanted = sorted(name for name in names if name == metric or name.startswith(f"{metric}/"))
     if not wanted or metric in NOT_METRICS:
-        raise UserError(f"no stage has logged {metric}; {hint(metric, sorted(names))}")
+        first = metric.partition("/")[0]
+        near = [name for name in names if name.partition("/")[0] == first]
+        raise UserError(f"no stage has logged {metric}; {hint(metric, sorted(near or names))}")
     return [
         (stage, name, values)
         for stage, lines in found.lines.items()

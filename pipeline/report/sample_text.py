@@ -29,6 +29,8 @@ def sample_lines(row: dict[str, Any]) -> Iterator[str]:
     yield visible(" · ".join(place))
     yield from _earned(row)
     yield visible(f"  prompt    {row['prompt']}", keep="\n")
+    if row["answer"]:
+        yield visible(f"  answer    {row['answer']}", keep="\n")
     yield visible(f"  response  {row['response']}", keep="\n")
 
 
@@ -61,6 +63,19 @@ def token_table(row: dict[str, Any], texts: Sequence[str]) -> str:
         cells = ["" if number is None else f"{number:.4g}" for number in numbers]
         lines.append([str(place), repr(text), *cells])
     return table("", HEADINGS, lines, right=range(2, len(HEADINGS)))
+
+
+def regraded_line(rows: Sequence[dict[str, Any]], grades: Sequence[dict[str, Any]]) -> str:
+    """Return how many samples earn more, less, and nothing now, and the mean rewards."""
+    pairs = [(row["reward"], grade["reward"]) for row, grade in zip(rows, grades, strict=True)]
+    both = [(before, now) for before, now in pairs if None not in (before, now)]
+    more, less = (sum(sign * (now - before) > 0 for before, now in both) for sign in (1, -1))
+    failed = sum(now is None for _, now in pairs)
+    line = f"graded again: {more} of {len(rows)} earn more, {less} less, {failed} have no reward"
+    if both:
+        before, now = (sum(values) / len(both) for values in zip(*both, strict=True))
+        line += f"; mean {before:.3g}, now {now:.3g}"
+    return line
 
 
 def grade_lines(grade: dict[str, Any]) -> Iterator[str]:

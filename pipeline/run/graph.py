@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import chain
@@ -294,3 +294,16 @@ def digest(value: Any) -> str:
     """Return the SHA-256 of the value as canonical JSON."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def rerun_options(stages: Sequence[Stage], names: Iterable[str]) -> str:
+    """Return the shortest list of `--from` options that rerun the named stages."""
+    wanted, options = set(names), []
+    rerun: set[str] = set()
+    for stage in stages:  # inputs come first
+        follows = not rerun.isdisjoint(stage.inputs)
+        if stage.name in wanted and not follows:
+            options.append(f"--from {stage.name}")
+        if stage.name in wanted or follows:
+            rerun.add(stage.name)
+    return " ".join(options)

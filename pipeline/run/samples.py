@@ -22,10 +22,10 @@ from pipeline.text import shown
 from stages.directory import StageDirectory
 from stages.sampling.sample_files import COLUMNS, Row, mapped
 
-Order = Literal["first", "worst", "longest", "flipped"]
+Order = Literal["first", "worst", "longest", "flipped", "newest"]
 
 # What an overview needs of every sample; the others are read of the samples that are shown.
-LIGHT = ("step", "domain", "problem", "reward", "solved", "tokens", "finish_reason")
+LIGHT = ("step", "group", "domain", "problem", "reward", "solved", "tokens", "finish_reason")
 PLACE = ("file", "number")  # where a sample is: its file, and its row there
 RIGHT = 0.5  # share of a prompt's samples that must solve it
 
@@ -101,6 +101,10 @@ class StageSamples:
         except (OSError, ValueError, pyarrow.ArrowException) as error:
             raise UserError(f"{shown(path)}: damaged: {error}") from error
         count = len(table)
+        for name in columns:  # an earlier version recorded fewer
+            if name not in table.column_names:
+                nulls = pyarrow.nulls(count, COLUMNS[name].type)
+                table = table.append_column(name, nulls)
         for name, values in (
             ("model", pyarrow.array([self._model(path)] * count, pyarrow.string())),
             ("file", pyarrow.array([number] * count, pyarrow.int32())),
@@ -224,6 +228,19 @@ def _ordered(table: pyarrow.Table, order: Order) -> list[Row]:
         return sorted(graded, key=lambda row: (row["reward"], -row["step"]))
     if order == "longest":
         return sorted(rows, key=lambda row: (-(row["tokens"] or 0), -row["step"]))
+    if order == "newest":
+        seen = Counter[tuple[int, int]]()
+        places = []
+        for row in rows:
+            of = row["step"], row["group"]
+            places.append(0 if row["model"] is not None else seen[of])
+            seen[of] += 1
+        # Of an evaluation all count as the newest, since its steps are numbers of problems.
+        ranked = sorted(
+            zip(places, rows, strict=True),
+            key=lambda each: (0 if each[1]["model"] is not None else -each[1]["step"], each[0]),
+        )
+        return [row for _, row in ranked]
     return [*_flipped(rows)] if order == "flipped" else rows
 
 

@@ -14,7 +14,7 @@ from parallel.errors import UserError
 from parallel.files import Checkpoint
 from pipeline.config.validate import differing_keys, load
 from pipeline.run.directory import RunDirectory, exposure
-from pipeline.run.graph import Stage
+from pipeline.run.graph import Stage, rerun_options
 from pipeline.run.ledger import PUT_ASIDE, latest
 from pipeline.run.lineage import changes, lineage_from, read_manifest
 from pipeline.run.run import Run, StageState, as_done, damaged_verdict, missing_output
@@ -41,9 +41,10 @@ class StaleStages(UserError):
 
     def __init__(self, run: Run, stale: dict[str, StageState]) -> None:
         lines = [f"{name}: {state.cause}" for name, state in stale.items()]
+        options = rerun_options(run.stages, stale)
         super().__init__(
             "\n  ".join(["stale: settings or inputs changed:", *lines])
-            + f"\nrestore what changed, or rerun with {rerun_options(run, stale)}, which also "
+            + f"\nrestore what changed, or rerun with {options}, which also "
             f"reruns\neverything downstream; old outputs move to {shown(run.replaced)}"
         )
 
@@ -119,7 +120,7 @@ def check_settings(run: Run, rerun: Sequence[str], moved: Sequence[str]) -> None
         + f"\nthese finished or started stages depend on it: {', '.join(stale)}"
         + "\nchoose another name with --name NAME, resume with the original settings with "
         + f"`{run.resume_command()}`,\nor rerun the dependent stages with "
-        + f"{rerun_options(run, stale)};\n"
+        + f"{rerun_options(run.stages, stale)};\n"
         + f"without a rerun, only these settings may change:\n{MAY_CHANGE}"
     )
 
@@ -170,19 +171,6 @@ def stale_among(states: Mapping[str, StageState], wanted: Sequence[Stage]) -> di
     return {
         name: state for name, state in states.items() if name in touched and state.state == "stale"
     }
-
-
-def rerun_options(run: Run, names: Iterable[str]) -> str:
-    """Return the shortest list of `--from` options that rerun the named stages."""
-    wanted, options = set(names), []
-    rerun: set[str] = set()
-    for stage in run.stages:  # inputs come first
-        follows = not rerun.isdisjoint(stage.inputs)
-        if stage.name in wanted and not follows:
-            options.append(f"--from {stage.name}")
-        if stage.name in wanted or follows:
-            rerun.add(stage.name)
-    return " ".join(options)
 
 
 def put_aside(run: Run, stages: Iterable[Stage]) -> list[Path]:

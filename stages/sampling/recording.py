@@ -54,6 +54,7 @@ def record(
             **sample.recorded,
             "problem": sample.problem or None,
             "prompt": _whole(tokenizer.decode(sample.prompt)),
+            "answer": _whole(sample.answer) or None,
             "response": _whole(tokenizer.decode(sample.response)),
             "prompt_tokens": sample.prompt,
             "response_tokens": sample.response,

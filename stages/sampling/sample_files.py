@@ -39,6 +39,7 @@ COLUMNS = {
         "content hash of the prompt, 64 hexadecimal digits: the same in every step, stage and run",
     ),
     "prompt": Column(TEXT, "as the model reads it"),
+    "answer": Column(TEXT, "the reference answer of its problem; null where it has none"),
     "response": Column(TEXT, "without the end token"),
     "prompt_tokens": Column(IDS, "token ids"),
     "response_tokens": Column(IDS, "token ids, end token included"),

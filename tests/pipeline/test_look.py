@@ -149,20 +149,29 @@ def test_a_run_is_followed_until_nothing_runs(
 def test_samples_are_found_by_what_is_asked(braid: Braid) -> None:
     assert len(found(braid)) == 8
     assert found(braid, "--step", "2") == [(2, "a"), (2, "d")]
-    assert found(braid, "--step", "1", "--step", "3", "--reward", "1") == [(1, "b"), (3, "a")]
+    assert found(braid, "--step", "1", "--step", "3", "--reward", "1") == [(3, "a"), (1, "b")]
     assert found(braid, "--worst")[:2] == [(3, "c"), (3, "b")]
     assert (2, "d") not in found(braid, "--worst")  # it has no reward
     assert found(braid, "--longest")[0] == (1, "c")
     assert found(braid, "--flipped") == [(1, "a"), (3, "a"), (1, "b"), (3, "b")]
-    assert found(braid, "--grep", r"^c\?") == [(1, "c"), (3, "c")]
+    assert found(braid, "--grep", r"^c\?") == [(3, "c"), (1, "c")]
     assert found(braid, "--reward", "exact=-1") == [(3, "c")]
     assert found(braid, "--reward", "brief=0.5", "--step", "2") == [(2, "a"), (2, "d")]
     assert found(braid, "--domain", "sums", "--prompt", sha256(b"b").hexdigest()[:12]) == [
-        (1, "b"),
         (3, "b"),
+        (1, "b"),
     ]
     assert found(braid, "--grep", "nowhere") == []
+    assert "none of 8 samples is like that" in printed(braid, STAGE, "--grep", "nowhere")
     assert len(found(braid, "--finish", "stop")) == 8
+
+
+def test_the_newest_come_first_and_of_every_prompt_one_before_a_second(
+    recorded: Path, braid: Braid
+) -> None:
+    rows = [sample(4, name, 0, group=place // 2) for place, name in enumerate("xxyy")]
+    write_samples(samples_file(recorded / "stages" / STAGE / "rollouts", 4), rows)
+    assert [prompt for _, prompt in found(braid)[:5]] == ["x", "y", "x", "y", "a"]
 
 
 def test_a_sample_is_printed_with_what_was_recorded(recorded: Path, braid: Braid) -> None:
@@ -290,7 +299,7 @@ def test_the_experts_that_a_domain_uses_most_are_shown(small: Path, braid: Braid
             {"step": step, "domain": "words", "layer": 0, "slots": [2, 2, 2, 2]},
         ]
         write_table(small / "stages" / "merge" / "routing" / f"step_{step}.parquet", rows, LOADS)
-    assert [row.split() for row in printed(braid, "merge", "--experts").splitlines()[1:]] == [
+    assert [row.split() for row in printed(braid, "merge", "--experts").splitlines()[2:]] == [
         ["sums", "0", "0", "3.00"]  # three quarters of its slots against one
     ]
     found = json.loads(printed(braid, "merge", "--experts", "--json"))["experts"]

@@ -83,6 +83,7 @@ def test_samples_are_graded_by_the_reward_as_it_is_now(
     assert code == 0, err
     assert "  reward    0 (exact 0" in out and "  now       0.5 (own 0.5)\n" in out
     assert "own: half for all" in out
+    assert "graded again: 1 of 1 earn more, 0 less, 0 have no reward; mean 0, now 0.5" in out
 
 
 def test_a_generated_problem_is_found_in_the_stages_stream(

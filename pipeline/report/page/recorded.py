@@ -16,8 +16,8 @@ from stages.sampling.sample_files import Row
 Json = dict[str, Any]
 
 PLAIN = ("step", "group", "tokens", "reward", "advantage", "staleness", "update")
-NAMED = ("domain", "problem", "model", "finish_reason", "prompt", "response", "reward_failure")
-TEXTS = ("prompt", "response", "reward_failure", "reward_messages")  # which --redact leaves out
+TEXTS = ("prompt", "answer", "response", "reward_failure")  # --redact leaves them out
+NAMED = ("domain", "problem", "model", "finish_reason", *TEXTS)
 OF_TOKENS = ("logprobs", "trainer_logprobs", "entropies", "advantages", "teacher_kl", "learned")
 MOST_WITH_TOKENS = 2000  # samples of a stage whose tokens' values are in the report
 DIGITS_OF_RECORDED = 8  # of a problem's key, which decide: stages/sampling/observed.py

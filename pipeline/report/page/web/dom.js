@@ -17,9 +17,10 @@ function h(tag, attributes, ...children) {
   return element;
 }
 
-/** Return a number in at most four digits, 0.05 or 2e-7; nothing for nothing. */
+/** Return a number in at most four digits, 0.05 or 2e-7, a whole one in all; nothing for nothing. */
 function short(value) {
   if (value === null || value === undefined) return "";
+  if (Number.isInteger(value)) return String(value);
   const size = Math.abs(value);
   const few = size && (size < 1e-3 || size >= 1e9);
   return few

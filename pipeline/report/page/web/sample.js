@@ -34,6 +34,9 @@ function sampleView(data, stage, index, options) {
       : [
           h("h2", {}, "Prompt"),
           h("pre", {}, value("prompt") || ""),
+          own.names.answer && value("answer")
+            ? [h("h2", {}, "Reference answer"), h("pre", { id: "answer" }, value("answer"))]
+            : null,
           h("h2", {}, "Response"),
           h("pre", { id: "response" }, value("response") || ""),
         ],

@@ -3,6 +3,7 @@
 
 const SHOWN = 300; // of the samples found, in the list
 const CLIPPED = 200; // characters of a response in the list
+const SHORT = 40; // characters of a prompt before it
 const KEY_DIGITS = 12; // of a problem's key
 const ORDERS = ["first", "worst", "longest", "flipped"];
 const FILTERS = ["domain", "model", "finish_reason"];
@@ -202,7 +203,12 @@ function sampleOption(own, index, at, selected) {
       onclick: () => goTo(at),
     },
     h("div", { class: "quiet" }, about.join(" · ")),
-    h("div", { class: "clip code" }, (valueOf(own, "response", index) ?? "").slice(0, CLIPPED)),
+    h(
+      "div",
+      { class: "clip code" },
+      h("span", { class: "quiet" }, `${(valueOf(own, "prompt", index) ?? "").slice(0, SHORT)} `),
+      (valueOf(own, "response", index) ?? "").slice(0, CLIPPED),
+    ),
   );
 }
 
