@@ -31,6 +31,7 @@ from stages.kinds.kind import StageSettings
 from stages.kinds.rules import At, under
 from stages.rewards.reward import RewardPoolSettings
 
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
 TEMPLATE = "extends: pipelines/experts-merge.yaml has it"
 
 
@@ -96,7 +97,7 @@ class RunSettings(Settings):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)] = Field(
         description="name of the run and its directory"
     )
-    seed: int = Field(default=0, ge=0, lt=2**32, description="seed of all random choices")
+    seed: Seed = Field(default=0, description="seed of all random choices")
     deterministic: bool = Field(
         default=False,
         description="bitwise reproducible run, also after a kill; slower, needs rollout.mode: sync",
@@ -268,7 +269,7 @@ class UngradedSample(Settings):
     domain: str
     problem: str
     response: str
-    tokens: int
+    tokens: Tokens
     finished: bool
 
 
@@ -281,7 +282,7 @@ class RegradeJob(Settings):
     domains: dict[str, DomainSettings]
     tokenizer: str
     pool: RewardPoolSettings
-    seed: int
+    seed: Seed
     stage: str
     samples: tuple[UngradedSample, ...]
     result: Path

@@ -84,6 +84,7 @@ CHECKED_BY = {
     "LoggingSettings": "stages/test_metrics.py",
     "LoggingSettings.auditable": "stages/test_evaluate.py",
     "LoggingSettings.tokens": "stages/test_recording.py",
+    "LoggingSettings.wandb": "stages/test_trackers.py",
     "LoopSettings": "layouts/loop_cases.py",
     "LoopSettings.keep_best": "layouts/checkpoint_cases.py",
     "LoopSettings.keep_last": "layouts/checkpoint_cases.py",

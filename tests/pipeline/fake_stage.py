@@ -229,10 +229,14 @@ def meet_the_other_expert(job: dict, rank: int) -> None:
 
 
 def kill_the_last_engine(job: dict, rank: int) -> None:
-    address = Path(job["engine_addresses"][-1])
-    killed = another_engine(address, None)
-    os.kill(killed, signal.SIGKILL)
-    another_engine(address, killed)
+    """Kill it once all have started, and wait until all its members have started again."""
+    addresses = [Path(each).resolve() for each in job["engine_addresses"]]
+    processes = {each: another_engine(each, None) for each in addresses}
+    os.kill(processes[addresses[-1]], signal.SIGKILL)
+    engine, _, _ = addresses[-1].parent.name.partition(".")
+    for each in addresses:
+        if each.parent.name.partition(".")[0] == engine:
+            another_engine(each, processes[each])
     work(job, rank)
 
 
