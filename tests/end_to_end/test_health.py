@@ -72,7 +72,7 @@ FAULTS = {
         (REWARDS.format("exact: {kind: format, pattern: '<b>.*'}"),),
     ),
     "a reward is hacked": PlantedFault(
-        "format_gain was above",
+        "format_gain ",
         (
             REWARDS.format(
                 "exact: {kind: reasoning_gym}, long: {kind: length, at_least: 20, slack: 19}"
