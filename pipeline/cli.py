@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
 from importlib import import_module
 
-from parallel.errors import UserError
+from parallel.errors import UserError, nearest_name
 from pipeline.text import open_streams, reason, say
 
 
@@ -85,10 +85,18 @@ def _parse(argv: Sequence[str]) -> Namespace:
     elif plain and len(others) == 1 and arguments.command == "audit" and arguments.stage is None:
         [arguments.stage] = others
     elif others:
-        of_run = arguments.command == "plan" and others[0] in ("--fork", "--from", "--only")
-        hint = f"; braid run --dry-run takes {others[0]}" if of_run else ""
-        braid.error(f"unrecognized arguments: {' '.join(others)}{hint}")
+        usage = getattr(arguments, "parser", braid)  # of the command, which has fewer lines
+        usage.error(f"unrecognized arguments: {' '.join(others)}{_meant(arguments, others)}")
     return arguments
+
+
+def _meant(arguments: Namespace, others: Sequence[str]) -> str:
+    """Return the end of the message about unknown arguments: what may have been meant."""
+    if arguments.command == "plan" and others[0] in ("--fork", "--from", "--only"):
+        return f"; braid run --dry-run takes {others[0]}"
+    misspelt = next((other for other in others if other.startswith("-")), others[0])
+    nearest = nearest_name(misspelt.partition("=")[0], getattr(arguments, "options", ()))
+    return f"; {nearest}" if nearest else ""
 
 
 if __name__ == "__main__":

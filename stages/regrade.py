@@ -70,7 +70,13 @@ def problems(
             if len(found) == len(keys):
                 return found
     missing = next(key for key in keys if key not in found)
-    raise UserError(f"domains.{domain}.prompts: problem {missing[:12]} is not in its data any more")
+    generated = isinstance(settings.prompts, ReasoningGymPromptSettings)
+    where = (
+        f"among the first {MOST_DRAWN:,} that it generates for {job.stage}, an evaluation or a gate"
+        if generated
+        else "in its data any more"
+    )
+    raise UserError(f"domains.{domain}.prompts: problem {missing[:12]} is not {where}")
 
 
 def _candidates(

@@ -92,7 +92,10 @@ def command(
 
 
 def parser() -> ArgumentParser:
-    """Return the parser of the whole command line; it sets `function` to a command's."""
+    """Return the parser of the whole command line.
+
+    It sets `function` to a command's, `parser` to the command's own, and `options` to its options.
+    """
     braid = ArgumentParser("braid", description=DESCRIPTION, epilog=EXIT_CODES, formatter_class=Raw)
     commands = _subparsers(braid, "COMMAND", dest="command")
     actions: dict[str, Any] = {}
@@ -106,13 +109,15 @@ def parser() -> ArgumentParser:
         added = _add(actions[group] if group else commands, action, each.summary, each.details)
         # An action overrides --runs-dir of its group, which may stand before the action.
         _add_runs_dir(added, SUPPRESS if group else Path("runs"))
+        options = ["--help", "--runs-dir"]
         for argument in each.arguments:
             target: Any = added
             if isinstance(argument, tuple):
                 target = added.add_mutually_exclusive_group()
             for one in argument if isinstance(argument, tuple) else (argument,):
                 target.add_argument(*one.names, **one.options)
-        added.set_defaults(function=each.function)
+                options += [name for name in one.names if name.startswith("--")]
+        added.set_defaults(function=each.function, parser=added, options=options)
     return braid
 
 

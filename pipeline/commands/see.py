@@ -33,7 +33,7 @@ SECONDS = 2.0  # between two looks at a run that is followed
 COUNT = 5  # samples that are shown
 SAMPLE_OPTIONS = (
     *("step", "domain", "model", "prompt", "reward", "finish", "grep", "order", "count"),
-    *("tokens", "routes", "grade"),
+    *("tokens", "routes", "grade", "changed"),
 )
 # What is shown instead of a run or a stage's samples, and the options that go with it.
 MODES: dict[str, tuple[str, ...]] = {
@@ -81,6 +81,7 @@ def _order(name: str, text: str) -> Argument:
     "  braid look quickstart experts.chain_sum --flipped      once wrong, later right, or back\n"
     "  braid look quickstart experts.chain_sum --reward exact=0 --step 12 --tokens\n"
     "  braid look quickstart experts.chain_sum --worst --grade     by the rewards as they are now\n"
+    "  braid look quickstart experts.chain_sum --grade --changed   which samples they change\n"
     "  braid look quickstart evaluate --model merge --grep '^<>'\n"
     "  braid look quickstart --model cold_start --versus merge    who solves what\n"
     "  braid look quickstart --plain --follow                 again after each step\n"
@@ -146,6 +147,11 @@ def _order(name: str, text: str) -> Argument:
         action="store_true",
         help="grade them again, by the run's rewards as they are now",
     ),
+    Argument(
+        "--changed",
+        action="store_true",
+        help="with --grade: grade all, and show those whose reward is another now",
+    ),
     (
         Argument(
             "--versus",
@@ -203,6 +209,8 @@ def _check_options(arguments: Namespace, mode: str | None) -> None:
     """Raise UserError for an option that what is asked for would ignore."""
     if (mode == "versus" or arguments.solved_by) and not (arguments.model and mode == "versus"):
         raise UserError("--versus compares two models: name both, with --model and --versus")
+    if arguments.changed and not arguments.grade:
+        raise UserError("--changed is about samples that are graded again: add --grade")
     taken = SAMPLE_OPTIONS if mode is None and arguments.stage else MODES.get(mode or "", ())
     for name in (*SAMPLE_OPTIONS, "solved_by"):
         if getattr(arguments, name) and name not in taken:
@@ -279,20 +287,18 @@ def _print_run(arguments: Namespace, run: Run, overview: Overview) -> None:
 
 def _show_samples(arguments: Namespace, run: Run) -> None:
     # pyarrow takes a fifth of a second to import, which no other command should wait for.
-    from pipeline.report.listing import print_samples, samples_json
+    from pipeline.report.listing import Listing, listing_json, print_samples
     from pipeline.run.samples import Query, StageSamples
 
+    grading = partial(regrade, run, arguments.stage, trusted=arguments.trust_run)
     samples = StageSamples(run.stage(arguments.stage))
     found = samples.find(Query(**_asked(arguments), order=arguments.order or "newest"))
-    shown = [samples.whole(each) for each in found[: arguments.count]]
-    grades: list[dict[str, Any]] = []
-    if arguments.grade and shown:
-        grades = regrade(run, arguments.stage, shown, arguments.trust_run)
+    again = grading if arguments.grade else None
+    listing = Listing.of(samples, found, arguments.count, again, arguments.changed)
     if arguments.json:
-        rows = samples_json(shown, grades)
-        print_json(arguments, {"count": len(found), "samples": rows})
+        print_json(arguments, listing_json(listing))
     else:
-        print_samples(run, samples, found, shown, grades, arguments.tokens, arguments.routes)
+        print_samples(run, samples, listing, arguments.tokens, arguments.routes)
 
 
 def _asked(arguments: Namespace) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import zip_longest
 from typing import Any
@@ -22,23 +23,55 @@ from pipeline.text import say
 from stages.data.tokenizer import load_tokenizer
 from stages.sampling.sample_files import Row
 
+Grade = dict[str, Any]  # what `regrade` returns of a sample
+
+
+@dataclass(frozen=True)
+class Listing:
+    """Samples that were found, those of them that are shown, and what these would earn now."""
+
+    found: Sequence[Row]
+    shown: Sequence[Row]
+    grades: Sequence[Grade] = ()  # of those shown, where they were graded again
+    graded: str | None = None  # how the rewards of all that were graded again changed
+
+    @classmethod
+    def of(
+        cls,
+        samples: StageSamples,
+        found: Sequence[Row],
+        count: int,
+        regrade: Callable[[Sequence[Row]], list[Grade]] | None = None,
+        changed: bool = False,
+    ) -> Listing:
+        """Read the first `count` of the samples found, and grade them again by `regrade`.
+
+        With `changed` all that were found are graded, and those are kept whose reward is another.
+        """
+        rows = samples.whole(found if changed else found[:count])
+        if regrade is None or not rows:
+            return cls(found, rows)
+        grades = regrade(rows)
+        summary = regraded_line(rows, grades)
+        if changed:
+            pairs = enumerate(zip(rows, grades, strict=True))
+            kept = [at for at, (row, grade) in pairs if grade["reward"] != row["reward"]]
+            found = [found[at] for at in kept]
+            rows, grades = ([each[at] for at in kept[:count]] for each in (rows, grades))
+        return cls(found, rows, grades, summary)
+
 
 def print_samples(
-    run: Run,
-    samples: StageSamples,
-    found: Sequence[Row],
-    shown: Sequence[Row],
-    grades: Sequence[dict[str, Any]],
-    tokens: bool,
-    routes: bool,
+    run: Run, samples: StageSamples, listing: Listing, tokens: bool, routes: bool
 ) -> None:
-    """Print `shown`, the first of the samples found, each with its grade of now if there are any.
+    """Print the samples of a listing, each with its grade of now if there are any.
 
     Raises:
         UserError: a file is damaged, or there is no tokenizer for `tokens` or `routes`.
     """
+    found, shown = listing.found, listing.shown
     texts = _texts(run) if tokens or routes else None
-    for place, row, grade in zip_longest(found[: len(shown)], shown, grades):
+    for place, row, grade in zip_longest(found[: len(shown)], shown, listing.grades):
         say(*sample_lines(row))
         if grade is not None:
             say(*grade_lines(grade))
@@ -47,22 +80,23 @@ def print_samples(
         if routes and texts is not None:
             print(route_table(samples.routes(place), texts(row["response_tokens"])))
         say("")
-    if grades:
-        say(regraded_line(shown, grades))
-    if not found:
+    if listing.graded is not None:
+        say(listing.graded)
+    elif not found:
         say(f"none of {samples.count} samples is like that")
-        return
-    more = f"; --count {len(found)} shows all" if len(found) > len(shown) else ""
-    say(f"{len(shown)} of {len(found)} samples{more}")
+    if found:
+        more = f"; --count {len(found)} shows all" if len(found) > len(shown) else ""
+        say(f"{len(shown)} of {len(found)} samples{more}")
 
 
-def samples_json(shown: Sequence[Row], grades: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the columns of samples, with `graded_now` of those that were graded again."""
-    return [
+def listing_json(listing: Listing) -> dict[str, Any]:
+    """Return what `braid look STAGE --json` prints; `graded_now` is of those graded again."""
+    rows = [
         {**columns_of(row), "model": row["model"], "file": row["file"]}
         | ({} if grade is None else {"graded_now": grade})
-        for row, grade in zip_longest(shown, grades)
+        for row, grade in zip_longest(listing.shown, listing.grades)
     ]
+    return {"count": len(listing.found), "samples": rows}
 
 
 def print_outcomes(

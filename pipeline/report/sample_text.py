@@ -48,7 +48,7 @@ def _earned(row: dict[str, Any]) -> Iterator[str]:
 
 
 def token_table(row: dict[str, Any], texts: Sequence[str]) -> str:
-    """Return a table of a response's tokens, `texts`, with what was recorded of each."""
+    """Return a table of a response's tokens, `texts`, with a column of each recorded value."""
     values = {name: row[name] for name in TOKEN_COLUMNS}
     learned = range(len(texts)) if row["learned"] is None else row["learned"]
     lines: list[list[str | Cell]] = []
@@ -62,7 +62,10 @@ def token_table(row: dict[str, Any], texts: Sequence[str]) -> str:
         numbers = [engine, trainer, apart, own["entropies"], advantage, own["teacher_kl"]]
         cells = ["" if number is None else f"{number:.4g}" for number in numbers]
         lines.append([str(place), repr(text), *cells])
-    return table("", HEADINGS, lines, right=range(2, len(HEADINGS)))
+    kept = [0, 1, *(at for at in range(2, len(HEADINGS)) if any(line[at] for line in lines))]
+    headings = [HEADINGS[at] for at in kept]
+    lines = [[line[at] for at in kept] for line in lines]
+    return table("", headings, lines, right=range(2, len(kept)))
 
 
 def regraded_line(rows: Sequence[dict[str, Any]], grades: Sequence[dict[str, Any]]) -> str:

@@ -100,4 +100,5 @@ def answer_lines(model: MeasuredModel, problem: Problem, samples: StageSamples) 
     if not found:
         yield f"{model.name} · {domain} · problem {key[:KEY_DIGITS]}: its answer was not recorded"
         return
-    yield from sample_lines(samples.whole(found[0]))
+    [row] = samples.whole(found[:1])
+    yield from sample_lines(row)

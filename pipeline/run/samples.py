@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import unquote
@@ -177,22 +179,30 @@ class StageSamples:
 
     def _beside(self, table: pyarrow.Table, columns: Sequence[str]) -> pyarrow.Table:
         """Return further columns of the samples of a table, in its order."""
-        files = sorted(set(table["file"].to_pylist()))
-        tables = [self._read(number, self.files[number], columns) for number in files]
-        offsets, start = {}, 0
-        for number, each in zip(files, tables, strict=True):
-            offsets[number], start = start, start + len(each)
+        places = zip(*(table[each].to_pylist() for each in PLACE), strict=True)
+        return self._at([*places], columns)
+
+    def _at(self, places: Sequence[tuple[int, int]], columns: Sequence[str]) -> pyarrow.Table:
+        """Return columns of the samples at some `PLACE`s, in their order."""
+        ranks = sorted(range(len(places)), key=places.__getitem__)
+        tables = []
+        for file, own in groupby((places[rank] for rank in ranks), key=itemgetter(0)):
+            table = self._read(file, self.files[file], columns)
+            tables.append(table.take([number for _, number in own]))
         if not tables:
             return self._read(0, self.files[0], columns).slice(0, 0)
-        places = zip(table["file"].to_pylist(), table["number"].to_pylist(), strict=True)
-        return pyarrow.concat_tables(tables).take([offsets[file] + row for file, row in places])
+        order = [0] * len(ranks)
+        for at, rank in enumerate(ranks):
+            order[rank] = at
+        return pyarrow.concat_tables(tables).take(order)
 
-    def whole(self, found: Row) -> Row:
-        """Return all columns of a sample that was found."""
-        path = self.files[found["file"]]
-        table = self._read(found["file"], path, [*COLUMNS]).slice(found["number"], 1)
-        [row] = map(mapped, table.drop_columns([*PLACE]).to_pylist())
-        return {**row, "model": found["model"], "file": str(path)}
+    def whole(self, found: Sequence[Row]) -> list[Row]:
+        """Return all columns of samples that were found, each with its `model` and `file`."""
+        places = [(row["file"], row["number"]) for row in found]
+        table = self._at(places, [*COLUMNS]).drop_columns([*PLACE])
+        files = (str(self.files[file]) for file, _ in places)
+        rows = map(mapped, table.to_pylist())
+        return [{**row, "file": file} for row, file in zip(rows, files, strict=True)]
 
     def routes(self, found: Row) -> list[list[list[int]]] | None:
         """Return the experts of each token of a sample's response, by routed layer.
@@ -225,23 +235,29 @@ def _ordered(table: pyarrow.Table, order: Order) -> list[Row]:
     rows: list[Row] = table.to_pylist()
     if order == "worst":
         graded = [row for row in rows if row["reward"] is not None]
-        return sorted(graded, key=lambda row: (row["reward"], -row["step"]))
+        return sorted(graded, key=lambda row: (row["reward"], _age(row)))
     if order == "longest":
-        return sorted(rows, key=lambda row: (-(row["tokens"] or 0), -row["step"]))
+        return sorted(rows, key=lambda row: (-(row["tokens"] or 0), _age(row)))
     if order == "newest":
-        seen = Counter[tuple[int, int]]()
-        places = []
-        for row in rows:
-            of = row["step"], row["group"]
-            places.append(0 if row["model"] is not None else seen[of])
-            seen[of] += 1
-        # Of an evaluation all count as the newest, since its steps are numbers of problems.
-        ranked = sorted(
-            zip(places, rows, strict=True),
-            key=lambda each: (0 if each[1]["model"] is not None else -each[1]["step"], each[0]),
-        )
-        return [row for _, row in ranked]
+        return _newest(rows)
     return [*_flipped(rows)] if order == "flipped" else rows
+
+
+def _age(row: Row) -> int:
+    """Return a number that is lower for newer samples; an evaluation's answers are of one age."""
+    return 0 if row["model"] is not None else -row["step"]
+
+
+def _newest(rows: Sequence[Row]) -> list[Row]:
+    """Return the newest samples first, and of every group of a step one before a second."""
+    seen = Counter[tuple[str | None, str, int, int]]()
+    ranks = []
+    for row in rows:
+        group = row["model"], row["domain"], row["step"], row["group"]
+        ranks.append((_age(row), seen[group]))
+        seen[group] += 1
+    order = sorted(range(len(rows)), key=ranks.__getitem__)
+    return [rows[place] for place in order]
 
 
 def _flipped(rows: Sequence[Row]) -> Iterator[Row]:

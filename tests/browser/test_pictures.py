@@ -15,6 +15,7 @@ from pipeline.report.screens.overview import LookApp
 from pipeline.run.directory import RunDirectory
 from tests.browser.reported_run import EXPERT, write_reported
 from tests.chromium import SCREENSHOTS, opened, screenshot, visit
+from tests.pipeline.test_screens import settled
 from tests.runs import REPOSITORY
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def test_a_screen_is_drawn(name: str, tmp_path: Path) -> None:
     async def drawn() -> str:
         app = LookApp(read_run(RunDirectory(run.path)), SCREENS[name], lambda *_: [])
         async with app.run_test(size=(150, 32)) as pilot:
-            await pilot.pause()
+            await settled(pilot)
             return app.export_screenshot()
 
     # Without the addresses of its fonts: a page of the docs asks no other host for anything.

@@ -112,6 +112,28 @@ def test_every_metric_has_a_chart_with_all_its_values(page: Page) -> None:
     caption = page.locator("[data-metric=entropy] figcaption").inner_text()
     assert f"fired at step {FIRED + 4}" in caption  # patience is 5
     assert page.get_by_text("attempt 2 running: from step 20").count() == 1
+    marks = page.locator("#marks").inner_text()
+    assert marks.endswith("upright: the guard fired; dotted: the stage was interrupted")
+
+
+def test_history_and_times_are_read_at_a_glance(page: Page) -> None:
+    visit(page, "verdict")
+    [row] = [row for row in cells(page, "Stages") if row[0].endswith(f" {EXPERT}")]
+    assert row[4] == "2 min 01 s"
+    visit(page, "lineage")
+    assert [row[3] for row in cells(page, "History") if row[0] == EXPERT][-1] == "done"
+
+
+def test_a_choice_is_in_the_address_that_is_mailed(page: Page) -> None:
+    visit(page, "routing/merge")
+    page.locator("#step").fill("0")
+    page.wait_for_function("location.hash.includes('at=0')")
+    assert "step 1," in page.locator("#expert").inner_text()
+    visit(page, f"samples/{EXPERT}?search=%5Eright%2030%200")
+    page.locator("#colouring").select_option("entropies")
+    page.wait_for_function("location.hash.includes('colour=entropies')")
+    page.locator("#samples").press("j")
+    assert page.locator("#colouring").input_value() == "entropies"
 
 
 def test_one_metric_of_all_stages_is_in_one_chart(page: Page) -> None:

@@ -44,7 +44,8 @@ def test_faults_are_listed_on_standard_error(braid: Braid, config: Path) -> None
 def test_a_misunderstood_command_line_is_exit_code_2(braid: Braid, config: Path) -> None:
     code, _, err = braid("run", config, "--nmae", "other")
     assert code == 2
-    assert "unrecognized arguments: --nmae other" in err
+    assert err.startswith("usage: braid run ")
+    assert 'unrecognized arguments: --nmae other; did you mean "--name"?' in err
     fork = braid("plan", config, "--fork", "other")
     assert fork[0] == 2
     assert "--fork other; braid run --dry-run takes --fork" in fork[2]

@@ -198,7 +198,7 @@ def test_a_sample_is_printed_with_what_was_recorded(recorded: Path, braid: Braid
         "4",
         "  prompt    x",
         r"  response  \x1b[31m",
-        "   token  engine  trainer  difference  entropy  advantage  teacher_kl",
+        "   token  engine  trainer  difference  entropy  advantage",
         "0  '0'        -1     -1.5        -0.5     0.25       -0.5",
         "1  '1'        -2                                     -0.5",
         "",

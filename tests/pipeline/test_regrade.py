@@ -13,17 +13,20 @@ import numpy as np
 import pytest
 from textual.pilot import Pilot
 
+from parallel.errors import UserError
 from pipeline.commands.common import read_run
 from pipeline.launch.one_off import regrade
 from pipeline.report.screens.overview import LookApp
 from pipeline.run.directory import RunDirectory
 from stages.data.prompts import PromptStream
 from stages.data.tokenizer import CharacterTokenizer
+from stages.regrade import problems
 from stages.sampling.sample_files import samples_file, write_samples
-from stages.settings import RunSettings
+from stages.settings import RegradeJob, RunSettings
 from tests.pipeline.conftest import load
 from tests.pipeline.measured_runs import Measured, Skill, answers, keys, write_run
 from tests.pipeline.recorded_runs import STAGE, sample
+from tests.pipeline.test_screens import settled
 
 Braid = Callable[..., tuple[int, str, str]]
 REWARD = "def score(problem, response):\n    return float(response == problem.answer)\n"
@@ -67,8 +70,14 @@ def regraded(braid: Braid, *arguments: str, stage: str = STAGE) -> list[dict[str
     return [each["graded_now"] for each in json.loads(out)["samples"]]
 
 
+def printed(braid: Braid, *arguments: str) -> str:
+    code, out, err = braid("look", "small", STAGE, *arguments)
+    assert code == 0, err
+    return out
+
+
 def refused(braid: Braid, *arguments: str) -> str:
-    code, out, err = braid("look", "small", STAGE, "--grade", *arguments)
+    code, out, err = braid("look", "small", STAGE, *arguments)
     assert (code, out) == (1, "")
     return err
 
@@ -79,11 +88,25 @@ def test_samples_are_graded_by_the_reward_as_it_is_now(
     assert [each["reward"] for each in regraded(braid)] == [1.0, 0.0]
     changed = REWARD.replace("float(response == problem.answer)", "0.5, 'half for all'")
     (tmp_path / "regraded.py").write_text(changed)
-    code, out, err = braid("look", "small", STAGE, "--grade", "--count", "1")
-    assert code == 0, err
+    out = printed(braid, "--grade", "--count", "1")
     assert "  reward    0 (exact 0" in out and "  now       0.5 (own 0.5)\n" in out
     assert "own: half for all" in out
     assert "graded again: 1 of 1 earn more, 0 less, 0 have no reward; mean 0, now 0.5" in out
+
+
+def test_the_samples_whose_reward_changes_are_shown(
+    graded: Path, tmp_path: Path, braid: Braid
+) -> None:
+    [changed] = regraded(braid, "--changed")
+    assert changed["reward"] == 1.0
+    only = printed(braid, "--grade", "--changed", "--count", "1")
+    assert only.splitlines()[-2:] == [
+        "graded again: 1 of 2 earn more, 0 less, 0 have no reward; mean 0, now 0.5",
+        "1 of 1 samples",
+    ]
+    (tmp_path / "regraded.py").write_text(REWARD.replace("problem.answer", "None"))
+    assert printed(braid, "--grade", "--changed").startswith("graded again: 0 of 2 earn more")
+    assert "add --grade" in refused(braid, "--changed")
 
 
 def test_a_generated_problem_is_found_in_the_stages_stream(
@@ -99,17 +122,35 @@ def test_a_generated_problem_is_found_in_the_stages_stream(
     assert grade["parts"].keys() == {"exact"} and grade["failure"] is None
 
 
+def test_a_generated_problem_that_is_not_found_is_said_so(
+    settings: RunSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stages.regrade.MOST_DRAWN", 2)
+    words = settings.domains["words"]
+    job = RegradeJob(
+        domains={"words": words},
+        tokenizer="characters",
+        pool=settings.rewards,
+        seed=0,
+        stage="experts.words",
+        samples=(),
+        result=Path("result.json"),
+    )
+    with pytest.raises(UserError, match="problem 00 is not among the first 2 that it generates"):
+        problems(job, "words", words, CharacterTokenizer(), ["00"])
+
+
 def test_what_cannot_be_graded_is_said(graded: Path, tmp_path: Path, braid: Braid) -> None:
     (tmp_path / "rows.jsonl").write_text('{"question": "a", "reply": "a?"}\n')
-    assert "is not in its data any more" in refused(braid)
+    assert "is not in its data any more" in refused(braid, "--grade")
     rollouts = graded / "stages" / STAGE / "rollouts"
     write_samples(samples_file(rollouts, 1), [sample(1, "a", 0.0, problem=None)])
-    assert "a sample without a problem of a domain cannot be graded" in refused(braid)
+    assert "a sample without a problem of a domain cannot be graded" in refused(braid, "--grade")
 
 
 def test_code_of_a_run_that_others_may_write_is_not_run(graded: Path, braid: Braid) -> None:
     graded.chmod(0o777)
-    assert "--trust-run" in refused(braid)
+    assert "--trust-run" in refused(braid, "--grade")
     assert [each["reward"] for each in regraded(braid, "--trust-run")] == [1.0, 0.0]
 
 
@@ -137,7 +178,7 @@ def test_keys_grade_again_and_show_experts(graded: Path) -> None:
         run = read_run(RunDirectory(graded))
         app = LookApp(run, STAGE, partial(regrade, run, trusted=False))
         async with app.run_test(size=(140, 40)) as pilot:
-            await pilot.pause()
+            await settled(pilot)
             await act(pilot)
 
     async def act(pilot: Pilot[None]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from threading import Event
 
 import pytest
 from rich.console import Console
@@ -12,8 +13,10 @@ from textual.pilot import Pilot
 from textual.widgets import DataTable, Static
 
 from pipeline.commands.common import read_run
-from pipeline.report.screens.overview import LookApp
+from pipeline.report.overview import Overview
+from pipeline.report.screens.overview import LookApp, MetricsScreen
 from pipeline.run.directory import RunDirectory
+from pipeline.run.run import Run
 from stages.sampling.sample_files import samples_file, write_samples
 from tests.pipeline.recorded_runs import HEALTHY, STAGE, log, sample
 from tests.pipeline.recorded_runs import recorded as recorded  # fixtures
@@ -28,7 +31,7 @@ def screens(run: Path, act: Act, stage: str | None = None) -> None:
     async def shown() -> None:
         app = LookApp(read_run(RunDirectory(run)), stage, lambda *_: [])
         async with app.run_test(size=(140, 40)) as pilot:
-            await pilot.pause()
+            await settled(pilot)
             await act(pilot)
 
     asyncio.run(shown())
@@ -48,9 +51,16 @@ def table(pilot: Pilot[None]) -> list[list[str]]:
     return [[str(cell) for cell in found.get_row_at(row)] for row in range(found.row_count)]
 
 
+async def settled(pilot: Pilot[None]) -> None:
+    """Wait until the present screen has read the run's files."""
+    await pilot.pause()
+    await pilot.app.workers.wait_for_complete()
+    await pilot.pause()
+
+
 async def press(pilot: Pilot[None], *keys: str) -> None:
     await pilot.press(*keys)
-    await pilot.pause()
+    await settled(pilot)
 
 
 def test_a_run_is_shown_with_its_health_and_stages(small: Path) -> None:
@@ -66,6 +76,25 @@ def test_a_run_is_shown_with_its_health_and_stages(small: Path) -> None:
         assert table(pilot) == []
 
     screens(small, act)
+
+
+def test_keys_do_not_wait_for_files(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pressed, read = Event(), Overview.of
+
+    def slow(run: Run) -> Overview:
+        assert pressed.wait(60)
+        return read(run)
+
+    monkeypatch.setattr(Overview, "of", slow)
+
+    async def act() -> None:
+        app = LookApp(read_run(RunDirectory(small)), None, lambda *_: [])
+        async with app.run_test() as pilot:
+            await pilot.press("c")
+            assert isinstance(app.screen, MetricsScreen)
+            pressed.set()
+
+    asyncio.run(act())
 
 
 def test_a_stage_without_samples_says_so_and_stays(small: Path) -> None:

@@ -20,7 +20,7 @@ from pipeline.report.experts import MOST
 from pipeline.report.health import symptoms
 from pipeline.report.page.recorded import Recorded
 from pipeline.report.page.timelines import timelines
-from pipeline.report.page.training import curves, guards, interruptions, planned_memory
+from pipeline.report.page.training import curves, guards, history, planned_memory
 from pipeline.report.stage_costs import stage_costs
 from pipeline.run.answers import measured_models
 from pipeline.run.ledger import minutes
@@ -64,8 +64,8 @@ def document(run: Run, others: Sequence[Run], redacted: bool, most_samples: int)
         ],
         "definitions": {name: metric._asdict() for name, metric in METRICS.items()},
         "curves": {name: curves(own) for name, own in lines.items() if own},
-        "interruptions": {
-            stage.name: [*interruptions(run, stage.name, lines[stage.name])] for stage in run.stages
+        "history": {
+            stage.name: [*history(run, stage.name, lines[stage.name])] for stage in run.stages
         },
         "guards": {stage.name: guards(run, stage, lines[stage.name]) for stage in run.stages},
         "others": {name: _other(run, other) for name, other in _named(run, others).items()},
@@ -87,7 +87,7 @@ def document(run: Run, others: Sequence[Run], redacted: bool, most_samples: int)
 
 def _without_causes(found: Json) -> Json:
     """Leave out why stages failed: a reward's failure quotes the prompt and the response."""
-    for each in (*found["stages"], *chain.from_iterable(found["interruptions"].values())):
+    for each in (*found["stages"], *chain.from_iterable(found["history"].values())):
         if each["state"] == "failed":
             each["cause"] = LEFT_OUT
     states = {stage["name"]: stage["state"] for stage in found["stages"]}

@@ -14,7 +14,7 @@ from pipeline.run.run import Run
 
 MOST_POINTS = 4000  # of a curve; more are thinned out
 DIGITS = 6  # of a number in a curve
-INTERRUPTIONS = ("running", "failed", "stale")
+SHOWN = ("running", "failed", "stale", "done")  # states of a history
 
 Json = dict[str, Any]
 
@@ -60,10 +60,10 @@ def guards(run: Run, stage: Stage, lines: Sequence[Line]) -> list[Json]:
     ]
 
 
-def interruptions(run: Run, stage: str, lines: Sequence[Line]) -> Iterator[Json]:
-    """Yield when a stage was started, continued or stopped, with the cause and the step."""
+def history(run: Run, stage: str, lines: Sequence[Line]) -> Iterator[Json]:
+    """Yield when a stage was started, continued, stopped or done, with the cause and the step."""
     for event in run.events:
-        if event.stage == stage and event.state in INTERRUPTIONS:
+        if event.stage == stage and event.state in SHOWN:
             before = [line["step"] for line in lines if line["time"] <= event.timestamp]
             yield {
                 **{"time": event.time, "state": event.state, "attempt": event.attempt},

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from rich.text import Text
 from textual.app import App, ComposeResult
 from textual.binding import Binding
 from textual.screen import Screen
 from textual.widgets import DataTable, Footer, Static
+from textual.worker import Worker
 
 from parallel.errors import UserError
 from pipeline.report.drawing import tree
-from pipeline.report.health import symptoms
+from pipeline.report.health import Symptom, symptoms
 from pipeline.report.overview import HEADINGS, Overview, health_lines, metric_rows
 from pipeline.report.tables import Cell
 from pipeline.report.waits import HEADINGS as WAITS
@@ -24,6 +26,7 @@ from stages.sampling.sample_files import Row
 
 SECONDS = 2.0  # between two looks at a run's files
 Regrade = Callable[[str, Sequence[Row]], list[dict[str, Any]]]
+Found = TypeVar("Found")
 METRIC_HEADINGS = ("metric", "curve", "first → last", "healthy")
 
 
@@ -71,7 +74,54 @@ def text_of(cell: str | Cell) -> Text:
     return Text(visible(text), style=style)
 
 
-class OverviewScreen(Screen[None]):
+class FollowingScreen(Screen[None], Generic[Found]):
+    """A table that follows a run: `read` gives what `show` shows, again every few seconds.
+
+    It reads in a thread: the files of a long run take a second, in which keys must not wait.
+    """
+
+    headings: tuple[str, ...] = ()
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self._run = run
+        self._reading: Worker[None] | None = None
+
+    def on_mount(self) -> None:
+        """Read the run, and again as long as the screen is shown."""
+        self.table.add_columns(*self.headings)
+        self._read_again()
+        self.set_interval(SECONDS, self._follow)
+
+    @property
+    def table(self) -> DataTable[Text]:
+        """The screen's table."""
+        return self.query_one(DataTable)
+
+    def _follow(self) -> None:
+        if self.app.screen is self and self._reading is not None and self._reading.is_finished:
+            self._read_again()
+
+    def _read_again(self) -> None:
+        self._reading = self.run_worker(self._read_and_show())
+
+    async def _read_and_show(self) -> None:
+        found = await asyncio.to_thread(self.read)
+        row = self.table.cursor_row
+        self.table.clear()
+        self.show(found)
+        self.table.move_cursor(row=row)
+
+    def read(self) -> Found:
+        """Return what the run's files say now; it runs in a thread."""
+        raise NotImplementedError
+
+    def show(self, found: Found) -> None:
+        """Fill the empty table."""
+        raise NotImplementedError
+
+
+class OverviewScreen(FollowingScreen[tuple[Overview, list[Symptom]]]):
     """The health line, and a line of each stage: state, curve, speed, where its seconds go."""
 
     BINDINGS: ClassVar = [
@@ -80,10 +130,11 @@ class OverviewScreen(Screen[None]):
         Binding("w", "waits", "waits"),
     ]
     CSS = "#health { padding: 1 1 1 1; height: auto; } DataTable { height: 1fr; }"
+    headings = HEADINGS
 
     def __init__(self, run: Run, regrade: Regrade) -> None:
-        super().__init__()
-        self._run, self._regrade = run, regrade
+        super().__init__(run)
+        self._regrade, self.sub_title = regrade, run.name
 
     def compose(self) -> ComposeResult:
         """Yield the health, the table and the keys."""
@@ -91,35 +142,22 @@ class OverviewScreen(Screen[None]):
         yield DataTable(id="stages", cursor_type="row")
         yield Footer()
 
-    def on_mount(self) -> None:
-        """Fill the table, and look again as long as it is shown."""
-        self.sub_title = self._run.name
-        self._table.add_columns(*HEADINGS)
-        self._fill()
-        self.set_interval(SECONDS, self._refresh)
-
-    def _refresh(self) -> None:
-        if self.app.screen is self:  # not while it is covered
-            self._fill()
-
-    @property
-    def _table(self) -> DataTable[Text]:
-        return self.query_one("#stages", DataTable)
-
-    def _fill(self) -> None:
+    def read(self) -> tuple[Overview, list[Symptom]]:
+        """Return the overview and what is out of its range."""
         found = Overview.of(self._run.refresh())
-        health = symptoms(self._run, found.states, found.lines)
+        return found, symptoms(self._run, found.states, found.lines)
+
+    def show(self, found: tuple[Overview, list[Symptom]]) -> None:
+        """Show the health and a row for each stage."""
+        overview, health = found
         lines = [text_of(each) for each in health_lines(health)]
         self.query_one("#health", Static).update(Text("\n").join(lines))
-        row = self._table.cursor_row
-        self._table.clear()
-        for name, cells in found.rows():
-            self._table.add_row(*map(text_of, cells), key=name)
-        self._table.move_cursor(row=row)
+        for name, cells in overview.rows():
+            self.table.add_row(*map(text_of, cells), key=name)
 
     @property
     def _chosen(self) -> str:
-        return list(tree(self._run.stages))[self._table.cursor_row]
+        return list(tree(self._run.stages))[self.table.cursor_row]
 
     def action_samples(self) -> None:
         """Show the chosen stage's samples."""
@@ -139,38 +177,20 @@ class OverviewScreen(Screen[None]):
         self.app.push_screen(WaitsScreen(self._run))
 
 
-class TableScreen(Screen[None]):
-    """One table, kept current; `rows` gives it."""
+class TableScreen(FollowingScreen[list[list[str | Cell]]]):
+    """A screen that is one table, whose cells `read` gives."""
 
     BINDINGS: ClassVar = [Binding("escape", "dismiss", "back")]
-    headings: tuple[str, ...] = ()
-
-    def __init__(self, run: Run) -> None:
-        super().__init__()
-        self._run = run
 
     def compose(self) -> ComposeResult:
         """Yield the table and the keys."""
         yield DataTable(cursor_type="row")
         yield Footer()
 
-    def on_mount(self) -> None:
-        """Fill the table, and look again as long as it is shown."""
-        self.query_one(DataTable).add_columns(*self.headings)
-        self._fill()
-        self.set_interval(SECONDS, self._fill)
-
-    def _fill(self) -> None:
-        table: DataTable[Text] = self.query_one(DataTable)
-        row = table.cursor_row
-        table.clear()
-        for cells in self.rows():
-            table.add_row(*map(text_of, cells))
-        table.move_cursor(row=row)
-
-    def rows(self) -> list[list[str | Cell]]:
-        """Return the cells of every row now."""
-        raise NotImplementedError
+    def show(self, found: list[list[str | Cell]]) -> None:
+        """Add a row for each list of cells."""
+        for cells in found:
+            self.table.add_row(*map(text_of, cells))
 
 
 class MetricsScreen(TableScreen):
@@ -182,7 +202,7 @@ class MetricsScreen(TableScreen):
         super().__init__(run)
         self._stage = stage
 
-    def rows(self) -> list[list[str | Cell]]:
+    def read(self) -> list[list[str | Cell]]:
         """Return a row for each metric."""
         return [*metric_rows(Overview.of(self._run.refresh()).lines[self._stage])]
 
@@ -192,7 +212,7 @@ class WaitsScreen(TableScreen):
 
     headings = WAITS
 
-    def rows(self) -> list[list[str | Cell]]:
+    def read(self) -> list[list[str | Cell]]:
         """Return a row for each process."""
         run = self._run.refresh()
         return waits_cells(waits(run, Overview.of(run).states))

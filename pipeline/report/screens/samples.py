@@ -148,7 +148,7 @@ class SamplesScreen(Screen[None]):
             target.update(Text(visible(str(error)), style="red"))
 
     def _text_of(self, found: Row) -> Text:
-        row = self._samples.whole(found)
+        [row] = self._samples.whole([found])
         text = Text("\n".join(sample_lines(row)))
         if self._marked is not None:
             text += Text("\n\n") + difference(self._marked, row)
@@ -196,7 +196,7 @@ class SamplesScreen(Screen[None]):
     def action_mark(self) -> None:
         """Compare what is shown from now on with the chosen sample; again: with none."""
         chosen = self._found[self._table.cursor_row : self._table.cursor_row + 1]
-        rows = [] if self._marked is not None else [self._samples.whole(each) for each in chosen]
+        rows = [] if self._marked is not None else self._samples.whole(chosen)
         self._marked = rows[0] if rows else None
         self._show()
 
@@ -217,7 +217,7 @@ class SamplesScreen(Screen[None]):
             self.call_after_refresh(self._grade, self._found[self._table.cursor_row])
 
     def _grade(self, found: Row) -> None:
-        row = self._samples.whole(found)
+        [row] = self._samples.whole([found])
         try:
             [grade] = self._regrade(self._stage, [row])
         except UserError as error:

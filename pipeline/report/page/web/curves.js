@@ -41,7 +41,8 @@ function curvesPage(data, { stage, options }) {
       name,
       h("form", { onsubmit: again, onchange: again }, search),
     ),
-    ...interruptionLines(data.interruptions[name]),
+    ...interruptionLines(interruptions(data, name)),
+    marksLine(data, name),
     h(
       "div",
       { class: "charts", id: "charts" },
@@ -56,6 +57,24 @@ function metricNames(own) {
   return Object.keys(own.metrics)
     .filter((name) => own.metrics[name].some((value) => value !== null))
     .sort((one, other) => rank(one) - rank(other) || one.localeCompare(other));
+}
+
+/** Return when a stage was started, continued or stopped, but not that it was done. */
+function interruptions(data, stage) {
+  return data.history[stage].filter((each) => each.state !== "done");
+}
+
+/** Return what the lines in a stage's charts mean; nothing where there are none. */
+function marksLine(data, stage) {
+  const guarded = data.guards[stage].length;
+  const fired = data.guards[stage].some((guard) => guard.fired.length);
+  const interrupted = interruptions(data, stage).some((each) => each.step > 0);
+  const said = [
+    guarded ? "dashed and shaded: a guard's threshold, and what is beyond it" : null,
+    fired ? "upright: the guard fired" : null,
+    interrupted ? "dotted: the stage was interrupted" : null,
+  ].filter(Boolean);
+  return said.length ? h("p", { class: "quiet", id: "marks" }, said.join("; ")) : null;
 }
 
 function interruptionLines(found) {
@@ -87,7 +106,7 @@ function metricChart(data, stage, metric) {
     ],
     sync: stage,
     guards,
-    interruptions: data.interruptions[stage].filter((each) => each.step > 0),
+    interruptions: interruptions(data, stage).filter((each) => each.step > 0),
   });
   element.dataset.metric = metric;
   return element;

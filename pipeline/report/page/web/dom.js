@@ -31,6 +31,16 @@ function short(value) {
     : String(Number(value.toPrecision(4)));
 }
 
+/** Return minutes as `48 s`, `3 min 05 s` or `2 h 10 min`; nothing for nothing. */
+function duration(minutes) {
+  if (minutes === null || minutes === undefined) return "";
+  const seconds = Math.round(60 * minutes);
+  const two = (value) => String(value).padStart(2, "0");
+  if (seconds < 60) return `${seconds} s`;
+  if (seconds < 3600) return `${Math.floor(seconds / 60)} min ${two(seconds % 60)} s`;
+  return `${Math.floor(seconds / 3600)} h ${two(Math.floor((seconds % 3600) / 60))} min`;
+}
+
 function percent(value) {
   return value === null || value === undefined ? "" : (100 * value).toFixed(1);
 }
@@ -130,6 +140,12 @@ function go(page, stage, options) {
 /** Return the present options with others in place of some. */
 function withOptions(changed) {
   return { ...Object.fromEntries(place().options.entries()), ...changed };
+}
+
+/** Change some options of the address, and nothing else of it. */
+function goWith(changed) {
+  const { page, stage } = place();
+  go(page, stage, withOptions(changed));
 }
 
 /** Return a colour of the page's style. */

@@ -3,7 +3,7 @@
 
 function lineagePage(data) {
   const events = data.stages.flatMap((stage) =>
-    data.interruptions[stage.name].map((each) => [
+    data.history[stage.name].map((each) => [
       stage.name,
       clockTime(each.time),
       each.attempt,

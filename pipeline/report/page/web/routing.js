@@ -66,9 +66,10 @@ function expertMaps(own, name, options) {
       );
       paint(Number(event.target.value));
     },
+    onchange: (event) => goWith({ at: event.target.value }),
   });
   queueMicrotask(() => paint(at));
-  const change = (event) => go("routing", name, { domain: event.target.value });
+  const change = (event) => goWith({ domain: event.target.value });
   const owners = Object.entries(own.owned).map(([each, experts]) => [
     each,
     experts

@@ -86,6 +86,8 @@ function tokensView(data, recorded, advantage) {
       : null;
   const columns = { ...recorded, difference };
   const known = Object.keys(COLOURINGS).filter((name) => columns[name]);
+  const asked = place().options.get("colour");
+  const chosen = known.includes(asked) ? asked : known[0];
   const text = h("pre", { class: "tokens", id: "tokens", tabindex: 0, "aria-label": "Tokens" });
   const said = h(
     "p",
@@ -104,10 +106,10 @@ function tokensView(data, recorded, advantage) {
   });
   const chooser = h(
     "select",
-    { id: "colouring", onchange: (event) => paint(event.target.value) },
-    known.map((name) => h("option", { value: name }, COLOURINGS[name])),
+    { id: "colouring", onchange: (event) => goWith({ colour: event.target.value }) },
+    known.map((name) => h("option", { value: name, selected: name === chosen }, COLOURINGS[name])),
   );
-  if (known.length) paint(known[0]);
+  if (known.length) paint(chosen);
   return [
     h("h2", {}, "Tokens"),
     h("p", {}, h("label", { class: "quiet" }, "coloured by ", chooser)),

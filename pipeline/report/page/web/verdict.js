@@ -51,10 +51,10 @@ function stageTable(data) {
     stage.kind,
     h("span", { class: stage.state }, `${STATE_SIGNS[stage.state] || ""} ${stage.state}`),
     progress(stage),
-    stage.minutes ?? "",
+    duration(stage.minutes),
     stage.cause || "",
   ]);
-  return table(["stage", "kind", "state", "steps", "minutes", "cause"], rows, "Stages");
+  return table(["stage", "kind", "state", "steps", "time", "cause"], rows, "Stages");
 }
 
 const STATE_SIGNS = {
@@ -156,9 +156,14 @@ function models(data) {
     ...section(
       "Cost",
       "time of all attempts, most memory of a rank",
-      ["stage", "sampled tokens", "trained tokens", "minutes", "memory"],
+      ["stage", "sampled tokens", "trained tokens", "time", "memory"],
       found.stages.map((cost) => [
-        ...[cost.stage, cost.sampled_tokens ?? "", cost.trained_tokens ?? "", cost.minutes ?? ""],
+        ...[
+          cost.stage,
+          cost.sampled_tokens ?? "",
+          cost.trained_tokens ?? "",
+          duration(cost.minutes),
+        ],
         bytes(cost.peak_gpu_bytes || cost.peak_bytes),
       ]),
     ),
