@@ -17,7 +17,8 @@ from parallel.families import (
     architecture,
     routed_layers,
 )
-from parallel.settings import LayoutSettings, ModelSettings, chunk_layers
+from parallel.layout_rules import chunk_layers
+from parallel.settings import LayoutSettings, ModelSettings
 
 BYTES = {"fp32": 4, "bf16": 2}
 FP32 = BYTES["fp32"]

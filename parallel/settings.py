@@ -1,16 +1,13 @@
-"""The settings of model, layout, optimizer and engine, and the rules between them.
+"""The settings of model, layout, optimizer and engine; `parallel.layout_rules` has the rules.
 
 This module never imports torch: `pipeline` validates a configuration on login nodes without it.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
-from itertools import accumulate, pairwise, product
+from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -30,7 +27,6 @@ CHARACTERS = "characters"
 # On GPUs hundreds of processes import torch and vLLM from one file system, kernels are compiled and
 # graphs are captured before an engine is ready.
 START_SECONDS, GPU_START_SECONDS = 300, 1800
-SHOWN_SIZES = 20  # sizes to choose from that a message lists
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -305,198 +301,3 @@ class EngineJob(Settings):
     sampling_mask: bool = Field(
         False, description="whether some sampling of the run keeps a part of the vocabulary"
     )
-
-
-def divisors(count: int) -> list[int]:
-    """Return the divisors of a positive number in ascending order, in O(sqrt(count))."""
-    small = [size for size in range(1, math.isqrt(count) + 1) if count % size == 0]
-    return small + [count // size for size in reversed(small) if size * size != count]
-
-
-def one_of(sizes: list[int]) -> str:
-    """Return the end of a message: the sizes to choose from, the smallest if there are many."""
-    more = len(sizes) - SHOWN_SIZES
-    larger = f" or {more} larger" if more > 0 else ""
-    return f"use one of {sizes[:SHOWN_SIZES]}{larger}"
-
-
-def chunk_layers(model: ModelSettings, layout: LayoutSettings) -> Sequence[range]:
-    """Return the layers of every model chunk, in the model's order.
-
-    Chunk `rank + pipeline * n` is the n-th chunk of a pipeline rank. All chunks of a stage have
-    equally many layers, as in megatron-core. A layout with `layout_violations` has no such split;
-    its chunks then differ by at most one layer.
-    """
-    uneven = layout.first_stage_layers, layout.last_stage_layers
-    return _chunk_layers(model.layers, layout.pipeline, layout.virtual_pipeline, *uneven)
-
-
-@lru_cache(maxsize=16)  # asked for once per chunk, of which there may be thousands
-def _chunk_layers(
-    layers: int, stages: int, virtual: int, first: int | None, last: int | None
-) -> tuple[range, ...]:
-    chunks = stages * virtual
-    if first is None and last is None:
-        starts = [layers * chunk // chunks for chunk in range(chunks + 1)]
-        return tuple(range(*edges) for edges in pairwise(starts))
-    sizes = [size // virtual for size in _stage_layers(layers, stages, first, last)]
-    ends = list(accumulate(sizes * virtual))
-    return tuple(range(start, end) for start, end in pairwise([0, *ends]))
-
-
-def _stage_layers(layers: int, stages: int, first: int | None, last: int | None) -> list[int]:
-    """Return the layers of every stage of an uneven pipeline."""
-    between = stages - (first is not None) - (last is not None)
-    each = (layers - (first or 0) - (last or 0)) // max(1, between)
-    ends = [] if first is None else [first], [] if last is None else [last]
-    return [*ends[0], *[each] * between, *ends[1]]
-
-
-def _divides_evenly(model: ModelSettings, layout: LayoutSettings) -> bool:
-    """Return true if the stages of an uneven pipeline have all layers, in chunks of equal size."""
-    first, last = layout.first_stage_layers, layout.last_stage_layers
-    stages = _stage_layers(model.layers, layout.pipeline, first, last)
-    whole = sum(stages) == model.layers and min(stages) > 0
-    return whole and not any(size % layout.virtual_pipeline for size in stages)
-
-
-def _uneven_stages(model: ModelSettings, layout: LayoutSettings, key: str) -> list[int]:
-    """Return the sizes of the stage of `key` that fit the model, the closest to even first."""
-    if (
-        layout.pipeline > model.layers
-    ):  # a mistyped digit: no sizes, and no list of a million stages
-        return []
-    even = model.layers / layout.pipeline
-    sizes = sorted(range(1, model.layers), key=lambda size: abs(size - even))
-    return [n for n in sizes if _divides_evenly(model, layout.model_copy(update={key: n}))]
-
-
-def _pipeline_violations(model: ModelSettings, layout: LayoutSettings) -> Iterator[tuple[str, str]]:
-    virtual, layers = layout.virtual_pipeline, model.layers
-    stages, uneven = layout.pipeline, ("first_stage_layers", "last_stage_layers")
-    given = {key: size for key in uneven if (size := getattr(layout, key)) is not None}
-    if stages == 1:
-        for key in (*(["virtual_pipeline"] if virtual > 1 else []), *given):
-            yield f"layout.{key}", "requires layout.pipeline of 2 or more"
-        return
-    if given:
-        if _divides_evenly(model, layout):
-            return
-        key = next(iter(given))
-        without = layout.model_copy(update={key: None})
-        fits = one_of(sorted(sizes)) if (sizes := _uneven_stages(model, without, key)) else ""
-        between = stages - len(given)
-        chunks = f", each in {virtual} chunks of equal size" if virtual > 1 else ""
-        shown = " + ".join(f"{name} {size}" for name, size in given.items())
-        stages_left = f"{between} stage{'' if between == 1 else 's'}"
-        left = layers - sum(given.values())
-        leaves = f"leaves {left} of model.layers = {layers} for {stages_left}{chunks}"
-        wrong = f"is more than model.layers = {layers}" if left < 0 else leaves
-        yield f"layout.{key}", f"{shown} {wrong}; {fits or 'change layout.pipeline'}"
-    elif layers % (stages * virtual):
-        key, parts, use = "pipeline", str(stages), f"{one_of(divisors(layers))}"
-        if virtual > 1:
-            key, parts = "virtual_pipeline", f"pipeline {stages} x virtual_pipeline {virtual}"
-            use = one_of(divisors(layers // stages)) if layers % stages == 0 else ""
-        if sizes := _uneven_stages(model, layout, uneven[0]):
-            left = layers - sizes[0]
-            leaves = f"which leaves {left} = {stages - 1} x {left // (stages - 1)}"
-            use += f"{', or ' if use else 'use '}layout.first_stage_layers: {sizes[0]}, {leaves}"
-        message = f"{parts} does not divide model.layers = {layers}"
-        yield f"layout.{key}", f"{message}; {use or 'change layout.pipeline'}"
-
-
-def _recompute_violations(
-    model: ModelSettings, layout: LayoutSettings
-) -> Iterator[tuple[str, str]]:
-    key, chosen = "layout.recompute_modules", layout.recompute_modules
-    names = ", ".join(get_args(RecomputeModule))
-    if layout.recompute != "selective":
-        if chosen:
-            yield key, f"requires layout.recompute: selective, not {layout.recompute}"
-        return
-    if not chosen:
-        yield key, f"must name modules with layout.recompute: selective; any of {names}"
-    if repeated := sorted({name for name in chosen if chosen.count(name) > 1}):
-        yield key, f"{', '.join(repeated)} named twice"
-    if "mla_up_proj" in chosen and model.family != "deepseek_v3":
-        yield key, f"mla_up_proj is of deepseek_v3's attention, not of {model.family}'s"
-    for name in ("mlp", "shared_experts"):
-        if name in chosen and model.family not in ("deepseek_v3", "glm4_moe"):
-            what = "dense layers" if name == "mlp" else "shared experts"
-            yield key, f"{name}: {model.family} has no {what}; use moe"
-    inside = {"moe_act", "shared_experts"} & set(chosen)
-    if "moe" in chosen and inside:
-        yield key, f"moe recomputes {' and '.join(sorted(inside))} already; name one of them"
-
-
-def optimizer_violations(
-    optimizer: OptimizerSettings, model: ModelSettings, layout: LayoutSettings
-) -> Iterator[tuple[str, str]]:
-    """Yield what the optimizer's options need and do not have, as (field, message)."""
-    asked = {"precision_aware": optimizer.precision_aware, "cpu_offload": optimizer.cpu_offload > 0}
-    for field in (name for name, wanted in asked.items() if wanted):
-        low = field == "precision_aware" and model.precision != "bf16"
-        for broken, needs in (
-            (optimizer.algorithm != "adam", "algorithm: adam"),
-            (low, "model.precision: bf16"),
-            (not layout.distributed_optimizer, "layout.distributed_optimizer: true"),
-        ):
-            if broken:
-                yield field, f"requires {needs}"
-
-
-_MUST_DIVIDE = (
-    ("layout.expert", "model.experts"),
-    ("layout.tensor", "model.key_value_heads"),
-    ("layout.tensor", "model.vocabulary_size"),
-    ("layout.expert_tensor", "model.expert_hidden_size"),
-    ("model.key_value_heads", "model.attention_heads"),
-)
-
-
-def _dividing_ranks(
-    model: ModelSettings, layout: LayoutSettings, name: str, sizes: dict[str, int]
-) -> str:
-    """Return the end of a message: sizes of `name` whose product with the others divides ranks."""
-    product = math.prod(sizes.values())
-    ranks, others = f"a multiple of {product} as layout.ranks", product // sizes[name]
-    if layout.ranks % others:
-        return f"use {ranks}"
-    wholes = [whole for part, whole in _MUST_DIVIDE if part == f"layout.{name}"]
-    counts = [getattr(model, whole.removeprefix("model.")) for whole in wholes]
-    if name == "pipeline" and layout.first_stage_layers is layout.last_stage_layers is None:
-        counts.append(model.layers)
-    fits = [n for n in divisors(layout.ranks // others) if not any(each % n for each in counts)]
-    return f"{one_of(fits)}, or {ranks}"
-
-
-def layout_violations(model: ModelSettings, layout: LayoutSettings) -> list[tuple[str, str]]:
-    """Return every reason why the layout does not fit the model, as (dotted key, message)."""
-    found = []
-    values = {f"layout.{name}": size for name, size in layout}
-    values |= {f"model.{name}": size for name, size in model}
-    for part, whole in _MUST_DIVIDE:
-        if values[whole] % values[part]:
-            use = one_of(divisors(values[whole]))
-            message = f"{values[part]} does not divide {whole} = {values[whole]}; {use}"
-            found.append((part, message))
-    found += [*_pipeline_violations(model, layout), *_recompute_violations(model, layout)]
-    if layout.dispatcher == "flex" and layout.expert * layout.expert_tensor == 1:
-        message = "flex requires layout.expert or layout.expert_tensor of 2 or more; use auto"
-        found.append(("layout.dispatcher", message))
-    for names in (("tensor", "pipeline", "context"), ("expert_tensor", "expert", "pipeline")):
-        sizes = {name: getattr(layout, name) for name in names}
-        if layout.ranks % math.prod(sizes.values()):
-            split = [name for name, size in sizes.items() if size > 1]
-            shown = " x ".join(f"{name} {sizes[name]}" for name in split)
-            message = f"{shown} does not divide layout.ranks = {layout.ranks}"
-            use = _dividing_ranks(model, layout, split[-1], sizes)
-            found.append((f"layout.{split[-1]}", f"{message}; {use}"))
-    if model.head_dim % 2:
-        message = f"{model.head_dim} must be even (rotary embeddings rotate pairs)"
-        found.append(("model.head_dim", message))
-    if (chosen := model.experts_per_token) > model.experts:
-        message = f"{chosen} is more than model.experts = {model.experts}"
-        found.append(("model.experts_per_token", message))
-    return found

@@ -12,7 +12,8 @@ from itertools import product
 from typing import Literal, NamedTuple
 
 from parallel.boxes import Box, along
-from parallel.settings import LayoutSettings, ModelSettings, chunk_layers
+from parallel.layout_rules import chunk_layers
+from parallel.settings import LayoutSettings, ModelSettings
 from parallel.weights.names import EMBEDDING, HEAD, ModelWeights, Part, Weight, tensor_prefix
 
 

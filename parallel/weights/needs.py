@@ -9,7 +9,8 @@ import math
 from collections.abc import Iterator
 
 from parallel.boxes import Box, along
-from parallel.settings import ModelSettings, divisors, one_of
+from parallel.layout_rules import divisors, one_of
+from parallel.settings import ModelSettings
 from parallel.weights.names import ModelWeights, Part, Units, Weight, tensor_prefix
 
 

@@ -15,14 +15,13 @@ from pydantic import ValidationError
 
 from parallel.errors import hint
 from parallel.families import FAMILIES, architecture, family_violations
+from parallel.layout_rules import layout_violations, optimizer_violations
 from parallel.settings import (
     CHARACTERS,
     TOKENIZER_SIZE,
     EngineSettings,
     LayoutSettings,
     ModelSettings,
-    layout_violations,
-    optimizer_violations,
 )
 from pipeline.config.engine_rules import engine_rules, quantized_rollout_rules
 from pipeline.config.quantized import requantized

@@ -11,8 +11,8 @@ from typing import Any
 
 from parallel.engine.memory import gib
 from parallel.errors import UserError
+from parallel.layout_rules import divisors
 from parallel.phases import PhaseMemory
-from parallel.settings import divisors
 from parallel.slots import fits_nodes
 from pipeline.config.rules import violations
 from pipeline.report.gpu_memory import GpusOf, NodeGpus, stage_phases

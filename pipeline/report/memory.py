@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from parallel.engine.memory import cache_bytes, engine_weights, tokens_in
+from parallel.layout_rules import chunk_layers
 from parallel.memory import RankMemory, parameter_count
-from parallel.settings import EngineSettings, chunk_layers
+from parallel.settings import EngineSettings
 from pipeline.report.gpu_memory import GpusOf, NodeGpus, gpu_cache, phase_table, stage_phases
 from pipeline.report.stage_memory import stage_memory
 from pipeline.report.tables import Cell, human, indented, layout_text, table

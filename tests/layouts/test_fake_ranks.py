@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from parallel.layout_rules import layout_violations
 from parallel.memory import training_memory
-from parallel.settings import LayoutSettings, ModelSettings, layout_violations
+from parallel.settings import LayoutSettings, ModelSettings
 from parallel.weights.planner import EngineSizes, Plan
 from tests.layouts.hugging_face_cases import FAMILIES
 from tests.layouts.real_models import DEEPSEEK_V3, GLM_AIR, QWEN3_30B

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from parallel.settings import LayoutSettings, layout_violations
+from parallel.layout_rules import layout_violations
+from parallel.settings import LayoutSettings
 from tests.layouts.cases import MODEL
 from tests.layouts.hugging_face_cases import FAMILIES
 from tests.layouts.recompute_cases import difference, overlap_difference, passes

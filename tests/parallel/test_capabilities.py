@@ -19,12 +19,8 @@ from parallel.capabilities import (
     transformer_flags,
 )
 from parallel.errors import UserError
-from parallel.settings import (
-    LayoutSettings,
-    ModelSettings,
-    OptimizerSettings,
-    optimizer_violations,
-)
+from parallel.layout_rules import optimizer_violations
+from parallel.settings import LayoutSettings, ModelSettings, OptimizerSettings
 from tests.layouts.hugging_face_cases import FAMILIES
 
 CPU = Machine()

@@ -8,13 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from parallel.settings import (
-    MOST,
-    LayoutSettings,
-    ModelSettings,
-    chunk_layers,
-    layout_violations,
-)
+from parallel.layout_rules import chunk_layers, layout_violations
+from parallel.settings import MOST, LayoutSettings, ModelSettings
 
 
 def model(layers: int) -> ModelSettings:
@@ -196,7 +191,7 @@ def test_a_mistyped_number_of_stages_lists_no_stage(monkeypatch: pytest.MonkeyPa
     def listed(*_: object) -> list[int]:
         raise AssertionError("the stages were listed")
 
-    monkeypatch.setattr("parallel.settings._stage_layers", listed)
+    monkeypatch.setattr("parallel.layout_rules._stage_layers", listed)
     found = layout_violations(model(2000), LayoutSettings(ranks=MOST, pipeline=MOST))
     divisors = "1, 2, 4, 5, 8, 10, 16, 20, 25, 40, 50, 80, 100, 125, 200, 250, 400, 500, 1000, 2000"
     message = f"1000000 does not divide model.layers = 2000; use one of [{divisors}]"

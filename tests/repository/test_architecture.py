@@ -43,6 +43,7 @@ WITHOUT_TORCH = {
     "parallel.files",
     "parallel.forkserver",
     "parallel.gpus",
+    "parallel.layout_rules",
     "parallel.memory",
     "parallel.network",
     "parallel.on_gpus",
