@@ -6,8 +6,9 @@ import json
 import sys
 from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace
 from argparse import RawDescriptionHelpFormatter as Raw
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -244,8 +245,25 @@ with the file's, and a mapping of names to values, such as weights, replaces the
 
 
 def print_json(arguments: Namespace, value: Any) -> None:
-    """Print a value on standard output, which `--json` keeps free of all else."""
-    print(json.dumps(value, indent=2), file=arguments.output)
+    """Print a value on standard output, which `--json` keeps free of all else.
+
+    A number that is not finite, which JSON lacks, is null.
+    """
+    try:
+        text = json.dumps(value, indent=2, allow_nan=False)
+    except ValueError:
+        text = json.dumps(_finite(value), indent=2)
+    print(text, file=arguments.output)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) for each in value]
+    return value
 
 
 def find(runs_dir: Path, name: str) -> RunDirectory:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
 from pathlib import Path
 
 from parallel.errors import UserError
@@ -23,6 +23,14 @@ FEWER = 0.9  # of the samples that would fit, were all of one size
 SECONDS = 5.0  # between two looks at a run that is watched
 
 
+def _file(text: str) -> Path:
+    """Return the path of a file that may be replaced; raise ArgumentTypeError for another."""
+    path = Path(text)
+    if not text or (path.exists() and not path.is_file()):
+        raise ArgumentTypeError(f"{text!r} is not a file that could be replaced")
+    return path
+
+
 @command(
     "report",
     "write a run as one HTML file that a browser opens without a network",
@@ -39,7 +47,7 @@ SECONDS = 5.0  # between two looks at a run that is watched
     Argument(
         "--output",
         dest="written",  # `output` is where --json goes
-        type=Path,
+        type=_file,
         metavar="FILE",
         help="(default: report.html in the run)",
     ),
@@ -98,7 +106,12 @@ def _write_run(arguments: Namespace, run: Run) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    write_atomically(path, text)
+    path = path.resolve()  # what a link points to is replaced, not the link
+    try:
+        write_atomically(path, text)
+    except OSError as error:
+        why = f"{shown(path)}: {error.strerror}"
+        raise UserError(f"{why}; write it elsewhere with: --output FILE") from error
     say(f"{shown(path)}: {human(len(text.encode()))}", flush=True)
 
 

@@ -28,6 +28,7 @@ from pipeline.report.tables import table
 from pipeline.report.waits import waits, waits_table
 from pipeline.run.run import Run
 from pipeline.slurm.queue import states_now
+from pipeline.text import say, shown
 
 SECONDS = 2.0  # between two looks at a run that is followed
 COUNT = 5  # samples that are shown
@@ -107,7 +108,7 @@ def _order(name: str, text: str) -> Argument:
     ),
     Argument(
         "--step",
-        type=common.positive,
+        type=common.whole,  # an evaluation's first problems are of step 0
         action="append",
         metavar="N",
         help="only this step; may be repeated",
@@ -183,7 +184,7 @@ def _order(name: str, text: str) -> Argument:
 def look(arguments: Namespace) -> None:
     """Show a run, or samples of a stage."""
     run = common.load_run(arguments)
-    mode = next((name for name in MODES if getattr(arguments, name)), None)
+    mode = next((name for name in MODES if getattr(arguments, name) not in (None, False)), None)
     _check_options(arguments, mode)
     if arguments.stage:
         [stage] = run.chosen([arguments.stage])
@@ -220,6 +221,8 @@ def _check_options(arguments: Namespace, mode: str | None) -> None:
             raise UserError(f"--{option} does not go with --{mode}")
     if arguments.follow and (arguments.stage or mode):
         raise UserError("--follow is about the whole run: name no STAGE and no other view")
+    if arguments.follow and arguments.json:
+        raise UserError("--follow prints again and again, which is no JSON: leave one of both out")
     if arguments.stage and mode is not None and "stage" not in MODES[mode]:
         raise UserError(f"--{mode} is about the whole run: name no STAGE")
 
@@ -272,6 +275,8 @@ def _show_run(arguments: Namespace, run: Run) -> None:
         before = overview.progress
         while overview.progress == before and overview.is_running:
             time.sleep(SECONDS)
+            if not run.path.exists():
+                raise UserError(f"{shown(run.path)} is gone")
             overview = Overview.of(run.refresh())
         _print_run(arguments, run, overview)
 
@@ -296,9 +301,10 @@ def _show_samples(arguments: Namespace, run: Run) -> None:
     again = grading if arguments.grade else None
     listing = Listing.of(samples, found, arguments.count, again, arguments.changed)
     if arguments.json:
-        print_json(arguments, listing_json(listing))
+        print_json(arguments, listing_json(samples, listing, arguments.routes))
     else:
         print_samples(run, samples, listing, arguments.tokens, arguments.routes)
+    say(*(f"braid: left out: {each}" for each in samples.damaged), file=sys.stderr)
 
 
 def _asked(arguments: Namespace) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, count
 from pathlib import Path
 from types import MappingProxyType
@@ -209,23 +209,30 @@ def _execute(
     return directory.results
 
 
-def answer_of(name: str, module: str, job: Mapping[str, Any]) -> Any:
+def answer_of(
+    name: str, module: str, job: Mapping[str, Any], check: Callable[[], None] | None = None
+) -> Any:
     """Run a module on a job as a process of its own, and return the JSON of its result file.
 
     The module may import everything that this process must not. The job gets the file as `result`.
+    `check` is called again and again, and raises to stop; without one a signal stops it, for which
+    this must be the main thread.
 
     Raises:
         UserError: the module failed.
         Stopped: a signal stopped it.
     """
-    # An unhandled signal would end this process and leave the temporary directory behind.
-    with Signals() as signals, tempfile.TemporaryDirectory(prefix="braid-") as temporary:
+    if check is None:
+        # An unhandled signal would end this process and leave the temporary directory behind.
+        with Signals() as signals:
+            return answer_of(name, module, job, signals.check)
+    with tempfile.TemporaryDirectory(prefix="braid-") as temporary:
         path, result = Path(temporary) / "job.json", Path(temporary) / "result.json"
         write_atomically(path, json.dumps({**job, "result": str(result)}))
         child = Child(name, python_module(module, path), path.with_name("log"), {})
         try:
             while child.status() is None:
-                signals.check()
+                check()
                 wait_for_all([child], LOOK_SECONDS)
                 for notice in child.notices():
                     say(notice)
@@ -238,12 +245,18 @@ def answer_of(name: str, module: str, job: Mapping[str, Any]) -> Any:
 
 
 def regrade(
-    run: Run, stage: str, rows: Sequence[Mapping[str, Any]], trusted: bool
+    run: Run,
+    stage: str,
+    rows: Sequence[Mapping[str, Any]],
+    check: Callable[[], None] | None = None,
+    *,
+    trusted: bool,
 ) -> list[dict[str, Any]]:
     """Return the `reward`, `parts`, `messages` and `failure` that samples of a stage earn now.
 
     `rows` have the columns of recorded samples. The rewards are those of run.yaml, in a process of
     their own; what they read (the code of a Python reward, a judge) may have changed since.
+    `check`: see `answer_of`.
 
     Raises:
         UserError: others may have written the run, which names code, and it is not trusted; a
@@ -276,5 +289,5 @@ def regrade(
             for row in rows
         ],
     }
-    found: list[dict[str, Any]] = answer_of("the grading", "stages.regrade", job)
+    found: list[dict[str, Any]] = answer_of("the grading", "stages.regrade", job, check)
     return found

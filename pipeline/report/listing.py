@@ -9,6 +9,7 @@ from itertools import zip_longest
 from typing import Any
 
 from pipeline.report.sample_text import (
+    Grade,
     grade_lines,
     regraded_line,
     route_table,
@@ -22,8 +23,6 @@ from pipeline.run.samples import StageSamples, columns_of
 from pipeline.text import say
 from stages.data.tokenizer import load_tokenizer
 from stages.sampling.sample_files import Row
-
-Grade = dict[str, Any]  # what `regrade` returns of a sample
 
 
 @dataclass(frozen=True)
@@ -89,13 +88,18 @@ def print_samples(
         say(f"{len(shown)} of {len(found)} samples{more}")
 
 
-def listing_json(listing: Listing) -> dict[str, Any]:
-    """Return what `braid look STAGE --json` prints; `graded_now` is of those graded again."""
-    rows = [
-        {**columns_of(row), "model": row["model"], "file": row["file"]}
-        | ({} if grade is None else {"graded_now": grade})
-        for row, grade in zip_longest(listing.shown, listing.grades)
-    ]
+def listing_json(samples: StageSamples, listing: Listing, routes: bool) -> dict[str, Any]:
+    """Return what `braid look STAGE --json` prints.
+
+    `graded_now` is of samples that were graded again, `routes` by token and layer.
+    """
+    rows = []
+    places = listing.found[: len(listing.shown)]
+    for place, row, grade in zip_longest(places, listing.shown, listing.grades):
+        own = {**columns_of(row), "model": row["model"], "file": row["file"]}
+        own |= {} if grade is None else {"graded_now": grade}
+        own |= {"routes": samples.routes(place)} if routes else {}
+        rows.append(own)
     return {"count": len(listing.found), "samples": rows}
 
 

@@ -163,14 +163,19 @@ def _curve(lines: Sequence[Line]) -> tuple[str, str]:
 
 
 def sparkline(values: Sequence[float], width: int = WIDTH) -> str:
-    """Return the means of equal parts of the finite values, as bars between their extremes."""
+    """Return the means of equal parts of the finite values, as bars between their extremes.
+
+    Nothing where no value is finite, or they lie too far apart to subtract.
+    """
     values = [value for value in values if isfinite(value)]
+    if not values:
+        return ""
     count = min(width, len(values))
     edges = [len(values) * each // count for each in range(count + 1)]
-    if not count:
-        return ""
     means = [sum(values[start:end]) / (end - start) for start, end in pairwise(edges)]
     lowest, spread = min(means), max(means) - min(means)
+    if not isfinite(spread):
+        return ""
     top = len(BARS) - 1
     return "".join(BARS[round(top * (each - lowest) / spread) if spread else 0] for each in means)
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from pipeline.report.tables import Cell, table
 from pipeline.text import visible
 
+Grade = dict[str, Any]  # the `reward`, `parts`, `messages` and `failure` of a sample now
+# Grades samples of a stage; the last argument is called again and again, and raises to stop.
+Regrade = Callable[[str, Sequence[dict[str, Any]], Callable[[], None]], list[Grade]]
 KEY_DIGITS = 12  # of a problem's key, which are enough to tell problems apart
 TOKEN_COLUMNS = ("logprobs", "trainer_logprobs", "entropies", "advantages", "teacher_kl")
 HEADINGS = ("", "token", "engine", "trainer", "difference", "entropy", "advantage", "teacher_kl")

@@ -55,9 +55,13 @@ class StageSamples:
     """The samples that a stage has recorded, of training steps or of an evaluation's answers."""
 
     def __init__(self, directory: StageDirectory) -> None:
+        """Find the files; raise UserError where a directory cannot be read."""
         self._directory = directory
+        for each in (directory.rollouts, directory.samples):
+            _check_readable(each)
         self.files = sorted(directory.rollouts.glob("step_*.parquet"))
         self.files += sorted(directory.samples.rglob("*.parquet"))
+        self._damaged: dict[int, str] = {}
 
     @property
     def steps(self) -> list[int]:
@@ -75,10 +79,12 @@ class StageSamples:
         return Counter(self._light["problem"].to_pylist())
 
     def rows(self, problems: Collection[str] | None = None) -> Iterator[Row]:
-        """Yield the samples, all or those of some problems, with the `model` that gave each."""
+        """Yield the samples, all or those of some problems, with the `model` that gave each.
+
+        Those of damaged files are left out.
+        """
         chosen = None if problems is None else pyarrow.array(problems, pyarrow.string())
-        for number, path in enumerate(self.files):
-            table = self._read(number, path, [*COLUMNS])
+        for table in self._tables([*COLUMNS]):
             if chosen is not None:
                 table = table.filter(compute.is_in(table["problem"], chosen))
             yield from map(mapped, table.drop_columns([*PLACE]).to_pylist())
@@ -89,24 +95,35 @@ class StageSamples:
 
     def _table(self, columns: Sequence[str]) -> pyarrow.Table:
         """Return columns of all samples, with the `model` that gave them and their `PLACE`."""
-        tables = [self._read(number, path, columns) for number, path in enumerate(self.files)]
+        tables = [*self._tables(columns)]
         if not tables:
-            raise UserError(
-                f"{shown(self._directory.path)} has no recorded samples: the stage has not finished"
-                " a step, or records none"
-            )
+            none = "has no recorded samples: the stage has not finished a step, or records none"
+            raise UserError(next(iter(self.damaged), f"{shown(self._directory.path)} {none}"))
         return pyarrow.concat_tables(tables)
+
+    @property
+    def damaged(self) -> list[str]:
+        """Why some files' samples are left out: damaged, or taken away by a resumed stage."""
+        return [*self._damaged.values()]
+
+    def _tables(self, columns: Sequence[str]) -> Iterator[pyarrow.Table]:
+        """Yield columns of every file's samples, but of damaged files, which it notes."""
+        for number, path in enumerate(self.files):
+            if number not in self._damaged:
+                try:
+                    table = self._read(number, path, columns)
+                except UserError as error:
+                    self._damaged[number] = str(error)
+                else:
+                    yield table
 
     def _read(self, number: int, path: Path, columns: Sequence[str]) -> pyarrow.Table:
         try:
-            table = parquet.ParquetFile(path).read([*columns], use_threads=False)
+            table = _checked(parquet.ParquetFile(path).read([*columns], use_threads=False), columns)
         except (OSError, ValueError, pyarrow.ArrowException) as error:
-            raise UserError(f"{shown(path)}: damaged: {error}") from error
+            why = getattr(error, "strerror", None) or f"damaged: {error}"
+            raise UserError(f"{shown(path)}: {why}") from error
         count = len(table)
-        for name in columns:  # an earlier version recorded fewer
-            if name not in table.column_names:
-                nulls = pyarrow.nulls(count, COLUMNS[name].type)
-                table = table.append_column(name, nulls)
         for name, values in (
             ("model", pyarrow.array([self._model(path)] * count, pyarrow.string())),
             ("file", pyarrow.array([number] * count, pyarrow.int32())),
@@ -140,14 +157,14 @@ class StageSamples:
             if wanted is not None:
                 table = self._equal(table, name, wanted)
         if query.steps:
-            table = table.filter(
-                compute.is_in(table["step"], pyarrow.array(query.steps, pyarrow.int32()))
-            )
-            if not len(table):
+            steps = set(query.steps).intersection(table["step"].unique().to_pylist())
+            if not steps:
                 first, *_, last = [self.steps[0], *self.steps]
                 raise UserError(
                     f"no samples of step {query.steps[0]}; there are some from {first} to {last}"
                 )
+            wanted = pyarrow.array(steps, pyarrow.int32())
+            table = table.filter(compute.is_in(table["step"], wanted))
         if query.problem is not None:
             table = table.filter(compute.starts_with(table["problem"], query.problem))
         if query.reward is not None:
@@ -188,7 +205,10 @@ class StageSamples:
         tables = []
         for file, own in groupby((places[rank] for rank in ranks), key=itemgetter(0)):
             table = self._read(file, self.files[file], columns)
-            tables.append(table.take([number for _, number in own]))
+            rows = [number for _, number in own]
+            if max(rows) >= len(table):
+                raise UserError(f"{shown(self.files[file])}: it has other samples now; look again")
+            tables.append(table.take(rows))
         if not tables:
             return self._read(0, self.files[0], columns).slice(0, 0)
         order = [0] * len(ranks)
@@ -229,6 +249,35 @@ class StageSamples:
         end = sum(counts[: number + 1])
         routes: list[list[list[int]]] = all_routes[end - len(columns[1][number]) : end].tolist()
         return routes
+
+
+def _check_readable(directory: Path) -> None:
+    """Raise UserError for a directory that cannot be read, which `glob` takes for an empty one."""
+    try:
+        if directory.exists():
+            next(directory.iterdir(), None)
+    except OSError as error:
+        raise UserError(f"{shown(directory)}: {error.strerror}") from error
+
+
+def _checked(table: pyarrow.Table, columns: Sequence[str]) -> pyarrow.Table:
+    """Return a file's samples with all `columns` in their types.
+
+    Raises:
+        ValueError, ArrowException: a column has another type, or values that are none of its type,
+            or a sample has no step or domain.
+    """
+    for name in columns:
+        expected = COLUMNS[name].type
+        if name not in table.column_names:  # an earlier version recorded fewer
+            table = table.append_column(name, pyarrow.nulls(len(table), expected))
+        elif table.schema.field(name).type != expected:
+            at = table.column_names.index(name)
+            table = table.set_column(at, name, table[name].cast(expected))
+    table.validate(full=True)
+    if any(name in columns and table[name].null_count for name in ("step", "domain")):
+        raise ValueError("a sample has no step or no domain")
+    return table
 
 
 def _ordered(table: pyarrow.Table, order: Order) -> list[Row]:

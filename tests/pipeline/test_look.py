@@ -326,10 +326,49 @@ def test_what_is_not_there_is_said(recorded: Path, braid: Braid) -> None:
     assert code == 2 and "not allowed with" in err
     code, _, err = braid("look", "small", STAGE, "--reward", "exact")
     assert code == 2 and "is not SCORE or NAME=SCORE" in err
-    path = samples_file(recorded / "stages" / STAGE / "rollouts", 2)
-    whole = path.read_bytes()
-    path.write_bytes(whole[:100])
-    assert "step_000002.parquet: damaged" in refused(braid, STAGE)
+    assert "no samples of step 99999999999;" in refused(braid, STAGE, "--step", "99999999999")
+    assert "--follow prints again and again" in refused(braid, "--follow", "--json")
+    assert "no stage has logged" in refused(braid, "--metric", "")
+
+
+def test_a_damaged_file_is_named_and_the_others_are_shown(recorded: Path, braid: Braid) -> None:
+    rollouts = recorded / "stages" / STAGE / "rollouts"
+    paths = [samples_file(rollouts, step) for step in (1, 2, 3)]
+    whole = paths[0].read_bytes()
+    paths[0].write_bytes(whole[:100])
+    strange = {"step": ["one"], "domain": ["sums"]}  # of another program
+    parquet.write_table(pyarrow.table(strange), paths[1])
+    code, out, err = braid("look", "small", STAGE, "--json")
+    assert code == 0 and {each["step"] for each in json.loads(out)["samples"]} == {3}
+    damaged = [line for line in err.splitlines() if "left out: " in line]
+    assert ["step_000001.parquet: damaged" in damaged[0], "step_000002" in damaged[1]] == [True] * 2
+    parquet.write_table(pyarrow.table({"prompt": ["a"]}), paths[2])
+    assert "step_000001.parquet: damaged" in refused(braid, STAGE)
+
+
+def test_the_first_step_of_an_evaluation_is_found(small: Path, braid: Braid) -> None:
+    path = small / "stages" / "evaluate" / "samples" / "merge" / "sums_000000.parquet"
+    write_samples(path, [sample(0, "a", 1.0)])
+    assert "1 of 1 samples" in printed(braid, "evaluate", "--step", "0")
+
+
+def test_a_metric_that_is_never_finite_is_shown(small: Path, braid: Braid) -> None:
+    log(small, [{**HEALTHY, "reward": float("nan"), "entropy": float("inf")}] * 3)
+    assert "reward nan → nan" in printed(braid)
+    for options in ([], ["--metric", "reward"]):
+        out = printed(braid, "--json", *options)
+        json.loads(out, parse_constant=lambda name: pytest.fail(name))
+
+
+def test_a_run_that_disappears_while_it_is_followed_is_said_so(
+    small: Path, braid: Braid, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.report.overview.Overview.is_running", True)
+    monkeypatch.setattr(
+        "pipeline.commands.see.time.sleep", lambda _: small.rename(small.with_name("elsewhere"))
+    )
+    code, _, err = braid("look", "small", "--follow")
+    assert code == 1 and "small is gone" in err
 
 
 def test_pandas_and_pyarrow_read_a_directory_of_samples(recorded: Path) -> None:
@@ -343,4 +382,5 @@ def test_a_sparkline_spans_the_lowest_and_the_highest() -> None:
     assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
     assert sparkline([3.0] * 50) == "▁" * 16
     assert sparkline([5.0]) == "▁"
+    assert sparkline([float("nan")]) == sparkline([1.7e308, -1.7e308]) == ""
     assert len(sparkline([float(n) for n in range(1000)])) == 16

@@ -26,7 +26,7 @@ from stages.settings import RegradeJob, RunSettings
 from tests.pipeline.conftest import load
 from tests.pipeline.measured_runs import Measured, Skill, answers, keys, write_run
 from tests.pipeline.recorded_runs import STAGE, sample
-from tests.pipeline.test_screens import settled
+from tests.pipeline.test_screens import press, settled
 
 Braid = Callable[..., tuple[int, str, str]]
 REWARD = "def score(problem, response):\n    return float(response == problem.answer)\n"
@@ -171,6 +171,9 @@ def test_the_experts_of_each_token_are_shown(graded: Path, braid: Braid) -> None
         ["16", "17", "18", "19"],  # of the position that predicts the response's first token
         ["20", "21", "22", "23"],
     ]
+    only = ("--routes", "--json", "--prompt", sample(1, "b", 0)["problem"])
+    [found] = json.loads(printed(braid, *only))["samples"]
+    assert found["routes"] == [[[16, 17], [18, 19]], [[20, 21], [22, 23]]]
 
 
 def test_keys_grade_again_and_show_experts(graded: Path) -> None:
@@ -182,12 +185,10 @@ def test_keys_grade_again_and_show_experts(graded: Path) -> None:
             await act(pilot)
 
     async def act(pilot: Pilot[None]) -> None:
-        await pilot.press("g")
-        await pilot.pause()
+        await press(pilot, "g")
         said = [each.message for each in pilot.app._notifications]
         assert any("now       1 (own 1)" in each for each in said), said
-        await pilot.press("e")
-        await pilot.pause()
+        await press(pilot, "e")
         assert "its experts are not recorded" in str(pilot.app.screen.query_one("#sample").render())
 
     asyncio.run(shown())

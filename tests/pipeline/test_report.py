@@ -5,8 +5,10 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+import os
 import re
 import shutil
+import stat
 import threading
 import time
 from collections import Counter
@@ -20,6 +22,7 @@ from pipeline.report.page import file
 from pipeline.report.page.recorded import chosen_problems
 from pipeline.report.page.timelines import own_seconds
 from pipeline.report.page.training import MOST_POINTS, curves
+from pipeline.run.directory import RunDirectory
 from pipeline.run.timeline import Phase
 from stages.sampling.sample_files import samples_file, write_samples
 from stages.settings import RunSettings
@@ -69,6 +72,21 @@ def test_a_run_before_its_first_step_has_a_report(
     found = data(small / "report.html")
     assert {stage["state"] for stage in found["stages"]} == {"pending"}
     assert found["samples"] == found["curves"] == {}
+
+
+@pytest.mark.usefixtures("small")
+def test_only_a_file_is_replaced(tmp_path: Path, braid: Braid) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in ("", tmp_path, tmp_path / "pipe"):
+        code, _, err = braid("report", "small", "--output", path)
+        assert code == 2 and "is not a file that could be replaced" in err
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+    (tmp_path / "file").write_text("no folder")
+    code, _, err = braid("report", "small", "--output", tmp_path / "file" / "report.html")
+    assert code == 1 and "write it elsewhere with: --output FILE" in err
+    (tmp_path / "link").symlink_to(tmp_path / "linked.html")
+    assert braid("report", "small", "--output", tmp_path / "link")[0] == 0
+    assert (tmp_path / "link").is_symlink() and data(tmp_path / "linked.html")
 
 
 def test_the_demo_is_written_without_a_run(
@@ -129,17 +147,19 @@ def test_a_redacted_report_quotes_nothing(recorded: Path, braid: Braid) -> None:
     said = "the reward failed on 'a secret'"
     rows = [sample(4, "a secret", None, reward_failure=said, reward_messages={"exact": said})]
     write_samples(samples_file(recorded / "stages" / STAGE / "rollouts", 4), rows)
-    (recorded / "stages" / STAGE / "manifest.json").unlink()
-    with (recorded / "ledger.jsonl").open("a") as ledger:
+    ledger = RunDirectory(recorded).ledger
+    for stage in (STAGE, "evaluate"):
+        (recorded / "stages" / stage / "manifest.json").unlink()
         for state in ("running", "failed"):
-            event = {"time": 1.0, "stage": STAGE, "state": state, "cause": said}
-            ledger.write(json.dumps({**event, "attempt": 2, "seconds": 1.0}) + "\n")
+            ledger.append(stage, state, said, 2, 1.0)
+    ledger.append("cold_start", "running", said, 2)
+    shutil.copytree(recorded, recorded.with_name("other"))
     found = {}
     for options in ((), ("--redact",)):
-        code, _, err = braid("report", "small", *options)
+        code, _, err = braid("report", "small", "other", *options)
         assert code == 0, err
         found[options] = json.dumps(data(recorded / "report.html"))
-    assert found[()].count("secret") >= 4
+    assert found[()].count("secret") >= 10
     assert "secret" not in found["--redact",]
 
 

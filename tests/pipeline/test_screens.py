@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from threading import Event
+from time import sleep
 
 import pytest
 from rich.console import Console
@@ -14,10 +15,11 @@ from textual.widgets import DataTable, Static
 
 from pipeline.commands.common import read_run
 from pipeline.report.overview import Overview
+from pipeline.report.sample_text import Grade
 from pipeline.report.screens.overview import LookApp, MetricsScreen
 from pipeline.run.directory import RunDirectory
 from pipeline.run.run import Run
-from stages.sampling.sample_files import samples_file, write_samples
+from stages.sampling.sample_files import Row, samples_file, write_samples
 from tests.pipeline.recorded_runs import HEALTHY, STAGE, log, sample
 from tests.pipeline.recorded_runs import recorded as recorded  # fixtures
 from tests.pipeline.recorded_runs import small as small
@@ -157,6 +159,46 @@ def test_tokens_are_coloured_by_what_was_recorded(recorded: Path) -> None:
         assert "tokens by entropy, at most 0.5" in text_of(pilot, "#sample")
 
     screens(recorded, act, STAGE)
+
+
+def test_a_sample_that_was_taken_away_is_said_so(recorded: Path) -> None:
+    path = samples_file(recorded / "stages" / STAGE / "rollouts", 3)
+
+    async def act(pilot: Pilot[None]) -> None:
+        await press(pilot, "ctrl+end")
+        write_samples(path, [sample(3, "a", 1)])  # as by a stage that was resumed
+        await press(pilot, "m")
+        await press(pilot, "g")
+        said = [each.message for each in pilot.app._notifications]
+        assert len([each for each in said if "it has other samples now" in each]) == 2
+        path.unlink()
+        await press(pilot, "m")
+        assert any("No such file" in each.message for each in pilot.app._notifications)
+
+    screens(recorded, act, STAGE)
+
+
+def test_a_grading_that_does_not_end_is_left_by_escape(recorded: Path) -> None:
+    stopped = Event()
+
+    def hang(stage: str, rows: Sequence[Row], check: Callable[[], None]) -> list[Grade]:
+        try:
+            while True:
+                check()
+                sleep(0.01)
+        finally:
+            stopped.set()
+
+    async def act() -> None:
+        app = LookApp(read_run(RunDirectory(recorded)), STAGE, hang)
+        async with app.run_test() as pilot:
+            await settled(pilot)
+            await pilot.press("g", "j", "escape")
+            assert await asyncio.to_thread(stopped.wait, 60)
+            await settled(pilot)
+            assert len(table(pilot)) == 8  # the screen stays
+
+    asyncio.run(act())
 
 
 @pytest.mark.usefixtures("small")

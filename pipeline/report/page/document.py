@@ -32,7 +32,7 @@ from stages.data.tokenizer import load_tokenizer
 from stages.metric_definitions import METRICS
 
 VARIANTS = ("name", "kind")  # keys that say which of several blocks one is
-LEFT_OUT = "failed (the cause is left out of this report)"
+LEFT_OUT = "(left out of this report)"
 MOST_BYTES = 1 << 26  # of a stage's metrics that are read, from their end
 MOST_MAPS = 40  # steps of a stage whose experts are shown
 
@@ -86,14 +86,18 @@ def document(run: Run, others: Sequence[Run], redacted: bool, most_samples: int)
 
 
 def _without_causes(found: Json) -> Json:
-    """Leave out why stages failed: a reward's failure quotes the prompt and the response."""
+    """Leave out every cause: a reward's failure quotes the prompt and the response."""
     for each in (*found["stages"], *chain.from_iterable(found["history"].values())):
-        if each["state"] == "failed":
+        if each["cause"]:
             each["cause"] = LEFT_OUT
     states = {stage["name"]: stage["state"] for stage in found["stages"]}
     for symptom in found["health"]:
-        if states[symptom["stage"]] == "failed":
-            symptom["what"] = LEFT_OUT
+        state = states[symptom["stage"]]
+        if symptom["what"].startswith(f"{state}: "):
+            symptom["what"] = f"{state} {LEFT_OUT}"
+    for each in (found, *found["others"].values()):
+        if "not_compared" in each:
+            each["not_compared"] = f"no models are compared {LEFT_OUT}"
     return found
 
 

@@ -55,9 +55,9 @@ class Recorded:
         self._stages: dict[str, StageSamples] = {}
         self._problems: dict[str, Counter[str | None]] = {}
         for stage in run.stages:
-            samples = StageSamples(run.stage(stage.name))
-            if samples.files:
-                with self._noting():
+            with self._noting():
+                samples = StageSamples(run.stage(stage.name))
+                if samples.files:
                     self._problems[stage.name] = samples.problems
                     self._stages[stage.name] = samples
         self._chosen = chosen_problems(self._problems.values(), most)
@@ -74,6 +74,7 @@ class Recorded:
             about = {"of": problems.total(), "prompts": len(problems), "left_out": left_out}
             with self._noting():
                 found[name] = self._table(own) | about
+            self.damaged += own.damaged
         return found
 
     @contextmanager

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 from rich.text import Text
 from textual.app import App, ComposeResult
@@ -17,15 +16,14 @@ from parallel.errors import UserError
 from pipeline.report.drawing import tree
 from pipeline.report.health import Symptom, symptoms
 from pipeline.report.overview import HEADINGS, Overview, health_lines, metric_rows
+from pipeline.report.sample_text import Regrade
 from pipeline.report.tables import Cell
 from pipeline.report.waits import HEADINGS as WAITS
 from pipeline.report.waits import waits, waits_cells
 from pipeline.run.run import Run
 from pipeline.text import visible
-from stages.sampling.sample_files import Row
 
 SECONDS = 2.0  # between two looks at a run's files
-Regrade = Callable[[str, Sequence[Row]], list[dict[str, Any]]]
 Found = TypeVar("Found")
 METRIC_HEADINGS = ("metric", "curve", "first → last", "healthy")
 
@@ -107,6 +105,8 @@ class FollowingScreen(Screen[None], Generic[Found]):
 
     async def _read_and_show(self) -> None:
         found = await asyncio.to_thread(self.read)
+        if not self.query(DataTable):  # the screen was left meanwhile
+            return
         row = self.table.cursor_row
         self.table.clear()
         self.show(found)

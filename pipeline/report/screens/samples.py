@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, ClassVar, get_args
+from threading import Event
+from typing import ClassVar, get_args
 
 from rich.text import Text
 from textual.app import ComposeResult
@@ -13,9 +15,10 @@ from textual.binding import Binding
 from textual.containers import Horizontal, VerticalScroll
 from textual.screen import Screen
 from textual.widgets import DataTable, Footer, Input, Static
+from textual.worker import Worker
 
 from parallel.errors import UserError
-from pipeline.report.sample_text import grade_lines, route_table, sample_lines
+from pipeline.report.sample_text import Regrade, grade_lines, route_table, sample_lines
 from pipeline.report.screens.sample import COLOURINGS, coloured_tokens, difference
 from pipeline.run.run import Run
 from pipeline.run.samples import Order, Query, StageSamples
@@ -74,15 +77,14 @@ class SamplesScreen(Screen[None]):
     Input.asked { display: block; } #about { padding: 0 1; height: auto; }
     """
 
-    def __init__(
-        self, run: Run, stage: str, regrade: Callable[[str, Sequence[Row]], list[dict[str, Any]]]
-    ) -> None:
+    def __init__(self, run: Run, stage: str, regrade: Regrade) -> None:
         """Find the samples; raise UserError where there are none. `regrade`: see `LookApp`."""
         super().__init__()
         self._run, self._stage, self._regrade = run, stage, regrade
         self._samples = StageSamples(run.stage(stage))
         self._query, self._asked = Query(), ""
         self._found = self._samples.find(self._query)
+        self._grading: Worker[None] | None = None
         self._marked: Row | None = None
         self._colouring = 0  # 0 for none, else one of COLOURINGS
         self._with_experts = False
@@ -122,7 +124,7 @@ class SamplesScreen(Screen[None]):
         try:
             found = self._samples.find(query)
         except UserError as error:
-            self.notify(visible(str(error)), severity="error", markup=False)
+            self._warn(error)
             return
         self._query, self._found = query, found
         self._table.clear()
@@ -196,7 +198,11 @@ class SamplesScreen(Screen[None]):
     def action_mark(self) -> None:
         """Compare what is shown from now on with the chosen sample; again: with none."""
         chosen = self._found[self._table.cursor_row : self._table.cursor_row + 1]
-        rows = [] if self._marked is not None else self._samples.whole(chosen)
+        try:
+            rows = [] if self._marked is not None else self._samples.whole(chosen)
+        except UserError as error:
+            self._warn(error)
+            return
         self._marked = rows[0] if rows else None
         self._show()
 
@@ -212,18 +218,34 @@ class SamplesScreen(Screen[None]):
 
     def action_grade(self) -> None:
         """Show what the chosen sample earns by the rewards as they are now."""
-        if self._found:
-            self.notify("grading it again", timeout=1)
-            self.call_after_refresh(self._grade, self._found[self._table.cursor_row])
+        if self._found and not self._is_grading:
+            self.notify("grading it again; escape stops it", timeout=1)
+            self._grading = self.run_worker(self._grade(self._found[self._table.cursor_row]))
 
-    def _grade(self, found: Row) -> None:
-        [row] = self._samples.whole([found])
+    @property
+    def _is_grading(self) -> bool:
+        return self._grading is not None and not self._grading.is_finished
+
+    async def _grade(self, found: Row) -> None:
+        stopped = Event()
+
+        def check() -> None:
+            if stopped.is_set():
+                raise UserError("the grading was stopped")
+
         try:
-            [grade] = self._regrade(self._stage, [row])
+            rows = self._samples.whole([found])
+            # In a thread, since a reward may take minutes to load, or forever.
+            [grade] = await asyncio.to_thread(self._regrade, self._stage, rows, check)
         except UserError as error:
-            self.notify(visible(str(error)), severity="error", markup=False)
+            self._warn(error)
         else:
             self.notify("\n".join(grade_lines(grade)), title="graded again", markup=False)
+        finally:
+            stopped.set()
+
+    def _warn(self, error: UserError) -> None:
+        self.notify(visible(str(error)), severity="error", markup=False)
 
     def action_ask(self, name: str) -> None:
         """Ask for a filter."""
@@ -248,9 +270,12 @@ class SamplesScreen(Screen[None]):
         self._table.focus()
 
     def action_back(self) -> None:
-        """Leave the question, the filters, or the screen, whichever is there first."""
+        """Leave the question, the grading, the filters, or the screen, whichever is there first."""
         if self.query_one(Input).has_class("asked"):
             self._close_question()
+        elif self._grading is not None and self._is_grading:
+            self._grading.cancel()
+            self.notify("the grading is stopped")
         elif self._query != Query():
             self._ask_for(Query())
         else:

@@ -142,6 +142,7 @@ function sampleFilters(own, stage, options) {
       ...values,
       order: values.order === "first" ? "" : values.order,
       mark: options.get("mark") || "",
+      colour: options.get("colour") || "",
     });
   };
   const input = (name, label, attributes) =>

@@ -102,9 +102,9 @@ function outcomesOf(first, second) {
 /** Return the two-sided exact p that two models solve equally many, by what only one solved. */
 function mcnemar(first, second) {
   const count = first + second;
-  let term = 0.5 ** Math.min(count, 1000);
-  let tail = 0;
   if (count > 1000) return ""; // beyond what doubles hold; braid look has it
+  let term = 0.5 ** count;
+  let tail = 0;
   for (let each = 0; each <= Math.min(first, second); each++) {
     tail += term;
     term *= (count - each) / (each + 1);
