@@ -6,12 +6,17 @@ import json
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
+from time import time
 
 import pyarrow
 import pyarrow.parquet as parquet
 import pytest
 
+from pipeline.commands.common import read_run
+from pipeline.report.health import symptoms
 from pipeline.report.overview import sparkline
+from pipeline.run.directory import RunDirectory
+from pipeline.run.run import StageState
 from stages.sampling.expert_loads import SCHEMA as LOADS
 from stages.sampling.sample_files import COLUMNS, samples_file, write_samples, write_table
 from stages.settings import RunSettings
@@ -117,6 +122,22 @@ def test_a_guard_that_fired_earlier_is_advice(small: Path, braid: Braid) -> None
     assert found["what"].startswith("entropy was below 0.02 for 5 steps or more, last at step 20")
     log(small, [{**HEALTHY, "entropy": 0.001}] * 4 + [HEALTHY] * 10)  # less than its patience
     assert json.loads(printed(braid, "--json"))["health"] == []
+
+
+def test_a_running_stage_without_a_new_step_is_named(small: Path) -> None:
+    run = read_run(RunDirectory(small))
+    for seconds, pace, named in (
+        (130, 1, True),
+        (110, 1, False),
+        (190, 10, False),
+        (210, 10, True),
+    ):
+        times = [time() - seconds - pace * back for back in (2, 1, 0)]
+        lines = {STAGE: [{**HEALTHY, "step": n, "time": when} for n, when in enumerate(times)]}
+        states = {**run.states, STAGE: StageState("running")}
+        found = [each.what for each in symptoms(run, states, lines)]
+        assert [f"no step for {seconds} s" in each for each in found] == [True] * named
+    assert symptoms(run, run.states, lines) == []  # it is done
 
 
 def test_a_failed_stage_comes_before_advice(
