@@ -21,9 +21,10 @@ from pipeline.report.page.recorded import chosen_problems
 from pipeline.report.page.timelines import own_seconds
 from pipeline.report.page.training import MOST_POINTS, curves
 from pipeline.run.directory import RunDirectory
-from pipeline.run.routing import StepLoads, churn
+from pipeline.run.routing import StepLoads, churn, read_loads
 from pipeline.run.timeline import Phase
-from stages.sampling.sample_files import samples_file, write_samples
+from stages.sampling.expert_loads import SCHEMA as LOADS
+from stages.sampling.sample_files import samples_file, write_samples, write_table
 from stages.settings import RunSettings
 from tests.pipeline.recorded_runs import HEALTHY, STAGE, log, sample
 from tests.pipeline.recorded_runs import recorded as recorded  # fixtures
@@ -182,6 +183,15 @@ A, B, C = "a00000001", "b00000002", "c00000000"
 @pytest.mark.parametrize(("most", "kept"), [(9, None), (8, [C, A]), (5, [C]), (1, [C])])
 def test_problems_are_chosen_by_the_end_of_their_keys(most: int, kept: list[str] | None) -> None:
     assert chosen_problems([Counter({A: 2, B: 1, C: 5}), Counter({A: 1})], most) == kept
+
+
+def test_the_experts_of_evenly_spaced_steps_are_read(small: Path) -> None:
+    directory = RunDirectory(small).stage(STAGE)
+    for step in range(1, 8):
+        row = {"step": step, "domain": "sums", "layer": 0, "slots": [1, 1]}
+        write_table(directory.routing / f"step_{step:06d}.parquet", [row], LOADS)
+    assert [each.step for each in read_loads(directory, 3)] == [1, 4, 7]
+    assert [each.step for each in read_loads(directory)] == [*range(1, 8)]
 
 
 def test_churn_is_the_share_of_slots_that_moved() -> None:
