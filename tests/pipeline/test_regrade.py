@@ -122,7 +122,7 @@ def test_a_generated_problem_is_found_in_the_stages_stream(
     assert grade["parts"].keys() == {"exact"} and grade["failure"] is None
 
 
-def test_a_generated_problem_that_is_not_found_is_said_so(
+def test_a_generated_problem_is_of_the_stage_an_evaluation_or_a_gate(
     settings: RunSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("stages.regrade.MOST_DRAWN", 2)
@@ -131,13 +131,18 @@ def test_a_generated_problem_that_is_not_found_is_said_so(
         domains={"words": words},
         tokenizer="characters",
         pool=settings.rewards,
-        seed=0,
+        seed=7,
         stage="experts.words",
         samples=(),
         result=Path("result.json"),
     )
+    tokenizer = CharacterTokenizer()
+    for split in ("held_out", "gate"):  # of streams that all seeds share
+        stream = PromptStream(words.prompts, tokenizer, "words", 0, "evaluate", split)
+        key = stream.take(2)[-1].key
+        assert problems(job, "words", words, tokenizer, [key]).keys() == {key}
     with pytest.raises(UserError, match="problem 00 is not among the first 2 that it generates"):
-        problems(job, "words", words, CharacterTokenizer(), ["00"])
+        problems(job, "words", words, tokenizer, ["00"])
 
 
 def test_what_cannot_be_graded_is_said(graded: Path, tmp_path: Path, braid: Braid) -> None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 
+from parallel.batch import MicroBatch
 from parallel.sample import Sample
 from stages.data.tokenizer import CharacterTokenizer
 from stages.rewards.reward import Grader, Response, RewardBase
-from stages.sampling.observed import is_recorded
+from stages.sampling.observed import add_observed, is_recorded
 from stages.sampling.recording import record
 from stages.sampling.sample_files import read_samples, samples_file
 from stages.settings import LoggingSettings
@@ -106,3 +109,13 @@ def test_the_share_is_of_the_prompts_that_are_trained_on() -> None:
     samples = [Sample("sums", np.array([2]), np.array([3]), problem=key) for key in trained]
     share = sum(is_recorded(sample, 0.1) for sample in samples) / len(samples)
     assert 0.08 < share < 0.12
+
+
+def test_what_is_observed_of_tokens_that_are_not_learned_is_0() -> None:
+    part = cast("MicroBatch", SimpleNamespace(mask=torch.tensor([[True, False]]), recorded={}))
+    values = torch.tensor([[0.5, 3.0]])
+    add_observed(part, "teacher_kl", values)
+    assert part.recorded == {}  # `observe` has found no recorded sample in it
+    add_observed(part, "trainer_logprobs", values, first=True)
+    add_observed(part, "trainer_logprobs", values)  # as a merge adds the loss of each teacher
+    assert part.recorded["trainer_logprobs"].tolist() == [[1.0, 0.0]]
