@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 INSTALL_SECONDS = 300
+START_SECONDS = 300  # of the browser, on a busy machine
 READY_SECONDS = 60  # for a report to open, on a busy machine
 SCREENSHOTS = Path(__file__).parents[1] / "build" / "screenshots"
 
@@ -45,7 +46,9 @@ def browser() -> Iterator[Browser]:
 
     path = _install()
     with sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        found = playwright.chromium.launch(
+            executable_path=path, args=["--no-sandbox"], timeout=1000 * START_SECONDS
+        )
         yield found
         found.close()
 
