@@ -103,7 +103,7 @@ class StageSamples:
 
     @property
     def damaged(self) -> list[str]:
-        """Why some files' samples are left out: damaged, or taken away by a resumed stage."""
+        """The reasons for which files' samples are left out: damaged, or taken away since."""
         return [*self._damaged.values()]
 
     def _tables(self, columns: Sequence[str]) -> Iterator[pyarrow.Table]:
