@@ -289,17 +289,18 @@ def _unknown_override(tree: Mapping, key: Key) -> Violation | None:
     """Check an override's key: any field of the schema, and in free mappings an existing name."""
     for depth, name in enumerate(key):
         parent = schema.type_at(RunSettings, _with_arms(tree, key[:depth]))
+        to_add = ""
         if fields := schema.fields(parent):
             known = list(fields)
         elif schema.fields(schema.type_at(RunSettings, key[: depth + 1])):
             entries = find(tree, key[:depth])
             known = list(entries.entries) if isinstance(entries, Mapping) else []
+            to_add = f"; to add it: {dotted(key[:depth])}='{{{name}: ...}}'"
         else:
             return None
         if name not in known:
-            return Violation(
-                SourceLocation(None), dotted(key[: depth + 1]), unknown(parent, name, known)
-            )
+            message = unknown(parent, name, known) + to_add
+            return Violation(SourceLocation(None), dotted(key[: depth + 1]), message)
     return None
 
 

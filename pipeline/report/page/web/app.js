@@ -22,9 +22,10 @@ const KEYS = [
 ];
 
 async function open() {
-  const packed = Uint8Array.from(atob(document.getElementById("data").textContent), (each) =>
-    each.charCodeAt(0),
-  );
+  const text = atob(document.getElementById("data").textContent);
+  const packed = new Uint8Array(text.length);
+  // Uint8Array.from with a function takes 20 times as long: 2 s of 15 MB.
+  for (let at = 0; at < text.length; at++) packed[at] = text.charCodeAt(at);
   const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
   return new Response(stream).json();
 }
