@@ -34,6 +34,7 @@ CONFIG = [
     str(REPOSITORY / "configs" / "quickstart.yaml"),
     *("domains.spell_backward=null", "domains.number_sorting=null", "stages.merge=null"),
     *("stages.export=null", "stages.evaluate=null", "stages.cold_start.loop.steps=40"),
+    "stages.cold_start.optimizer.warmup_steps=10",
 ]
 LEAST = ["logging.tokens=0", "logging.trackers=[]"]
 WRITING = ("log", "record")  # phases
