@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from parallel.boxes import Box, within
 from parallel.errors import UserError
 from parallel.files import WEIGHTS_INDEX, naming, write_atomically
+from parallel.hugging_face.block_scales import CODE, SUFFIX, BlockScales, block_scales
 from parallel.hugging_face.config import TensorSpec
 
 SHARD_BYTES = 4 << 30  # of a file at most, unless a single tensor is larger
@@ -52,6 +53,9 @@ class WeightFiles:
 
     def __init__(self, directory: Path) -> None:
         """Read the index and every file's header; `errors` lists what is wrong with them."""
+        self._scales: BlockScales | None = None
+        with suppress(OSError, ValueError, TypeError):  # a directory without a config.json has none
+            self._scales = block_scales(directory)
         self.stored: dict[str, Stored] = {}
         self.errors: list[str] = []
         index: dict[str, str] = {}  # a checkpoint of one file has none
@@ -80,9 +84,23 @@ class WeightFiles:
                 self.errors.append(f"{WEIGHTS_INDEX}: {misplaced}")
 
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
-        """Return a tensor or a box of it, on the CPU; its file is unmapped with the tensor."""
+        """Return a tensor or a box of it, on the CPU; its file is unmapped with the tensor.
+
+        Weights with scales for their blocks are returned in fp32.
+        """
+        if self._scales is None or not self._is_scaled(name):
+            return self._stored(name, box)
+        whole = self.stored[name].shape
+        box = ((0,) * len(whole), whole) if box is None else box
+        scales = self._stored(name + SUFFIX, self._scales.cover(box))
+        return self._scales.restored(self._stored(name, box), scales, box)
+
+    def _stored(self, name: str, box: Box | None) -> torch.Tensor:
         with safe_open(self.stored[name].file, framework="pt") as file:
             return file.get_tensor(name) if box is None else file.get_slice(name)[within(box)]
+
+    def _is_scaled(self, name: str) -> bool:
+        return self.stored[name].dtype == CODE and name + SUFFIX in self.stored
 
     def check(self, expected: Mapping[str, TensorSpec], ignored: Iterable[str] = ()) -> list[str]:
         """Return an error for each tensor that is missing, has another shape, or is not expected.
@@ -97,13 +115,21 @@ class WeightFiles:
             file, dtype, shape = self.stored[name]
             if shape != spec.shape:
                 wrong = f"{list(shape)}, but should be {list(spec.shape)}"
+            elif self._scales is not None and self._is_scaled(name):
+                grid, scales = self._scales.grid(shape), self.stored[name + SUFFIX].shape
+                if scales == grid:
+                    continue
+                file, name = self.stored[name + SUFFIX].file, name + SUFFIX
+                wrong = f"{list(scales)}, but should be {list(grid)}"
             elif dtype not in DTYPES and dtype != CODES.get(spec.dtype):
                 wrong = f"{dtype}, but should be one of {', '.join(DTYPES)}"
             else:
                 continue
             errors.append(f"{file.name}: {name} is {wrong}")
         for name, stored in self.stored.items():
-            if name not in expected and not any(re.search(pattern, name) for pattern in ignored):
+            known = name in expected or any(re.search(pattern, name) for pattern in ignored)
+            of_scales = self._scales is not None and name.removesuffix(SUFFIX) in expected
+            if not known and not of_scales:
                 errors.append(f"{stored.file.name}: {name} is no tensor of this model")
         return errors
 

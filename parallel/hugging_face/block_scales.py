@@ -1,0 +1,67 @@
+"""Weights in 8 bits with a scale for each block, as DeepSeek-V3 is published, read in fp32."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parallel.boxes import Box
+
+SUFFIX = "_scale_inv"  # of the tensor of a weight's scales, which multiply it
+CODE = "F8_E4M3"  # of the weights, as safetensors spells it
+
+
+class BlockScales:
+    """The size of the blocks that share a scale, rows and columns."""
+
+    def __init__(self, rows: int, columns: int) -> None:
+        self.size = rows, columns
+
+    def grid(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of a matrix's scales; blocks at its end may be smaller."""
+        return tuple(-(-length // size) for length, size in zip(shape, self.size, strict=True))
+
+    def cover(self, box: Box) -> Box:
+        """Return the box of the scales of a box of a matrix."""
+        found = [
+            (start // size, -(-(start + length) // size))
+            for start, length, size in zip(*box, self.size, strict=True)
+        ]
+        return tuple(first for first, _ in found), tuple(last - first for first, last in found)
+
+    def restored(self, weights: torch.Tensor, scales: torch.Tensor, box: Box) -> torch.Tensor:
+        """Return a box of a matrix in fp32.
+
+        Args:
+            weights: the box, fp8.
+            scales: those that `cover` it.
+        """
+        found = weights.float()
+        rows, columns = (
+            torch.arange(start, start + length) // size - start // size
+            for start, length, size in zip(*box, self.size, strict=True)
+        )
+        return found.mul_(scales.float()[rows][:, columns])
+
+
+def block_scales(directory: Path) -> BlockScales | None:
+    """Return the blocks that a checkpoint's config.json states, None where it states none.
+
+    Raises:
+        OSError, ValueError: there is no config.json, or it is no JSON object.
+    """
+    stated = dict(json.loads((directory / "config.json").read_text())).get("quantization_config")
+    return scales_of(stated)
+
+
+def scales_of(stated: Any) -> BlockScales | None:
+    """Return the blocks of a `quantization_config`; None where it has none of ours."""
+    if not isinstance(stated, dict) or stated.get("quant_method") != "fp8":
+        return None
+    size = stated.get("weight_block_size")
+    if not isinstance(size, list) or len(size) != 2:
+        return None
+    return BlockScales(*size) if all(type(each) is int and each > 0 for each in size) else None

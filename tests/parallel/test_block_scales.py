@@ -1,0 +1,61 @@
+"""Checkpoints in 8 bits with scales for blocks, read box by box in full precision."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+from parallel.hugging_face.config import TensorSpec
+from parallel.hugging_face.files import WeightFiles
+
+BLOCK = [4, 8]
+SHAPES = {"a.weight": (8, 16), "b.weight": (10, 20)}  # the second ends in smaller blocks
+
+
+def checkpoint(directory: Path, block: list[int] | None = None) -> dict[str, torch.Tensor]:
+    """Write a checkpoint of two matrices and a norm; return what is in it."""
+    torch.manual_seed(0)
+    found: dict[str, torch.Tensor] = {"norm.weight": torch.ones(4, dtype=torch.bfloat16)}
+    for name, shape in SHAPES.items():
+        grid = [-(-length // size) for length, size in zip(shape, BLOCK, strict=True)]
+        found[name] = torch.randn(shape).to(torch.float8_e4m3fn)
+        found[f"{name}_scale_inv"] = torch.rand(grid) + 0.5
+    save_file(found, directory / "model.safetensors")
+    stated = {"quant_method": "fp8", "weight_block_size": block or BLOCK}
+    (directory / "config.json").write_text(json.dumps({"quantization_config": stated}))
+    return found
+
+
+def test_every_box_is_what_transformers_reads(tmp_path: Path) -> None:
+    found = checkpoint(tmp_path)
+    files = WeightFiles(tmp_path)
+    whole = files.read("a.weight")
+    theirs = Fp8Dequantize(None)._dequantize_one(found["a.weight"], found["a.weight_scale_inv"])
+    assert whole.dtype == torch.float32 and torch.equal(whole, theirs)
+    for box in (((0, 0), (8, 16)), ((3, 5), (2, 9)), ((7, 15), (1, 1)), ((4, 8), (4, 8))):
+        (row, column), (rows, columns) = box
+        part = files.read("a.weight", box)
+        assert torch.equal(part, whole[row : row + rows, column : column + columns])
+    assert files.read("norm.weight").dtype == torch.bfloat16
+
+
+def test_blocks_at_the_end_may_be_smaller(tmp_path: Path) -> None:
+    found = checkpoint(tmp_path)
+    scales = found["b.weight_scale_inv"].repeat_interleave(4, 0).repeat_interleave(8, 1)
+    expected = found["b.weight"].float() * scales[:10, :20]
+    assert torch.equal(WeightFiles(tmp_path).read("b.weight"), expected)
+
+
+@pytest.mark.parametrize("block", [BLOCK, [4, 4]])
+def test_scales_of_another_size_are_named(block: list[int], tmp_path: Path) -> None:
+    checkpoint(tmp_path, block)
+    specs = {name: TensorSpec(torch.bfloat16, shape) for name, shape in SHAPES.items()}
+    specs["norm.weight"] = TensorSpec(torch.bfloat16, (4,))
+    errors = WeightFiles(tmp_path).check(specs)
+    wrong = "model.safetensors: a.weight_scale_inv is [2, 2], but should be [2, 4]"
+    assert errors == [] if block == BLOCK else wrong in errors
