@@ -172,8 +172,8 @@ def _chunk(model: ModelSettings, layout: LayoutSettings, number: int, values: bo
     hidden, tensor = model.hidden_size, layout.tensor
     last = number == len(layers) - 1
     vocabulary = model.vocabulary_size * hidden // tensor
-    dense = [(size, count) for size in _attention(model, tensor)]
-    for width, layers_of_it in _dense_widths(model, routed, count):
+    dense = [(size, count) for size in attention_elements(model, tensor)]
+    for width, layers_of_it in dense_widths(model, routed, count):
         part = width * hidden // tensor
         dense += [(2 * part, layers_of_it), (part, layers_of_it)]
     dense += [
@@ -187,7 +187,7 @@ def _chunk(model: ModelSettings, layout: LayoutSettings, number: int, values: bo
     return Tensors(dense, [(2 * part, held), (part, held)])
 
 
-def _dense_widths(model: ModelSettings, routed: int, layers: int) -> list[tuple[int, int]]:
+def dense_widths(model: ModelSettings, routed: int, layers: int) -> list[tuple[int, int]]:
     """Return (hidden size, layers) of the shared experts, and of the layers without experts."""
     further = architecture(model)
     if isinstance(further, NothingFurther):
@@ -196,7 +196,7 @@ def _dense_widths(model: ModelSettings, routed: int, layers: int) -> list[tuple[
     return [(shared, routed), (further.intermediate_size, layers - routed)]
 
 
-def _attention(model: ModelSettings, tensor: int) -> list[int]:
+def attention_elements(model: ModelSettings, tensor: int) -> list[int]:
     """Return the elements of each tensor of a layer's attention on a tensor-parallel rank."""
     further = architecture(model)
     hidden, heads = model.hidden_size, model.attention_heads
@@ -295,7 +295,7 @@ def _layer_activations(model: ModelSettings, layout: LayoutSettings) -> float:
     numbers = 6 * model.hidden_size + _attention_activations(model)
     routed = layout.expert_tensor * model.hidden_size + 6 * model.expert_hidden_size
     numbers += model.experts_per_token * routed
-    numbers += sum(6 * width * layers for width, layers in _dense_widths(model, 1, 1))
+    numbers += sum(6 * width * layers for width, layers in dense_widths(model, 1, 1))
     router = model.experts * (FP32 + 1)  # a weight, and whether it was chosen
     normaliser = 0 if layout.recompute == "attention" else FP32 * model.attention_heads
     return numbers * BYTES[model.precision] + router + normaliser
@@ -308,7 +308,7 @@ def _recomputed_activations(model: ModelSettings, layout: LayoutSettings) -> int
     mla_up_proj, nor mlp, which layers with experts do not have.
     """
     modules, size = layout.recompute_modules, BYTES[model.precision]
-    shared = sum(6 * width * layers for width, layers in _dense_widths(model, 1, 1))
+    shared = sum(6 * width * layers for width, layers in dense_widths(model, 1, 1))
     if "moe" in modules:
         routed = layout.expert_tensor * model.hidden_size + 6 * model.expert_hidden_size
         router = model.experts * (FP32 + 1)

@@ -75,7 +75,18 @@ class Command:
 
 
 # Of commands, in the order of the help.
-MODULES = ("look", "see", "report", "compare", "run", "edit", "bundle", "domain", "slurm")
+MODULES = (
+    "look",
+    "see",
+    "report",
+    "compare",
+    "simulate",
+    "run",
+    "edit",
+    "bundle",
+    "domain",
+    "slurm",
+)
 COMMANDS: dict[str, Command] = {}  # `gate override` is the action `override` of `gate`
 GROUPS: dict[str, tuple[str, str]] = {}  # of commands with actions: summary and details
 

@@ -31,7 +31,7 @@ ROOMS = {
         "sampling",
         "trackers",
     ],
-    "parallel": ["cpu", "weights", "hugging_face", "model", "checkpoint", "engine"],
+    "parallel": ["cpu", "weights", "roofline", "hugging_face", "model", "checkpoint", "engine"],
 }
 APART = {("engine", "checkpoint"), *(("audit", room) for room in ROOMS["stages"])}
 DEEPEST = {"pipeline": 8, "stages": 13, "parallel": 9}  # imports; a change may only lower them
@@ -49,6 +49,10 @@ WITHOUT_TORCH = {
     "parallel.on_gpus",
     "parallel.slots",
     "parallel.phases",
+    "parallel.roofline.hardware",
+    "parallel.roofline.step",
+    "parallel.roofline.weight_sync",
+    "parallel.roofline.work",
     "parallel.engine.environment",
     "parallel.engine.memory",
     "parallel.weights.needs",

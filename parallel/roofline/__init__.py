@@ -1,0 +1,1 @@
+"""The seconds of a step's phases on GPUs: a roofline with stated efficiencies. No torch."""

@@ -1,0 +1,131 @@
+"""The command that says how long a run would take: `braid simulate`."""
+
+from __future__ import annotations
+
+from argparse import ArgumentTypeError, Namespace
+from dataclasses import asdict
+
+from parallel.errors import UserError, hint
+from parallel.roofline.hardware import GPUS, DataSheet
+from pipeline.commands import common
+from pipeline.commands.common import CONFIG, CONFIG_HELP, JSON, Argument, command, print_json
+from pipeline.config.cluster import ClusterSettings
+from pipeline.config.validate import load_cluster
+from pipeline.report.capacity import check_capacity
+from pipeline.report.gpu_memory import NodeGpus
+from pipeline.report.layout_search import best_layouts, search_json, search_text
+from pipeline.report.memory import memory_report
+from pipeline.report.simulation import (
+    Assumptions,
+    simulated,
+    simulation_json,
+    simulation_text,
+)
+from pipeline.report.stage_memory import stage_memory
+from pipeline.run.graph import compile_graph
+from pipeline.text import say
+
+FILLED, PER_NODE = 0.6, 8
+SHOWN = 5  # layouts that the search proposes
+
+
+def _share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 1:
+        raise ArgumentTypeError(f"{text} is no share from above 0 to 1")
+    return value
+
+
+def _ratio(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 1 <= value <= 1000:
+        raise ArgumentTypeError(f"{text} is no ratio from 1 to 1000")
+    return value
+
+
+@command(
+    "simulate",
+    "show how long every stage would take on GPUs, and which layouts are fastest",
+    CONFIG_HELP + "  braid simulate mine.yaml --gpu h100\n"
+    "  braid simulate mine.yaml --gpu h200 layout.expert=16 engine.tensor=4\n"
+    "  braid simulate mine.yaml --cluster configs/clusters/mine.yaml --filled 0.8\n"
+    "  braid simulate mine.yaml --gpu h100 --search 64     # the fastest layouts of 64 GPUs\n\n"
+    "A roofline with one set of efficiencies, which gives nine published steps on H100 within\n"
+    "20 % (docs/explanation/simulation.md); GPUs of other kinds are less certain. Nothing of the\n"
+    "run needs to exist: neither weights nor tokenizer nor a GPU.\n\n"
+    'JSON: {"stages": {STAGE: {"steps", "gpus", "tokens", "seconds": {"rollout", "logprobs",\n'
+    '"train", "weight_sync", "other", "bubble", "overlapped", "total"}, "rollout_share",\n'
+    '"tokens_per_second_and_gpu", "duration", "gpu_hours"}}, "gpu_hours", "memory": {STAGE:\n'
+    '[{"parameters", ...}]}}, in seconds and bytes; with --search {"layouts": [{"overrides",\n'
+    '"duration", "gpu_hours", "filled"}]}.',
+    Argument("--gpu", metavar="NAME", help=f"{', '.join(GPUS)} (default: the profile's gpu_type)"),
+    common.GPUS,
+    Argument(
+        "--filled",
+        type=_share,
+        default=FILLED,
+        metavar="SHARE",
+        help="mean length of a sequence as a share of the longest (default 0.6)",
+    ),
+    Argument(
+        "--imbalance",
+        type=_ratio,
+        default=1.0,
+        metavar="RATIO",
+        help="tokens of the fullest expert-parallel rank over their mean (default 1)",
+    ),
+    Argument(
+        "--search",
+        type=common.positive,
+        metavar="GPUS",
+        help="propose the fastest legal layouts of this number of GPUs instead",
+    ),
+    JSON,
+    *CONFIG,
+)
+def simulate(arguments: Namespace) -> None:
+    """Show the seconds of every stage, or the layouts with the fewest."""
+    settings = common.load_config(arguments, to_start=False)
+    stages, assumed = compile_graph(settings), _assumed(arguments)
+    if arguments.search is not None:
+        found = best_layouts(stages, settings, arguments.search, assumed, SHOWN)
+        if not found:
+            raise UserError(
+                f"no layout of {arguments.search} GPUs fits the model in their memory; search more"
+                " GPUs, or lower loop.micro_batch_tokens or engine.max_sequences"
+            )
+        if arguments.json:
+            print_json(arguments, search_json(found, arguments.search))
+        else:
+            say(search_text(found, arguments.search))
+        return
+    node = NodeGpus(assumed.per_node, assumed.gpu.memory_bytes)
+    times = simulated(stages, settings, assumed)
+    if arguments.json:
+        held = {each.name: [asdict(r) for r in stage_memory(each, settings)] for each in stages}
+        print_json(arguments, {**simulation_json(times), "memory": held})
+    else:
+        say(simulation_text(times, settings))
+        print(*memory_report(settings, lambda _: node), sep="\n")
+    check_capacity(settings, stages, lambda _: node)
+
+
+def _assumed(arguments: Namespace) -> Assumptions:
+    profile = load_cluster(arguments.cluster) if arguments.cluster else None
+    per_node = (profile.gpus_per_node if profile else None) or PER_NODE
+    return Assumptions(_sheet(arguments, profile), per_node, arguments.filled, arguments.imbalance)
+
+
+def _sheet(arguments: Namespace, profile: ClusterSettings | None) -> DataSheet:
+    name = arguments.gpu or (profile.gpu_type if profile else None)
+    if name is None:
+        raise UserError("name the GPU: --gpu h100, or gpu_type in the profile of --cluster")
+    if (found := GPUS.get(name.lower())) is None:
+        raise UserError(f"no GPU {name} is known; {hint(name, GPUS)}")
+    return found

@@ -1,0 +1,233 @@
+"""The layouts of a run on a number of GPUs that its simulation finds fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from parallel.layout_rules import divisors, layout_violations
+from parallel.roofline.step import StepSeconds
+from parallel.roofline.work import StepWorkload
+from parallel.settings import EngineSettings, LayoutSettings
+from parallel.slots import fits_nodes
+from parallel.weights.needs import engine_violations
+from pipeline.report.gpu_memory import NodeGpus, stage_phases
+from pipeline.report.simulation import HOUR, Assumptions, without_sync, workload
+from pipeline.report.tables import Cell, table
+from pipeline.run.graph import Stage
+from pipeline.text import clock
+from stages.settings import RunSettings
+
+MOST_TENSOR, MOST_CONTEXT = 8, 32  # of a policy's ranks; tensor parallelism stays in a node
+MOST_ENGINE_TENSOR = 32
+SPLITS = (0.25, 0.5, 0.75)  # of the GPUs for the trainer, where engines have their own
+FILLED_AT_MOST = 0.9  # of a GPU's memory that may be filled
+HEADINGS = ("time", "GPU hours", "fullest phase", "settings")
+
+
+@dataclass(frozen=True)
+class FoundLayout:
+    """A layout with the seconds of all steps, and the share of a GPU that its phases need."""
+
+    settings: RunSettings
+    seconds: float
+    filled: float
+
+    @property
+    def overrides(self) -> list[str]:
+        """The settings as overrides of the command line."""
+        layout, engine = self.settings.layout, self.settings.engine
+        own = {
+            **{f"layout.{key}": getattr(layout, key) for key in LAYOUT_KEYS},
+            **{f"engine.{key}": getattr(engine, key) for key in ("count", "tensor")},
+        }
+        return [f"{key}={'null' if value is None else value}" for key, value in own.items()]
+
+
+LAYOUT_KEYS = (
+    *("ranks", "tensor", "context", "pipeline", "first_stage_layers", "last_stage_layers"),
+    *("expert", "expert_tensor", "recompute"),
+)
+
+
+def best_layouts(
+    stages: Sequence[Stage], settings: RunSettings, gpus: int, assumed: Assumptions, most: int
+) -> list[FoundLayout]:
+    """Return up to `most` legal layouts on this number of GPUs that fit, the fastest first.
+
+    Layouts of the policy and of the engines are timed apart: neither changes the other's seconds.
+    """
+    trained = _distinct(stages, settings, assumed)
+    node = NodeGpus(min(assumed.per_node, gpus), int(FILLED_AT_MOST * assumed.gpu.memory_bytes))
+    found: list[FoundLayout] = []
+    for ranks, for_engines in _splits(settings.engine, gpus):
+        found += _of_split(trained, settings, ranks, for_engines, node, assumed, most)
+    return sorted(found, key=lambda each: each.seconds)[:most]
+
+
+def _of_split(
+    trained: Sequence[tuple[Stage, int]],
+    settings: RunSettings,
+    ranks: int,
+    for_engines: int,
+    node: NodeGpus,
+    assumed: Assumptions,
+    most: int,
+) -> list[FoundLayout]:
+    """Return the fastest layouts with this number of ranks and of the engines' GPUs."""
+    layouts = [*_layouts(settings, ranks)]
+    fleets = [*_fleets(settings, for_engines, node.count)]
+    if not layouts or not fleets:
+        return []
+    by_layout = [_steps(trained, _with(settings, each, fleets[0]), assumed) for each in layouts]
+    by_fleet = [_steps(trained, _with(settings, layouts[0], each), assumed) for each in fleets]
+    counts = [stage.steps * alike for stage, alike in trained if stage.steps]
+    timed = [
+        (
+            sum(
+                count * replace(one, rollout=other.rollout).total
+                for count, one, other in zip(counts, training, sampling, strict=True)
+            ),
+            layout,
+            fleet,
+        )
+        for (training, layout), (sampling, fleet) in product(
+            zip(by_layout, layouts, strict=True), zip(by_fleet, fleets, strict=True)
+        )
+    ]
+    found: list[FoundLayout] = []
+    for seconds, layout, fleet in sorted(timed, key=lambda each: each[0]):
+        changed = _with(settings, layout, fleet)
+        filled = _filled(trained, changed, node)
+        if filled <= 1:
+            found.append(FoundLayout(changed, seconds, filled * FILLED_AT_MOST))
+        if len(found) == most:
+            break
+    return found
+
+
+def _distinct(
+    stages: Sequence[Stage], settings: RunSettings, assumed: Assumptions
+) -> list[tuple[Stage, int]]:
+    """Return the first of the stages that have the same steps, and how many there are."""
+    found: dict[tuple[str | None, int, StepWorkload], list[Stage]] = {}
+    for stage in stages:
+        if stage.steps:
+            key = stage.block, stage.steps, workload(stage, settings, assumed)
+            found.setdefault(key, []).append(stage)
+    return [(alike[0], len(alike)) for alike in found.values()]
+
+
+def _steps(
+    trained: Sequence[tuple[Stage, int]], settings: RunSettings, assumed: Assumptions
+) -> list[StepSeconds]:
+    return [without_sync(stage, settings, assumed).seconds for stage, _ in trained]
+
+
+def _filled(trained: Sequence[tuple[Stage, int]], settings: RunSettings, node: NodeGpus) -> float:
+    """Return the bytes of the fullest phase of all stages over those that may be filled."""
+    return max(
+        (phase.total + phase.reserve) / node.each
+        for stage, _ in trained
+        for phase in stage_phases(stage, settings, node)
+    )
+
+
+def _splits(engine: EngineSettings, gpus: int) -> Iterator[tuple[int, int]]:
+    """Yield the trainer's ranks and the GPUs of the engines."""
+    if engine.placement == "shared":
+        yield gpus, gpus
+        return
+    for share in SPLITS:
+        if 0 < (ranks := round(share * gpus)) < gpus:
+            yield ranks, gpus - ranks
+
+
+def _layouts(settings: RunSettings, ranks: int) -> Iterator[LayoutSettings]:
+    """Yield the legal layouts of this number of ranks."""
+    model = settings.model
+    for tensor, context, pipeline, expert, recompute in product(
+        [size for size in divisors(model.key_value_heads) if size <= MOST_TENSOR],
+        [1 << power for power in range(MOST_CONTEXT.bit_length())],
+        [size for size in divisors(ranks) if size <= model.layers],
+        divisors(model.experts),
+        ("none", "full"),
+    ):
+        if ranks % (tensor * context * pipeline) or ranks % (expert * pipeline):
+            continue
+        sizes = {"ranks": ranks, "tensor": tensor, "context": context, "pipeline": pipeline}
+        layout = settings.layout.model_copy(
+            update={
+                **sizes,
+                **{"virtual_pipeline": 1, "expert": expert, "expert_tensor": 1},
+                **{"recompute": recompute, "recompute_modules": ()},
+                **_ends(model.layers, pipeline),
+            }
+        )
+        if not layout_violations(model, layout):
+            yield layout
+
+
+def _ends(layers: int, pipeline: int) -> dict[str, int | None]:
+    """Return the layers of the first and the last stage, which are fewer where they must be.
+
+    The last stage has the output head besides, the first the embedding.
+    """
+    first = last = None
+    if layers % pipeline and pipeline > 2:
+        each = -(-layers // pipeline)
+        missing = each * pipeline - layers
+        first, last = each - missing // 2, each - (missing - missing // 2)
+        if min(first, last) < 1:
+            each -= 1  # then both ends have more
+            left = layers - each * (pipeline - 2)
+            first, last = left // 2 + left % 2, left // 2
+    return {"first_stage_layers": first, "last_stage_layers": last}
+
+
+def _fleets(settings: RunSettings, gpus: int, per_node: int) -> Iterator[EngineSettings]:
+    """Yield the engines that fill this number of GPUs."""
+    for tensor in divisors(settings.model.attention_heads):
+        engine = settings.engine.model_copy(
+            update={"count": gpus // tensor, "tensor": tensor, "data": 1}
+        )
+        if tensor > min(gpus, MOST_ENGINE_TENSOR) or gpus % tensor:
+            continue
+        legal = not any(engine_violations(settings.model, tensor, engine.expert_parallel, 1))
+        if legal and fits_nodes(engine, per_node):
+            yield engine
+
+
+def _with(settings: RunSettings, layout: LayoutSettings, engine: EngineSettings) -> RunSettings:
+    return settings.model_copy(update={"layout": layout, "engine": engine})
+
+
+def search_text(found: Sequence[FoundLayout], gpus: int) -> str:
+    """Return the table of layouts."""
+    rows: list[list[str | Cell]] = [
+        [
+            clock(each.seconds),
+            f"{each.seconds * gpus / HOUR:,.0f}",
+            f"{each.filled:.0%}",
+            " ".join(each.overrides),
+        ]
+        for each in found
+    ]
+    return table(f"the fastest layouts of {gpus} GPUs", HEADINGS, rows, right=range(3))
+
+
+def search_json(found: Sequence[FoundLayout], gpus: int) -> dict[str, Any]:
+    """Return what `braid simulate --search --json` prints."""
+    return {
+        "layouts": [
+            {
+                "overrides": each.overrides,
+                "duration": each.seconds,
+                "gpu_hours": each.seconds * gpus / HOUR,
+                "filled": each.filled,
+            }
+            for each in found
+        ]
+    }

@@ -1,0 +1,196 @@
+"""The seconds, tokens and GPU hours of every stage that trains, before it is run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from parallel.roofline.hardware import REACHED, DataSheet
+from parallel.roofline.step import StepSeconds, step_seconds
+from parallel.roofline.weight_sync import sync_seconds, synced_bytes
+from parallel.roofline.work import StepWorkload
+from parallel.slots import gpus_needed
+from pipeline.report.stage_memory import compared_with, rewarded, trained_by
+from pipeline.report.tables import Cell, table
+from pipeline.run.graph import Stage
+from pipeline.text import clock
+from stages.domains import PromptRolloutSettings
+from stages.kinds.distill import DistillSettings
+from stages.kinds.dpo import DpoSettings
+from stages.kinds.sft import SftSettings
+from stages.settings import RunSettings
+
+HOUR = 3600.0
+HEADINGS = (
+    *("stage", "steps", "rollout", "log-probs", "train", "sync", "other", "a step"),
+    *("tokens/s/GPU", "bubble", "time", "GPUs", "GPU hours"),
+)
+
+
+@dataclass(frozen=True)
+class SimulatedStage:
+    """A stage's step in seconds, on a number of GPUs, with the tokens of a step."""
+
+    stage: Stage
+    steps: int
+    gpus: int
+    tokens: float
+    seconds: StepSeconds
+
+    @property
+    def tokens_per_gpu(self) -> float:
+        """The tokens a second of each GPU."""
+        return self.tokens / self.seconds.total / self.gpus
+
+    @property
+    def duration(self) -> float:
+        """The seconds of all steps."""
+        return self.steps * self.seconds.total
+
+    @property
+    def gpu_hours(self) -> float:
+        """The hours of all GPUs."""
+        return self.duration * self.gpus / HOUR
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """The GPUs of a simulation, and what only a run would tell.
+
+    `filled` is a sequence's mean tokens as a share of the longest; `imbalance` the tokens of the
+    fullest expert-parallel rank over their mean.
+    """
+
+    gpu: DataSheet
+    per_node: int
+    filled: float
+    imbalance: float
+
+
+def simulated(
+    stages: Iterable[Stage], settings: RunSettings, assumed: Assumptions
+) -> list[SimulatedStage]:
+    """Return the simulation of every stage that trains."""
+    engine, gpu = settings.engine, assumed.gpu
+    found: list[SimulatedStage] = []
+    sync: float | None = None  # the same in all stages
+    for stage in stages:
+        if not stage.steps:
+            continue
+        if stage.needs_engine and sync is None:
+            synced = synced_bytes(settings.model, settings.layout, engine, assumed.per_node)
+            sync = sync_seconds(synced, gpu, REACHED)
+        found.append(without_sync(stage, settings, assumed, sync or 0.0))
+    return found
+
+
+def without_sync(
+    stage: Stage, settings: RunSettings, assumed: Assumptions, sync: float = 0.0
+) -> SimulatedStage:
+    """Return the simulation of a stage that trains, whose weight syncs take `sync` seconds."""
+    assert stage.steps is not None
+    engine = settings.engine if stage.needs_engine else None
+    work = workload(stage, settings, assumed)
+    seconds = step_seconds(
+        settings.model,
+        settings.layout,
+        engine,
+        work,
+        assumed.gpu,
+        REACHED,
+        sync if engine else 0.0,
+    )
+    gpus = gpus_needed(settings.layout, engine)
+    return SimulatedStage(stage, stage.steps, gpus, work.tokens, seconds)
+
+
+def workload(stage: Stage, settings: RunSettings, assumed: Assumptions) -> StepWorkload:
+    """Return the sequences of a stage's step."""
+    assert stage.block is not None
+    block, policy = settings.stages[stage.block], rewarded(stage, settings)
+    frozen = sum(compared_with(stage, settings))
+    micro_batch = trained_by(stage, settings)[1].micro_batch_tokens
+    rollout: PromptRolloutSettings
+    if policy is not None:
+        sampled, rollout, updates = policy.sampling, policy.rollout, policy.updates_per_rollout
+        frozen += 1  # pi_old beside each reference
+    elif isinstance(block, DistillSettings):
+        sampled, rollout, updates = block.sampling, block.rollout, 1
+    else:
+        longest = min(micro_batch, settings.model.max_positions)
+        return StepWorkload(
+            _given(stage, settings),
+            mean_tokens=assumed.filled * longest,
+            most_tokens=longest,
+            micro_batch_tokens=micro_batch,
+            passes=frozen,
+            imbalance=assumed.imbalance,
+        )
+    longest = settings.engine.max_model_tokens
+    return StepWorkload(
+        len(stage.domains) * sampled.prompts_per_step * sampled.group_size,
+        mean_tokens=assumed.filled * longest,
+        most_tokens=longest,
+        micro_batch_tokens=micro_batch,
+        passes=frozen,
+        updates=updates,
+        steps_in_flight=1 + rollout.prefetch,
+        imbalance=assumed.imbalance,
+    )
+
+
+def _given(stage: Stage, settings: RunSettings) -> int:
+    """Return the sequences of a step that samples none: demonstrations, or both of each pair."""
+    assert stage.block is not None
+    block = settings.stages[stage.block]
+    if isinstance(block, DpoSettings):
+        return 2 * block.pairs_per_step
+    if isinstance(block, SftSettings) and block.sequences_per_step is not None:
+        return block.sequences_per_step
+    sources = (settings.domains[name].demonstrations for name in stage.domains)
+    return sum(each.sequences_per_step for each in sources if each is not None)
+
+
+def simulation_text(found: Sequence[SimulatedStage], settings: RunSettings) -> str:
+    """Return the table of the stages."""
+    rows: list[list[str | Cell]] = []
+    for each in found:
+        seconds = each.seconds
+        parts = [seconds.rollout, seconds.logprobs, seconds.train, seconds.weight_sync]
+        rows.append(
+            [
+                each.stage.name,
+                str(each.steps),
+                *(_seconds(part) for part in (*parts, seconds.other, seconds.total)),
+                f"{each.tokens_per_gpu:,.0f}",
+                f"{seconds.bubble:.0%}",
+                clock(each.duration),
+                str(each.gpus),
+                f"{each.gpu_hours:,.0f}",
+            ]
+        )
+    title = f"{settings.name}: seconds of a step"
+    return table(title, HEADINGS, rows, right=range(1, len(HEADINGS)))
+
+
+def simulation_json(found: Sequence[SimulatedStage]) -> dict[str, Any]:
+    """Return what `braid simulate --json` prints."""
+    stages = {
+        each.stage.name: {
+            "steps": each.steps,
+            "gpus": each.gpus,
+            "tokens": each.tokens,
+            "seconds": {**asdict(each.seconds), "total": each.seconds.total},
+            "rollout_share": each.seconds.rollout_share,
+            "tokens_per_second_and_gpu": each.tokens_per_gpu,
+            "duration": each.duration,
+            "gpu_hours": each.gpu_hours,
+        }
+        for each in found
+    }
+    return {"stages": stages, "gpu_hours": sum(each.gpu_hours for each in found)}
+
+
+def _seconds(value: float) -> str:
+    return f"{value:,.1f}" if value else ""

@@ -1,0 +1,203 @@
+"""`braid simulate`: the seconds of a real model's run, and the layouts that it proposes."""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parallel.layout_rules import divisors, layout_violations
+from parallel.roofline.hardware import GPUS
+from parallel.slots import fits_nodes
+from parallel.weights.needs import engine_violations
+from pipeline.config.validate import load
+from pipeline.report.gpu_memory import NodeGpus, stage_phases
+from pipeline.report.layout_search import FILLED_AT_MOST, best_layouts
+from pipeline.report.simulation import Assumptions, simulated, without_sync
+from pipeline.run.graph import compile_graph
+from stages.settings import RunSettings
+from tests.pipeline.conftest import Braid
+from tests.runs import REPOSITORY
+
+CONFIG = f"""
+extends: {REPOSITORY}/configs/pipelines/experts-merge-from-weights.yaml
+name: simulated
+model:
+  extends: {REPOSITORY}/configs/models/MODEL.yaml
+  initial_weights: /models/nowhere
+  tokenizer: /models/nowhere
+layout: {{ranks: 32, tensor: 2, expert: 8}}
+engine: {{count: 16, tensor: 2, max_model_tokens: 4096, max_sequences: 256}}
+domains:
+  chain_sum:
+    extends: {REPOSITORY}/configs/domains/chain_sum.yaml
+    sampling: {{prompts_per_step: 64, group_size: 32, max_response_tokens: 3840}}
+    optimizer: {{algorithm: adam, learning_rate: 1.0e-6}}
+    loop: {{steps: 40, micro_batch_tokens: 4096}}
+stages:
+  merge:
+    sampling: {{prompts_per_step: 512, group_size: 1, max_response_tokens: 3840}}
+    optimizer: {{algorithm: adam, learning_rate: 1.0e-6}}
+    loop: {{steps: 10, micro_batch_tokens: 4096}}
+  evaluate: null
+"""
+ASSUMED = Assumptions(GPUS["h100"], per_node=8, filled=0.6, imbalance=1.0)
+SHIPPED = (
+    "quickstart",
+    *(f"recipes/{name}-small" for name in ("dapo", "merge", "r1", "ultra", "v4", "zero")),
+)
+SMALL = 16  # GPUs of a brute-force search
+
+
+def config(directory: Path, model: str = "qwen3-30b-a3b") -> Path:
+    path = directory / "simulated.yaml"
+    path.write_text(CONFIG.replace("MODEL", model))
+    return path
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> RunSettings:
+    return load(config(tmp_path_factory.mktemp("simulate")), to_start=False)
+
+
+def total(settings: RunSettings) -> float:
+    stages = [each for each in compile_graph(settings) if each.steps]
+    return sum(without_sync(each, settings, ASSUMED).duration for each in stages)
+
+
+def asked(braid: Braid, path: Path, *more: str) -> dict[str, Any]:
+    code, out, err = braid("simulate", path, "--gpu", "h100", "--json", *more)
+    assert code == 0, err
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+def test_nothing_of_the_run_needs_to_exist(braid: Braid, runs: Path, tmp_path: Path) -> None:
+    path = config(tmp_path)
+    code, out, err = braid("simulate", path, "--gpu", "h100")
+    assert code == 0, err
+    assert "experts.chain_sum" in out and "GPU hours" in out and "KV cache" in out
+    found = asked(braid, path)
+    stage = found["stages"]["experts.chain_sum"]
+    seconds = stage["seconds"]
+    parts = (seconds[name] for name in ("rollout", "logprobs", "train", "weight_sync", "other"))
+    assert sum(parts) == pytest.approx(seconds["total"])
+    assert stage["duration"] == pytest.approx(40 * seconds["total"])
+    assert not [*runs.glob("*")]
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_every_kind_of_stage_that_trains(name: str, braid: Braid) -> None:
+    path = REPOSITORY / "configs" / f"{name}.yaml"
+    found = asked(braid, path)["stages"]
+    stages = compile_graph(load(path, to_start=False))
+    assert [*found] == [each.name for each in stages if each.steps]
+    for stage in stages:
+        if stage.steps:
+            seconds = found[stage.name]["seconds"]
+            assert seconds["train"] > 0
+            assert (seconds["rollout"] > 0) == stage.needs_engine
+
+
+@pytest.mark.parametrize(
+    ("changes", "phase", "grows"),
+    [
+        (("--imbalance", "2"), "train", True),
+        (("--filled", "0.9"), "rollout", True),
+        (("layout.recompute=full",), "train", True),
+        (("layout.expert=32",), "train", True),  # over the network
+        (("engine.count=8",), "rollout", True),
+        (("layout.ranks=64",), "train", False),
+    ],
+)
+def test_a_phase_follows_its_cause(
+    changes: tuple[str, ...], phase: str, grows: bool, braid: Braid, tmp_path: Path
+) -> None:
+    path = config(tmp_path)
+
+    def seconds(*more: str) -> float:
+        return float(asked(braid, path, *more)["stages"]["experts.chain_sum"]["seconds"][phase])
+
+    assert (seconds(*changes) > seconds()) == grows
+
+
+@pytest.mark.combinations
+def test_the_search_is_as_good_as_brute_force(settings: RunSettings) -> None:
+    """Over all pipelines' chunks and tensor-parallel experts too, which the search leaves out."""
+    stages = [each for each in compile_graph(settings) if each.steps]
+    [best, *_] = best_layouts(stages, settings, SMALL, ASSUMED, 1)
+    node = NodeGpus(8, int(FILLED_AT_MOST * ASSUMED.gpu.memory_bytes))
+    least = float("inf")
+    model, sizes = settings.model, divisors(SMALL)
+    fleets = [
+        settings.engine.model_copy(update={"count": SMALL // tensor, "tensor": tensor})
+        for tensor in sizes
+    ]
+    fleets = [
+        each
+        for each in fleets
+        if fits_nodes(each, 8) and not any(engine_violations(model, each.tensor, False, 1))
+    ]
+    for tensor, context, pipeline, virtual, expert, expert_tensor, recompute in product(
+        *(sizes, sizes, sizes, (1, 2), sizes, (1, 2), ("none", "full"))
+    ):
+        layout = settings.layout.model_copy(
+            update={
+                **{"ranks": SMALL, "tensor": tensor, "context": context, "pipeline": pipeline},
+                **{"virtual_pipeline": virtual, "expert": expert, "recompute": recompute},
+                "expert_tensor": expert_tensor,
+            }
+        )
+        if layout_violations(model, layout):
+            continue
+        for fleet in fleets:
+            changed = settings.model_copy(update={"layout": layout, "engine": fleet})
+            if (seconds := total(changed)) >= least:
+                continue
+            phases = [phase for stage in stages for phase in stage_phases(stage, changed, node)]
+            if all(phase.total + phase.reserve <= node.each for phase in phases):
+                least = seconds
+    assert best.seconds <= 1.1 * least
+    assert best.seconds == pytest.approx(total(best.settings))
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus"),
+    [
+        ("qwen3-30b-a3b", 32),
+        ("mixtral-8x7b", 16),
+        ("glm-4.5-air", 64),
+        ("qwen3-235b-a22b", 256),
+        ("deepseek-v3", 512),
+    ],
+)
+def test_what_the_search_proposes_is_valid(
+    model: str, gpus: int, braid: Braid, tmp_path: Path
+) -> None:
+    path = config(tmp_path, model)
+    layouts = asked(braid, path, "--search", str(gpus))["layouts"]
+    assert [each["duration"] for each in layouts] == sorted(each["duration"] for each in layouts)
+    for each in layouts:
+        changed = load(path, each["overrides"], to_start=False)
+        assert changed.layout.ranks == gpus
+        assert simulated(compile_graph(changed), changed, ASSUMED)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "said"),
+    [
+        ("deepseek-v3", ("--gpu", "h100", "--search", "8"), "no layout of 8 GPUs fits the model"),
+        ("qwen3-30b-a3b", ("--gpu", "h10"), "no GPU h10 is known"),
+        ("qwen3-30b-a3b", (), "name the GPU: --gpu h100"),
+        ("qwen3-30b-a3b", ("--gpu", "h100", "--filled", "2"), "2 is no share from above 0 to 1"),
+        ("qwen3-30b-a3b", ("--gpu", "h100", "--imbalance", "0.5"), "no ratio from 1 to 1000"),
+    ],
+)
+def test_what_cannot_be_simulated(
+    model: str, options: tuple[str, ...], said: str, braid: Braid, tmp_path: Path
+) -> None:
+    code, _, err = braid("simulate", config(tmp_path, model), *options)
+    assert code and said in err
