@@ -127,7 +127,7 @@ def workload(stage: Stage, settings: RunSettings, assumed: Assumptions) -> StepW
             passes=frozen,
             imbalance=assumed.imbalance,
         )
-    longest = settings.engine.max_model_tokens
+    longest = sampled.max_response_tokens + _prompt_tokens(stage, settings)
     return StepWorkload(
         len(stage.domains) * sampled.prompts_per_step * sampled.group_size,
         mean_tokens=assumed.filled * longest,
@@ -138,6 +138,17 @@ def workload(stage: Stage, settings: RunSettings, assumed: Assumptions) -> StepW
         steps_in_flight=1 + rollout.prefetch,
         imbalance=assumed.imbalance,
     )
+
+
+def _prompt_tokens(stage: Stage, settings: RunSettings) -> int:
+    """Return the room that the longest responses of all domains and merges leave for prompts."""
+    assert stage.block is not None
+    samplings = [domain.sampling for domain in settings.domains.values()]
+    samplings += [
+        block.sampling for block in settings.stages.values() if isinstance(block, DistillSettings)
+    ]
+    longest = max(each.max_response_tokens for each in samplings if each is not None)
+    return max(0, settings.engine.max_model_tokens - longest)
 
 
 def _given(stage: Stage, settings: RunSettings) -> int:
