@@ -63,7 +63,13 @@ def on() -> Iterator[On]:
         while ranks is None and alive and layout.ranks + sum(k.ranks for k in alive) > KEPT:
             alive.pop(next(iter(alive))).close()  # unused for longest
         alive[key] = ranks or Ranks(layout)
-        return alive[key](function, *arguments)
+        try:
+            return alive[key](function, *arguments)
+        except AssertionError:
+            # Other ranks may have answered too, or still wait: neither belongs to the next call.
+            if layout.ranks > 1:
+                alive.pop(key).close()
+            raise
 
     yield run
     for ranks in alive.values():

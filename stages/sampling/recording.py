@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -46,6 +47,7 @@ def record(
     samples = [sample for update in updates for sample in update]
     if auditable:
         _write_arrays(path.with_suffix(".npz"), samples)
+    prompt = cache(lambda ids: _whole(tokenizer.decode(np.frombuffer(ids, np.int32).tolist())))
     lines = [
         {
             "step": step,
@@ -53,9 +55,9 @@ def record(
             **{name: getattr(sample, name) for name in AS_THEY_ARE},
             **sample.recorded,
             "problem": sample.problem or None,
-            "prompt": _whole(tokenizer.decode(sample.prompt)),
+            "prompt": prompt(sample.prompt.tobytes()),  # a group has the same
             "answer": _whole(sample.answer) or None,
-            "response": _whole(tokenizer.decode(sample.response)),
+            "response": _whole(tokenizer.decode(sample.response.tolist())),
             "prompt_tokens": sample.prompt,
             "response_tokens": sample.response,
             "tokens": len(sample.response),

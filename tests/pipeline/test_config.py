@@ -108,7 +108,10 @@ def test_schema_errors_are_reported_together_and_hide_broken_rules(
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("domains.sum.loop.steps=3", 'domains.sum: unknown key; did you mean "sums"?'),
+        (
+            "domains.sum.loop.steps=3",
+            "domains.sum: unknown key; did you mean \"sums\"?; to add it: domains='{sum: ...}'",
+        ),
         (
             "domains.sums.objective.kl.coeff=1",
             'domains.sums.objective.kl.coeff: unknown key; did you mean "coefficient"?',
