@@ -6,17 +6,14 @@ The layouts are those of the recipes that its table names, in examples/configs/r
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-
-import yaml
 
 from parallel.memory import BYTES, parameter_count
 from parallel.roofline.hardware import GPUS, Efficiencies
 from parallel.roofline.step import StepSeconds, step_seconds
 from parallel.roofline.work import StepWorkload
-from parallel.settings import EngineSettings, LayoutSettings, ModelSettings
+from parallel.settings import EngineSettings, LayoutSettings
+from tests.layouts.real_models import real_model
 
-MODELS = Path(__file__).parents[2] / "configs" / "models"
 # NeMo-RL gathers the whole model in a weight sync, which Braid does not: bytes of it a second.
 GATHERED = 23.8e9
 
@@ -48,9 +45,7 @@ class PublishedStep:
 
     def simulated(self, reached: Efficiencies, gathered: float = GATHERED) -> StepSeconds:
         """Return the step's seconds by the roofline."""
-        model = ModelSettings.model_validate(
-            yaml.safe_load((MODELS / f"{self.model}.yaml").read_text())
-        )
+        model = real_model(self.model)
         own = self.trainers < self.gpus
         layout = LayoutSettings(
             ranks=self.trainers,
