@@ -118,6 +118,20 @@ FAMILIES = {
 }
 
 
+def fp8_blocks(quantization: Any) -> tuple[int, int] | None:
+    """Return the rows and columns that share a scale in a checkpoint in FP8, as DeepSeek-V3's.
+
+    `quantization` is the `quantization_config` of its config.json; None for any other.
+    """
+    if not isinstance(quantization, dict) or quantization.get("quant_method") != "fp8":
+        return None
+    size = quantization.get("weight_block_size")
+    if not isinstance(size, list) or len(size) != 2:
+        return None
+    rows, columns = size
+    return (rows, columns) if all(type(each) is int and each > 0 for each in size) else None
+
+
 def architecture(settings: ModelSettings) -> Any:
     """Return `model.architecture` as the family's settings; raise pydantic's ValidationError."""
     return FAMILIES[settings.family].further.model_validate(settings.architecture, strict=True)

@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from parallel.checkpoint import load
 from parallel.distributed import barrier, broadcast, is_main, max_over_ranks
 from parallel.hugging_face.config import expected_tensors, hugging_face_config
 from parallel.hugging_face.files import SHARD_BYTES, WeightFiles, WeightsError, verify, write
+from parallel.hugging_face.multi_token import MultiTokenTensors
 from parallel.hugging_face.weights import fill_weights, forget_weights
 from parallel.model.policy import Policy
 from parallel.model.vocabulary import HeadLogits
@@ -52,8 +54,10 @@ def export(policy: Policy, output: Path, shard_bytes: int = SHARD_BYTES) -> None
     before = probe(policy)
     with beside(output) as unfinished:
         if is_main():
-            expected = expected_tensors(hugging_face_config(policy.settings))
-            digests = write(unfinished, expected, policy.weights(), shard_bytes)
+            kept = MultiTokenTensors(policy.settings)
+            expected = expected_tensors(hugging_face_config(policy.settings)) | kept.specs
+            stream = chain(policy.weights(), kept.stream())
+            digests = write(unfinished, expected, stream, shard_bytes)
             verify(unfinished, expected, digests)
         else:
             for _ in policy.weights():  # collective: all ranks gather
@@ -65,19 +69,28 @@ def export(policy: Policy, output: Path, shard_bytes: int = SHARD_BYTES) -> None
         if max_over_ranks(not all(torch.equal(old, new) for old, new in pairs)):
             raise WeightsError(f"{output}: verification failed", ["other logits than the policy's"])
         if is_main():
-            complete(policy.settings, unfinished, output)
+            complete(policy.settings, unfinished, output, kept)
 
 
 def complete(
     settings: ModelSettings,
     unfinished: Path,
     output: Path,
+    kept: MultiTokenTensors,
     quantization: dict[str, Any] | None = None,
 ) -> None:
-    """Add configuration and tokenizer to written weights, and give the directory its name."""
+    """Add configuration and tokenizer to written weights, and give the directory its name.
+
+    The configuration counts the layers of the MTP tensors that were `kept`, else vLLM would refuse
+    the checkpoint: it takes them for layers of the model.
+    """
     tokenizer = load_tokenizer(settings)
     config = hugging_face_config(settings)
     config.eos_token_id, config.pad_token_id = tokenizer.end_token, tokenizer.pad_token
+    if layers := kept.modules:
+        config.num_mtp_layers = len(layers)
+        count, names = len(kept.specs), ", ".join(layers)
+        print(f"kept {count} tensors for multi-token prediction, of {names}", flush=True)
     if quantization is not None:
         config.quantization_config = quantization
     config.save_pretrained(unfinished)

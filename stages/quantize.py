@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 import torch
 
@@ -18,6 +19,7 @@ from parallel.device import DTYPES
 from parallel.distributed import barrier, is_main, max_over_ranks
 from parallel.hugging_face.config import TensorSpec, expected_tensors, hugging_face_config
 from parallel.hugging_face.files import WeightsError, verify, write
+from parallel.hugging_face.multi_token import MultiTokenTensors
 from parallel.hugging_face.quantized import QuantizedFiles, Scheme, quantized
 from parallel.hugging_face.weights import fill_weights, forget_weights
 from parallel.model.moments import InputMoments
@@ -70,9 +72,10 @@ def export(
     output = job.files.exported
     with beside(output) as unfinished:
         if is_main():
+            kept = MultiTokenTensors(policy.settings)
             whole = expected_tensors(hugging_face_config(policy.settings))
-            expected = dict(_stored(whole, scheme, matrices))
-            stream = quantized(policy.weights(), matrices, scheme, moments)
+            expected = dict(_stored(whole, scheme, matrices)) | kept.specs
+            stream = chain(quantized(policy.weights(), matrices, scheme, moments), kept.stream())
             verify(unfinished, expected, write(unfinished, expected, stream))
             print(_summary(scheme, matrices, whole, expected), flush=True)
         else:
@@ -85,8 +88,9 @@ def export(
         if max_over_ranks(not all(each.isfinite().all() for each in probe(policy))):
             raise WeightsError(f"{output}: verification failed", ["logits that are not finite"])
         if is_main():
-            configuration = scheme.configuration(ignored(policy.settings, matrices))
-            complete(policy.settings, unfinished, output, configuration)
+            drafting = [f"re:{re.escape(layer)}\\..*" for layer in kept.modules]
+            configuration = scheme.configuration(ignored(policy.settings, matrices) + drafting)
+            complete(policy.settings, unfinished, output, kept, configuration)
 
 
 def ignored(model: ModelSettings, matrices: Sequence[FusedTensors]) -> list[str]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from parallel.boxes import Box
+from parallel.families import fp8_blocks
 
 SUFFIX = "_scale_inv"  # of the tensor of a weight's scales, which multiply it
 CODE = "F8_E4M3"  # of the weights, as safetensors spells it
@@ -53,15 +53,6 @@ def block_scales(directory: Path) -> BlockScales | None:
     Raises:
         OSError, ValueError: there is no config.json, or it is no JSON object.
     """
-    stated = dict(json.loads((directory / "config.json").read_text())).get("quantization_config")
-    return scales_of(stated)
-
-
-def scales_of(stated: Any) -> BlockScales | None:
-    """Return the blocks of a `quantization_config`; None where it has none of ours."""
-    if not isinstance(stated, dict) or stated.get("quant_method") != "fp8":
-        return None
-    size = stated.get("weight_block_size")
-    if not isinstance(size, list) or len(size) != 2:
-        return None
-    return BlockScales(*size) if all(type(each) is int and each > 0 for each in size) else None
+    given = dict(json.loads((directory / "config.json").read_text()))
+    size = fp8_blocks(given.get("quantization_config"))
+    return None if size is None else BlockScales(*size)

@@ -90,13 +90,20 @@ def expected_tensors(config: PretrainedConfig) -> dict[str, TensorSpec]:
     return specs
 
 
+def mtp_pattern(layers: int) -> str:
+    """Return the pattern of multi-token prediction tensors, numbered after a model's layers."""
+    return rf"^model\.layers\.{layers}\."
+
+
 def ignored_tensors(config: PretrainedConfig) -> list[str]:
     """Return patterns of tensor names that a checkpoint may have and that are not loaded.
 
-    transformers' own list, and the multi-token prediction layers, numbered after the others.
+    transformers' own list, and the multi-token prediction layers.
     """
-    beyond = rf"^model\.layers\.{config.num_hidden_layers}\."
-    return [beyond, *(_model_class(config)._keys_to_ignore_on_load_unexpected or ())]
+    return [
+        mtp_pattern(config.num_hidden_layers),
+        *(_model_class(config)._keys_to_ignore_on_load_unexpected or ()),
+    ]
 
 
 def _model_class(config: PretrainedConfig) -> Any:

@@ -88,19 +88,21 @@ class WeightFiles:
 
         Weights with scales for their blocks are returned in fp32.
         """
-        if self._scales is None or not self._is_scaled(name):
+        if (blocks := self.blocks_of(name)) is None:
             return self._stored(name, box)
         whole = self.stored[name].shape
         box = ((0,) * len(whole), whole) if box is None else box
-        scales = self._stored(name + SUFFIX, self._scales.cover(box))
-        return self._scales.restored(self._stored(name, box), scales, box)
+        scales = self._stored(name + SUFFIX, blocks.cover(box))
+        return blocks.restored(self._stored(name, box), scales, box)
 
     def _stored(self, name: str, box: Box | None) -> torch.Tensor:
         with safe_open(self.stored[name].file, framework="pt") as file:
             return file.get_tensor(name) if box is None else file.get_slice(name)[within(box)]
 
-    def _is_scaled(self, name: str) -> bool:
-        return self.stored[name].dtype == CODE and name + SUFFIX in self.stored
+    def blocks_of(self, name: str) -> BlockScales | None:
+        """Return the blocks of a tensor in FP8 that share a scale, None for any other tensor."""
+        scaled = self.stored[name].dtype == CODE and name + SUFFIX in self.stored
+        return self._scales if scaled else None
 
     def check(self, expected: Mapping[str, TensorSpec], ignored: Iterable[str] = ()) -> list[str]:
         """Return an error for each tensor that is missing, has another shape, or is not expected.
@@ -115,8 +117,8 @@ class WeightFiles:
             file, dtype, shape = self.stored[name]
             if shape != spec.shape:
                 wrong = f"{list(shape)}, but should be {list(spec.shape)}"
-            elif self._scales is not None and self._is_scaled(name):
-                grid, scales = self._scales.grid(shape), self.stored[name + SUFFIX].shape
+            elif (blocks := self.blocks_of(name)) is not None:
+                grid, scales = blocks.grid(shape), self.stored[name + SUFFIX].shape
                 if scales == grid:
                     continue
                 file, name = self.stored[name + SUFFIX].file, name + SUFFIX

@@ -17,7 +17,7 @@ from megatron.core.models.gpt import GPTModel
 from parallel.boxes import Box, within
 from parallel.device import device
 from parallel.distributed import broadcast, is_main, layout_sizes
-from parallel.hugging_face.block_scales import scales_of
+from parallel.families import fp8_blocks
 from parallel.hugging_face.config import (
     contradictions,
     expected_tensors,
@@ -141,7 +141,7 @@ def _errors(settings: ModelSettings, directory: Path) -> list[str]:
     try:
         given = dict(json.loads((directory / "config.json").read_text()))
         errors = contradictions(settings, given)
-        if (stated := given.get("quantization_config")) is not None and scales_of(stated) is None:
+        if (stated := given.get("quantization_config")) is not None and fp8_blocks(stated) is None:
             errors.append("config.json: its weights are quantized; name the checkpoint before that")
     except (OSError, ValueError, TypeError) as error:
         errors = [f"config.json: {error}"]

@@ -11,7 +11,7 @@ import yaml
 from yaml import CSafeLoader
 
 from parallel.errors import hint
-from parallel.families import FAMILIES, configuration
+from parallel.families import FAMILIES, configuration, fp8_blocks
 from parallel.files import CHECKSUMS, WEIGHTS_INDEX, read_text, unreachable
 from parallel.settings import ModelSettings
 from pipeline.text import shown
@@ -89,7 +89,8 @@ def weights_violation(directory: Path, model: ModelSettings) -> str | None:
         return f"{shown(path)}: model_type: unknown family {json.dumps(kind)}; {known}"
     if kind != model.family:
         return f"{shown(path)}: model_type: {kind}, but model.family is {model.family}"
-    if "quantization_config" in config:
+    stated = config.get("quantization_config")
+    if stated is not None and fp8_blocks(stated) is None:
         return f"{shown(path)}: its weights are quantized; name the checkpoint before that"
     ours, names = configuration(model), FAMILIES[kind].names
     for key, value in ours.items():

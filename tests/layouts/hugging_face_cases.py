@@ -97,12 +97,15 @@ def save_checkpoint(layout: LayoutSettings, model: str, directory: str) -> dict[
     return tensors(policy.weights())
 
 
-def export_checkpoint(layout: LayoutSettings, model: str, checkpoint: str, output: str) -> None:
-    """Run the export stage under another layout than the checkpoint's."""
+def export_checkpoint(
+    layout: LayoutSettings, model: str, checkpoint: str, output: str, start: str | None = None
+) -> None:
+    """Run the export stage under another layout than the checkpoint's, of a run from `start`."""
     from stages import export
     from stages.settings import RunSettings, StageJob
 
-    settings = RunSettings.model_construct(model=MODELS[model], layout=layout)
+    ours = MODELS[model].model_copy(update={"initial_weights": Path(start) if start else None})
+    settings = RunSettings.model_construct(model=ours, layout=layout)
     job = StageJob.model_construct(
         directory=Path(output).parent,
         parent=Path(checkpoint),

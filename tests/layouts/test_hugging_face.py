@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from itertools import product
@@ -11,6 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from parallel.files import WEIGHTS_INDEX
+from parallel.hugging_face.files import WeightFiles
 from parallel.settings import LayoutSettings
 from tests.layouts.cases import SPREAD
 from tests.layouts.hugging_face_cases import (
@@ -26,6 +29,7 @@ from tests.layouts.hugging_face_cases import (
     save_checkpoint,
     start_from,
     stored,
+    tensors,
 )
 from tests.ranks import On
 from tests.tiers import tiered
@@ -101,6 +105,80 @@ def test_the_stage_imports_a_checkpoint_for_any_layout(
         assert stored(str(output)) == stored(str(exported[model]))
 
 
+def with_layer_for_multi_token_prediction(source: Path, directory: Path) -> None:
+    """Copy a checkpoint and add a layer for multi-token prediction, as DeepSeek and GLM have it."""
+    shutil.copytree(source, directory)
+    files = WeightFiles(source)
+    layers = MODELS["qwen3_moe"].layers
+    last = f"model.layers.{layers - 1}."
+    added = {
+        f"model.layers.{layers}.{name.removeprefix(last)}": torch.randn(stored.shape)
+        for name, stored in files.stored.items()
+        if name.startswith(last)
+    }
+    hidden = MODELS["qwen3_moe"].hidden_size
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        added[f"model.layers.{layers}.{name}.weight"] = torch.randn(hidden)
+    # Stored in another precision than the model's.
+    combined = torch.randn(hidden, 2 * hidden).bfloat16()
+    added[f"model.layers.{layers}.eh_proj.weight"] = combined
+    save_file(added, directory / "mtp.safetensors")
+    index = json.loads((directory / WEIGHTS_INDEX).read_text())
+    index["weight_map"] |= dict.fromkeys(added, "mtp.safetensors")
+    (directory / WEIGHTS_INDEX).write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+def test_layers_for_multi_token_prediction_are_exported_as_they_were_imported(
+    family: str, on: On, exported: dict[str, Path], tmp_path: Path
+) -> None:
+    layout, another = (LayoutSettings(**MATRIX[name]) for name in ("TP2 EP2 PP2", "TP2"))
+    source, output, bare = tmp_path / "source", tmp_path / "out", tmp_path / "bare"
+    with_layer_for_multi_token_prediction(exported[family], source)
+    on(layout, import_checkpoint, layout, family, str(source), str(tmp_path))
+    step = str(tmp_path / "checkpoints" / "step_0")
+    on(another, export_checkpoint, another, family, step, str(output), str(source))
+    assert stored(str(output)) == stored(str(source))
+    assert json.loads((output / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    on(another, export_checkpoint, another, family, step, str(bare))  # the run names no checkpoint
+    assert stored(str(bare)) == stored(str(exported[family]))
+    assert json.loads((bare / "config.json").read_text())["num_nextn_predict_layers"] == 0
+
+
+def in_blocks(source: Path, directory: Path) -> dict[str, torch.Tensor]:
+    """Write a checkpoint with its matrices in FP8, as DeepSeek-V3; return what it means in fp32."""
+    shutil.copytree(source, directory, ignore=shutil.ignore_patterns("*.safetensors*"))
+    files, written, meant = WeightFiles(source), {}, {}
+    for name in files.stored:
+        tensor = written[name] = meant[name] = files.read(name)
+        if tensor.dim() < 2 or "embed" in name or "lm_head" in name or name.endswith("gate.weight"):
+            continue
+        grid = [-(-length // 16) for length in tensor.shape]
+        scales = torch.rand(grid) + 0.5
+        spread = scales.repeat_interleave(16, 0).repeat_interleave(16, 1)
+        spread = spread[: tensor.shape[0], : tensor.shape[1]]
+        written[name] = (tensor / spread).to(torch.float8_e4m3fn)
+        written[f"{name}_scale_inv"] = scales
+        meant[name] = written[name].float() * spread
+    save_file(written, directory / "model.safetensors")
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [16, 16]}
+    (directory / "config.json").write_text(json.dumps(config))
+    return meant
+
+
+@pytest.mark.parametrize("name", ["TP2 EP2 PP2", "TP2 EP2 ETP2"])
+def test_weights_in_blocks_are_imported_under_any_layout(
+    name: str, on: On, exported: dict[str, Path], tmp_path: Path
+) -> None:
+    layout = LayoutSettings(**MATRIX[name])
+    meant = in_blocks(exported["deepseek_v3"], tmp_path / "fp8")
+    on(layout, import_checkpoint, layout, "deepseek_v3", str(tmp_path / "fp8"), str(tmp_path))
+    step, output = tmp_path / "checkpoints" / "step_0", tmp_path / "out"
+    on(layout, export_checkpoint, layout, "deepseek_v3", str(step), str(output))
+    assert stored(str(output)) == tensors(meant.items())
+
+
 @pytest.mark.one_device
 def test_scaled_rotary_positions_equal_those_of_transformers(
     on: On, exported: dict[str, Path]
@@ -149,16 +227,16 @@ def damages(directory: Path) -> Iterator[str]:
     """Damage a checkpoint in one way after another; yield the expected error of each."""
     shard = min(directory.glob("*.safetensors"))
     whole = shard.read_bytes()
-    tensors = load_file(shard)
+    rest = load_file(shard)
     name = "lm_head.weight"
-    head = tensors.pop(name)
-    save_file(tensors, shard)
+    head = rest.pop(name)
+    save_file(rest, shard)
     yield f"{name} is missing"
-    save_file({**tensors, name: head[:, :8].contiguous()}, shard)
+    save_file({**rest, name: head[:, :8].contiguous()}, shard)
     yield f"{shard.name}: {name} is [80, 8], but should be [80, 32]"
-    save_file({**tensors, name: head.to(torch.float8_e4m3fn)}, shard)
+    save_file({**rest, name: head.to(torch.float8_e4m3fn)}, shard)
     yield f"{shard.name}: {name} is F8_E4M3, but should be one of F32, BF16, F16"
-    save_file({**tensors, name: head, "model.more": head.clone()}, shard)
+    save_file({**rest, name: head, "model.more": head.clone()}, shard)
     yield f"{shard.name}: model.more is no tensor of this model"
     shard.write_bytes(whole)
     config = directory / "config.json"
