@@ -23,6 +23,7 @@ PARTS = (
     "hugging_face",
     "refit",
     "refit_plan",
+    "weight_loading",
     "rewards",
     "thousand_stages",
 )

@@ -11,6 +11,7 @@ import ctypes
 import signal
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import groupby
 from typing import Any
 
 import msgspec
@@ -21,7 +22,8 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
 from parallel.boxes import Box
 from parallel.device import gpu_ordinals, synchronize
-from parallel.engine.loaders import Unread, copy_nothing
+from parallel.engine.expert_stacks import ExpertStack, expert_stacks
+from parallel.engine.loaders import Copy, Unread, copy_nothing
 from parallel.engine.sampling_masks import empty_whole_masks
 from parallel.engine.wire import EnginePlace, Join, RankReport, Refit
 from parallel.settings import LayoutSettings, ModelSettings
@@ -59,6 +61,9 @@ class RefitExtension:
             empty_whole_masks()
         self._settings = ModelSettings.model_validate_json(model)
         self._shapes = tensors(self._settings)
+        self._stacks: dict[int, list[ExpertStack]] = {}
+        for stack in expert_stacks(self.model_runner.model, self._shapes):
+            self._stacks.setdefault(bucket(stack.names[0]), []).append(stack)
         self._inbox: Inbox | None = None
         self._device = next(self.model_runner.model.parameters()).device
         copied = set(self._copied())
@@ -154,8 +159,7 @@ class RefitExtension:
                         source.as_seen(written).copy_(target)
                         landed[name, box] = fingerprint(name, box, written)
 
-        unread = ((name, self._unread(name, copy)) for name in each.tensors)
-        self.model_runner.model.load_weights(unread)
+        self._feed(each.key, each.tensors, copy)
         for module in self.model_runner.model.modules():
             # vLLM counts a vocabulary's padding as missing, and would process the layer at the end.
             info = layerwise.get_layerwise_info(module)
@@ -163,7 +167,17 @@ class RefitExtension:
             if info.can_load() and info.load_numel > 0 and not attention:
                 layerwise._layerwise_process(module, info)
 
-    def _unread(self, name: str, copy: Any) -> Unread:
+    def _feed(self, key: int, names: list[str], copy: Copy) -> None:
+        """Have vLLM's loaders take the tensors of a bucket, experts stacked."""
+        stacked: set[str] = set()
+        for stack in self._stacks.get(key, ()):
+            name = stack.names[0]
+            stack.load(self._shapes[name], wire_dtype(name, self._settings), copy)
+            stacked |= stack.everywhere
+        single = ((name, self._unread(name, copy)) for name in names if name not in stacked)
+        self.model_runner.model.load_weights(single)
+
+    def _unread(self, name: str, copy: Copy) -> Unread:
         return Unread.of(name, self._shapes[name], wire_dtype(name, self._settings), copy)
 
     @contextmanager
@@ -210,7 +224,8 @@ class RefitExtension:
                     for parameter in parameters:
                         if getattr(parameter, "weight_loader", None) is not None:
                             parameter.weight_loader = layerwise._get_original_loader(parameter)
-                model.load_weights((name, self._unread(name, note)) for name in self._shapes)
+                for key, names in groupby(self._shapes, key=bucket):
+                    self._feed(key, list(names), note)
             finally:
                 for module in model.modules():
                     info = layerwise.get_layerwise_info(module)

@@ -43,6 +43,17 @@ def model_violation(path: Path, model: ModelSettings) -> str | None:
     return None
 
 
+def teacher_violation(path: Path) -> str | None:
+    """Return why a model of these settings outside the run cannot teach, or None."""
+    config, _ = _json(path / "config.json")
+    if fp8_blocks(config.get("quantization_config")) is None:
+        return None
+    return (
+        f"{shown(path)}: its weights are in FP8, which teachers are not read from again and again;"
+        " import it by a stage of kind import, and name that stage"
+    )
+
+
 def _other_model(settings: Path, model: ModelSettings) -> str | None:
     """Return the first difference between the model of another run and this one's."""
     try:

@@ -14,7 +14,7 @@ from pathlib import Path
 from parallel.errors import hint
 from parallel.files import unreachable
 from parallel.settings import CHARACTERS
-from pipeline.config.checkpoints import model_violation, weights_violation
+from pipeline.config.checkpoints import model_violation, teacher_violation, weights_violation
 from pipeline.config.modules import find_module
 from pipeline.config.tokenizers import outside_models, tokenizer_violation
 from pipeline.config.unroll import Blocks, is_path
@@ -62,7 +62,10 @@ def violations(run: RunSettings) -> Found:
     ):
         yield "model.initial_weights", problem
     for key, path in outside_models(Blocks(run)):
-        if problem := model_violation(path, model) or tokenizer_violation(path, model):
+        problem = model_violation(path, model) or tokenizer_violation(path, model)
+        if ".teachers." in key:
+            problem = problem or teacher_violation(path)
+        if problem:
             yield key, problem
     if model.tokenizer == CHARACTERS:
         pass

@@ -33,7 +33,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # (ranks, rank, members); the last of one member has no rows of the vocabulary.
 RANKS = [(2, 1, 1), (8, 3, 1), (8, 7, 1), (2, 1, 2), (8, 5, 2), (8, 6, 4)]
-Copied = dict[tuple[str, bool], list[list[tuple[str, Box]]]]  # by model and expert parallelism
+Boxes = list[tuple[str, Box]]
+# By model and expert parallelism, of each of RANKS: all boxes, and those of experts given stacked.
+Copied = dict[tuple[str, bool], list[tuple[Boxes, Boxes]]]
 
 
 class Copies(TorchFunctionMode):
@@ -42,7 +44,7 @@ class Copies(TorchFunctionMode):
     def __init__(self, weights: dict[str, torch.Tensor]) -> None:
         super().__init__()
         self.names = {id(tensor): name for name, tensor in weights.items()}
-        self.found: list[tuple[str, Box]] = []
+        self.found: Boxes = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.copy_:
@@ -69,9 +71,17 @@ def copied(tmp_path_factory: pytest.TempPathFactory) -> Copied:
 @pytest.mark.parametrize("whole", [False, True], ids=["expert_tensor", "expert_parallel"])
 @pytest.mark.parametrize("name", MODELS)
 def test_needs_are_what_the_loaders_of_vllm_copy(name: str, whole: bool, copied: Copied) -> None:
-    for place, found in zip(RANKS, copied[name, whole], strict=True):
+    for place, (found, _) in zip(RANKS, copied[name, whole], strict=True):
         size, rank, members = place
         assert sorted(found) == sorted(needed(model(name), size, rank, whole, members)), place
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["expert_tensor", "expert_parallel"])
+@pytest.mark.parametrize("name", MODELS)
+def test_stacked_experts_are_copied_as_single_ones(name: str, whole: bool, copied: Copied) -> None:
+    for place, (found, stacked) in zip(RANKS, copied[name, whole], strict=True):
+        alone = [(tensor, box) for tensor, box in found if ".experts." in tensor]
+        assert alone and sorted(stacked) == sorted(alone), place
 
 
 def model(name: str) -> ModelSettings:
@@ -127,7 +137,26 @@ def copies(directory: str) -> Copied:
                     weights = {each: torch.empty(shape) for each, shape in shapes}
                 with torch.no_grad(), Copies(weights) as recorder:
                     built.load_weights(iter(weights.items()))
+                stacked = boxes_of_stacks(built, dict(shapes))
                 for group in (tensor, data):
                     group.world_size, group.rank_in_group = 1, 0
-            found[name, whole].append(recorder.found)
+            found[name, whole].append((recorder.found, stacked))
+    return found
+
+
+def boxes_of_stacks(built: torch.nn.Module, shapes: dict[str, tuple[int, ...]]) -> Boxes:
+    """Return the boxes that vLLM copies of a model's stacked experts, in three calls per layer."""
+    from parallel.engine.expert_stacks import expert_stacks
+    from parallel.engine.loaders import Unread
+
+    found: Boxes = []
+
+    def note(_: torch.Tensor, source: Unread) -> None:
+        found.append((source.tensor_name, source.box()))
+
+    stacks = list(expert_stacks(built, shapes))
+    routed = {name.split(".experts.")[0] for name in shapes if ".experts." in name}
+    assert len(stacks) == 3 * len(routed)
+    for stack in stacks:
+        stack.load(shapes[stack.names[0]], torch.bfloat16, note)
     return found

@@ -97,6 +97,16 @@ def test_a_checkpoint_of_another_model_is_refused(
     assert message in "\n".join(errors(config, f"model.initial_weights={teacher}"))
 
 
+def test_a_checkpoint_in_blocks_of_fp8_may_start_a_run_but_not_teach(
+    config: Path, teacher: Path
+) -> None:
+    blocks = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (teacher / "config.json").write_text(json.dumps({**QWEN, "quantization_config": blocks}))
+    assert load(config, [f"model.initial_weights={teacher}"])
+    [said] = errors(config, taught_by(teacher))
+    assert said.endswith("import it by a stage of kind import, and name that stage")
+
+
 def test_a_run_of_another_model_is_refused(config: Path, other: RunDirectory) -> None:
     settings = Run(other.path, load(config, ["name=other", "model.experts=16"]))
     settings.write_settings()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationScheme
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -115,6 +115,24 @@ def test_what_is_excluded_stays_as_it_is(parent: Path, tmp_path: Path) -> None:
         *(f"model.layers.{layer}.mlp.experts" for layer in range(2)),
         *(rf"re:model\.layers\.{layer}\.mlp\.experts\..*" for layer in range(2)),
     }
+
+
+def test_layers_for_multi_token_prediction_are_kept_as_they_are(
+    parent: Path, tmp_path: Path
+) -> None:
+    layer = f"model.layers.{WIDE.layers}"
+    kept = {f"{layer}.eh_proj.weight": torch.randn(4, 8).bfloat16()}
+    (start := tmp_path / "start").mkdir()
+    save_file(kept, start / "model.safetensors")
+    of = job(tmp_path, parent, format="int8", group_size=32)
+    model = WIDE.model_copy(update={"initial_weights": start})
+    of = of.model_copy(update={"settings": of.settings.model_copy(update={"model": model})})
+    quantize.run(of)
+    written = load_file(of.files.exported / "model.safetensors")
+    assert all(torch.equal(written[name], value) for name, value in kept.items())
+    given = json.loads((of.files.exported / "config.json").read_text())
+    assert rf"re:model\.layers\.{WIDE.layers}\..*" in given["quantization_config"]["ignore"]
+    assert given["num_mtp_layers"] == 1
 
 
 def test_it_repeats_bit_for_bit_and_starts_no_run(parent: Path, tmp_path: Path) -> None:
