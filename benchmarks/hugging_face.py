@@ -1,8 +1,11 @@
 """What a Hugging Face checkpoint costs in memory, in and out, in times of its largest tensor.
 
-    python benchmarks/hugging_face.py
+    python benchmarks/hugging_face.py [--layers 24]
 
-One rank and a random Qwen3-MoE of some 700 MiB. The memory is the kernel's own high-water mark of
+One rank and a random Qwen3-MoE of some 700 MiB. With --layers, files of that many layers of
+Qwen3-30B-A3B instead, without a model beside them (24 layers: 30 GB): they are written and verified
+as an export does, and read as the ranks of an import do, one after another, beside the disk's own
+speed with one plain file of the same size. The memory is the kernel's own high-water mark of
 what is resident (VmHWM), so that nothing between two samples is missed and pages of files that are
 mapped count too. From it is taken what was resident before, the model's own weights among it.
 Prints JSON.
@@ -10,7 +13,9 @@ Prints JSON.
 
 from __future__ import annotations
 
+import argparse
 import json
+import math
 import os
 import socket
 import tempfile
@@ -65,6 +70,48 @@ def measure(model: ModelSettings = MODEL) -> dict[str, Any]:
     }
 
 
+def measure_files(layers: int) -> dict[str, Any]:
+    """Return the speed of writing, verifying and reading a large checkpoint, and of the disk."""
+    import torch
+    import yaml
+
+    from parallel.hugging_face.config import expected_tensors, hugging_face_config
+    from parallel.hugging_face.files import WeightFiles, verify, write
+    from parallel.weights.holdings import Piece, held
+
+    published = Path(__file__).parent.parent / "configs/models/qwen3-30b-a3b.yaml"
+    settings = yaml.safe_load(published.read_text()) | {"layers": layers}
+    model, layout = ModelSettings.model_validate(settings), LayoutSettings(ranks=8, expert=8)
+    expected = expected_tensors(hugging_face_config(model))
+    sizes = [math.prod(spec.shape) * spec.dtype.itemsize for spec in expected.values()]
+    noise = torch.randn(max(sizes) // 2).bfloat16()
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, spec in expected.items():
+            yield name, noise[: math.prod(spec.shape)].view(spec.shape)
+
+    def read(piece: Piece) -> None:
+        files.read(piece.tensor, piece.box).clone()
+
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        folder = Path(directory)
+        plain = folder / "plain"
+        found["disk write"] = rate(lambda: _write_plain(plain, sum(sizes)), sizes)
+        found["disk read"] = rate(lambda: _read_plain(plain), sizes)
+        plain.unlink()
+        digests: dict[str, str] = {}
+        found["write"] = rate(lambda: digests.update(write(folder, expected, stream())), sizes)
+        found["verify"] = rate(lambda: verify(folder, expected, digests), sizes)
+        files = WeightFiles(folder)
+        for path in folder.glob("*.safetensors"):
+            _drop(path)
+        pieces = [piece for rank in range(8) for piece in held(model, layout, rank)]
+        boxes = [2 * math.prod(piece.box[1]) for piece in pieces]
+        found["read by 8 ranks"] = rate(lambda: [read(piece) for piece in pieces], boxes)
+    return {**measured(), "gibibytes": round(sum(sizes) / 2**30, 1), **found}
+
+
 def cost(work: Callable[[], None], largest: int) -> dict[str, float]:
     """Seconds of some work and the memory it took, which is given back in part at most."""
     before = resident("VmRSS")
@@ -100,5 +147,35 @@ def alone() -> Iterator[None]:
         yield
 
 
+def rate(work: Callable[[], object], sizes: list[int]) -> dict[str, float]:
+    """Return the `cost` of some work on all tensors, with its speed."""
+    found = cost(work, max(sizes))
+    return found | {"mebibytes_per_second": round(sum(sizes) / MEBIBYTE / found["seconds"])}
+
+
+def _write_plain(path: Path, size: int) -> None:
+    block = os.urandom(16 * MEBIBYTE)
+    with path.open("wb") as file:
+        for _ in range(-(-size // len(block))):
+            file.write(block)
+        os.fsync(file.fileno())
+    _drop(path)
+
+
+def _read_plain(path: Path) -> None:
+    with path.open("rb", buffering=0) as file:
+        block = bytearray(16 * MEBIBYTE)
+        while file.readinto(block):
+            pass
+
+
+def _drop(path: Path) -> None:
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 if __name__ == "__main__":
-    print(json.dumps(measure(), indent=1))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layers", type=int, help="of Qwen3-30B-A3B, files alone")
+    layers = parser.parse_args().layers
+    print(json.dumps(measure() if layers is None else measure_files(layers), indent=1))
