@@ -59,4 +59,4 @@ def test_the_estimate_of_activations_is_near(family: str, on: On) -> None:
     layout, model = LayoutSettings(), FAMILIES[family]
     [(tokens, kept)] = on(layout, kept_for_backward, layout, TOKENS, model)
     [planned] = training_memory(model, layout, "adam", tokens)
-    assert kept == pytest.approx(planned.activations, rel=0.2)
+    assert kept == pytest.approx(planned.activations, rel=CLOSE)
