@@ -32,7 +32,7 @@ class MultiTokenTensors:
             return
         self._files = WeightFiles(settings.initial_weights)
         errors = list(self._files.errors)
-        for name, (file, dtype, shape) in self._files.stored.items():
+        for name, (file, dtype, shape, _) in self._files.stored.items():
             if not re.search(mtp_pattern(settings.layers), name) or name.endswith(SUFFIX):
                 continue
             if dtype in DTYPES:
