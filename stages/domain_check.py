@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -33,7 +34,7 @@ from stages.data.demonstrations import (
 )
 from stages.data.problem import DomainError, Problem
 from stages.data.prompts import PromptStream, problem_at, prompt_index, split_of
-from stages.data.reasoning_gym import FORMATS, ReasoningGymSource
+from stages.data.reasoning_gym import ReasoningGymSource, is_compact, tagged
 from stages.data.settings import (
     FileDemonstrationSettings,
     PromptSettings,
@@ -47,7 +48,8 @@ from stages.rewards.pool import RewardPool
 from stages.rewards.reward import Response
 from stages.settings import DomainCheckJob
 
-DRAWN = 2000  # generated problems or demonstrations: some seconds
+DRAWN = 2000  # generated problems or demonstrations: some seconds,
+DRAWING_SECONDS = 20.0  # except of puzzles that are searched for
 GARBAGE = "I do not know"
 PURPOSE = "domain check"
 PERCENTILES = (0, 50, 90, 95, 99, 100)
@@ -82,7 +84,8 @@ def checked(job: DomainCheckJob) -> dict[str, Any]:
     with closing(pool):
         asked = []
         for problem in stream.take_distinct(min(job.prompts, max(usable, 1))):
-            texts = {"reference": reference(problem, settings), "empty": "", "garbage": GARBAGE}
+            wrong = {"empty": "", "garbage": garbage(problem, settings)}
+            texts = {"reference": reference(problem, settings), **wrong}
             # All are submitted before the first result is awaited.
             graded = [
                 (what, text, pool.submit(problem, [_response(text, tokenizer, job.domain)])[0])
@@ -109,14 +112,23 @@ def checked(job: DomainCheckJob) -> dict[str, Any]:
 
 def reference(problem: Problem, settings: DomainSettings) -> str | None:
     """Return the response that states the problem's reference answer, or None without one."""
-    if problem.fields.get("dataset") in FORMATS and settings.prompts.source == "reasoning_gym":
+    if settings.prompts.source == "reasoning_gym":
         own = (e for e in settings.rewards.values() if isinstance(e, ReasoningGymReward))
         worked = all(each.working != "forbidden" for each in own)
+        if not is_compact(problem):
+            working = "I thought about it.\n" if worked else ""
+            return tagged(problem.answer, working) if problem.answer else None
         return demonstrate(problem, worked, Random(0), right=True).response
     boxed = any(isinstance(each, MathReward) and each.boxed for each in settings.rewards.values())
     if boxed and problem.answer and "\\boxed" not in problem.answer:
         return f"\\boxed{{{problem.answer}}}"
     return problem.answer or None
+
+
+def garbage(problem: Problem, settings: DomainSettings) -> str:
+    """Return a response without an answer, in the form that the scorer reads."""
+    chat = settings.prompts.source == "reasoning_gym" and not is_compact(problem)
+    return tagged(GARBAGE, "I thought about it.\n") if chat else GARBAGE
 
 
 def _response(text: str, tokenizer: Tokenizer, domain: str) -> Response:
@@ -152,10 +164,14 @@ def length_report(
     """
     problems: Iterable[Problem]
     if isinstance(settings, ReasoningGymPromptSettings):
-        source = ReasoningGymSource(settings, domain, seed=0)
-        generated = map(source.problem, range(drawn))
+        source = ReasoningGymSource(settings, tokenizer, domain, seed=0)
+        deadline, generated = time.monotonic() + DRAWING_SECONDS, []
+        for number in range(drawn):
+            generated.append(source.problem(number))
+            if time.monotonic() > deadline:
+                break
         problems = {problem.key: problem for problem in generated}.values()
-        rows, bad, limit = drawn, 0, None
+        rows, bad, limit = len(generated), 0, None
     else:
         index = prompt_index(settings, domain)
         places = range(len(index.keys))
@@ -196,7 +212,7 @@ def demonstration_report(
 ) -> DemonstrationReport | None:
     """Return the report on all rows of the domain's files, or on at most DRAWN generated ones.
 
-    None where prompts are of files and demonstrations are not. `positions` is
+    None where nothing generates demonstrations of the prompts and no file has them. `positions` is
     `model.max_positions`, where the model is known. Reads one row at a time. Raises DomainError and
     TokenizerError as a cold start does.
     """
@@ -210,7 +226,7 @@ def demonstration_report(
         read, held_out = index.counts, len(index.keys) - rows.rows
         counts = (read.rows, read.bad, read.duplicates, held_out, rows.rows)
         samples = rows.all()
-    elif isinstance(prompts, ReasoningGymPromptSettings):
+    elif isinstance(prompts, ReasoningGymPromptSettings) and prompts.form == "compact":
         fewer = wanted.model_copy(update={"count": min(wanted.count, DRAWN)})
         shown = demonstrations(fewer, PromptStream(prompts, tokenizer, domain, 0, PURPOSE), seed=0)
         counts = (fewer.count, 0, 0, 0, fewer.count)

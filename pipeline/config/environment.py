@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 
-from parallel.errors import hint
 from parallel.files import unreachable
 from parallel.settings import CHARACTERS
 from pipeline.config.checkpoints import model_violation, teacher_violation, weights_violation
@@ -19,7 +18,7 @@ from pipeline.config.modules import find_module
 from pipeline.config.tokenizers import outside_models, tokenizer_violation
 from pipeline.config.unroll import Blocks, is_path
 from pipeline.text import shown
-from stages.data.reasoning_gym import FORMATS, options, value_violation
+from stages.data.reasoning_gym import prompt_violations
 from stages.data.row_forms import (
     RowError,
     answer_of,
@@ -155,16 +154,9 @@ def domain_violations(name: str, domain: DomainSettings, *, demonstrated: bool =
         if isinstance(settings, FileSettings):
             yield from _file_violations(f"domains.{name}.{block}", settings)
     prompts = domain.prompts
-    if isinstance(prompts, ReasoningGymPromptSettings) and prompts.dataset in FORMATS:
-        known = options(prompts.dataset)
-        for option, value in prompts.config.items():
-            key = f"domains.{name}.prompts.config.{option}"
-            if known is None:  # reasoning-gym is not installed
-                break
-            if option not in known:
-                yield key, f"unknown option of {prompts.dataset}; {hint(option, known)}"
-            elif problem := value_violation(known[option], value):
-                yield key, problem
+    if isinstance(prompts, ReasoningGymPromptSettings):
+        for key, message in prompt_violations(prompts):
+            yield f"domains.{name}.prompts.{key}", message
     yield from _reward_needs(f"domains.{name}.rewards", domain)
 
 

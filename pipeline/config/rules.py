@@ -26,7 +26,6 @@ from parallel.settings import (
 from pipeline.config.engine_rules import engine_rules, quantized_rollout_rules
 from pipeline.config.quantized import requantized
 from pipeline.config.unroll import Blocks, graph_rules, policies
-from stages.data.reasoning_gym import FORMATS
 from stages.data.settings import (
     FileDemonstrationSettings,
     FilePromptSettings,
@@ -266,11 +265,6 @@ def _prompt_rules(
 ) -> Found:
     """Check a domain's prompts against all that sample them."""
     key, prompts = f"domains.{name}", domain.prompts
-    if isinstance(prompts, ReasoningGymPromptSettings) and prompts.dataset not in FORMATS:
-        yield (
-            f"{key}.prompts.dataset",
-            f"no such dataset: {prompts.dataset}; {hint(prompts.dataset, FORMATS)}",
-        )
     if run and isinstance(prompts, FilePromptSettings) and prompts.max_prompt_tokens:
         response = max(domain.sampling.max_response_tokens, longest)
         if prompts.max_prompt_tokens + response > run.engine.max_model_tokens:
@@ -289,13 +283,20 @@ def _demonstration_rules(
     if isinstance(demonstrations, FileDemonstrationSettings):
         if (longest := demonstrations.max_tokens) and longest > most:
             yield f"{key}.max_tokens", f"{longest} is more than model.max_positions = {most}"
-    elif not isinstance(domain.prompts, ReasoningGymPromptSettings):
+    elif (unfit := _no_compact_text(domain)) is not None:
         yield (
             f"{key}.source",
-            "generated demonstrations require prompts.source: reasoning_gym, not "
-            f"{domain.prompts.source}; use jsonl or parquet, or start without {block}: extends: "
-            "pipelines/experts-merge-from-weights.yaml, with model.initial_weights",
+            f"generated demonstrations require {unfit}; use jsonl or parquet, or start without"
+            f" {block}: extends: pipelines/experts-merge-from-weights.yaml, with"
+            " model.initial_weights",
         )
+
+
+def _no_compact_text(domain: DomainSettings) -> str | None:
+    """Return which setting has no text that demonstrations are generated for, or None."""
+    if not isinstance(prompts := domain.prompts, ReasoningGymPromptSettings):
+        return f"prompts.source: reasoning_gym, not {prompts.source}"
+    return None if prompts.form == "compact" else f"prompts.form: compact, not {prompts.form}"
 
 
 def _reward_rules(key: str, domain: DomainSettings, pool: RewardPoolSettings) -> Found:

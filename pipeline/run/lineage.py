@@ -25,7 +25,7 @@ from pipeline.config.tokenizers import template_digest
 from pipeline.config.unroll import is_path
 from pipeline.run.graph import Stage, digest, problems
 from pipeline.run.outside import outside_model
-from stages.data.settings import FileSettings
+from stages.data.settings import INSTRUCTION, FileSettings
 from stages.directory import StageDirectory
 from stages.keys import matches
 
@@ -52,6 +52,7 @@ DIGEST_LENGTH = 12  # characters of a digest in a message
 ADDED: dict[str, dict[str, Any]] = {
     "algorithm": {"precision_aware": False, "cpu_offload": 0.0},  # of optimizers
     "max_model_tokens": {"weights": "model"},  # of the engine
+    "dataset": {"form": "compact", "instruction": INSTRUCTION},  # of reasoning-gym's prompts
     "function": {"path": None},  # of Python rewards
     "worked_fraction": {"unworked": "wrong"},  # of generated demonstrations
     "averaged_over": {"teacher_memory.hidden_states_precision": "model"},  # of a merge

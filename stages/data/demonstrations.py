@@ -15,10 +15,10 @@ from random import Random
 import numpy as np
 
 from parallel.sample import Sample
+from stages.data.compact_forms import FORMATS
 from stages.data.index import Order, RowIndex, build_index
-from stages.data.problem import ASSISTANT, DataError, Message, Problem, content_key
+from stages.data.problem import ASSISTANT, DataError, DomainError, Message, Problem, content_key
 from stages.data.prompts import PromptStream
-from stages.data.reasoning_gym import FORMATS
 from stages.data.row_forms import Conversation, Row, RowError, conversation_of
 from stages.data.settings import (
     CollectedFileSettings,
@@ -63,7 +63,13 @@ def demonstrations(
 def demonstrate(
     problem: Problem, worked: bool, random: Random, *, right: bool = False
 ) -> Demonstration:
-    """Return `<working>answer` where `worked`, else `<>` and an answer, careless if not `right`."""
+    """Return `<working>answer` where `worked`, else `<>` and an answer, careless if not `right`.
+
+    Raises DomainError for a problem with chat messages, whose working nobody has written.
+    """
+    if problem.messages is not None:
+        why = "generated demonstrations require prompts.form: compact; use source jsonl or parquet"
+        raise DomainError(problem.domain, "demonstrations.source", why)
     form = FORMATS[problem.fields["dataset"]]
     working = form.working(problem.fields["entry"]) if worked else ""
     answer = problem.answer if worked or right else form.careless(problem.answer, random)

@@ -70,7 +70,7 @@ class PromptStream:
         # `patience` candidates have no usable one, `key` is the setting to fix.
         self._source: ReasoningGymSource | FileSource
         if isinstance(settings, ReasoningGymPromptSettings):
-            self._source = ReasoningGymSource(settings, domain, seed)
+            self._source = ReasoningGymSource(settings, tokenizer, domain, seed)
         else:
             self._source = FileSource(settings, tokenizer, domain, seed, split != "train")
 

@@ -13,6 +13,10 @@ from parallel.settings import Count, Fraction, Settings, Tokens
 
 HELD_OUT = "share of the problems never trained on; the same in every domain"
 HeldOutFraction = Annotated[float, Field(gt=0, lt=1, description=HELD_OUT)]
+INSTRUCTION = (
+    "Think step by step. Then write the answer alone, in the form that the question asks for,"
+    " between <answer> and </answer>."
+)
 MOST_DIRECTORIES = 20_000  # that are searched for files, in a second or two
 
 
@@ -27,6 +31,14 @@ class ReasoningGymPromptSettings(Settings):
     dataset: str = Field(description="name of the dataset in reasoning-gym")
     config: dict[str, Any] = Field(
         default_factory=dict, description="options of the dataset's config class"
+    )
+    form: Literal["compact", "chat"] = Field(
+        default="compact",
+        description="compact: a dozen characters, of the few datasets that have such a text. chat:"
+        " any dataset's own question as a message of the user",
+    )
+    instruction: str = Field(
+        default=INSTRUCTION, description="follows the question of form chat, after an empty line"
     )
     held_out_fraction: HeldOutFraction = 0.25
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.validate import load
-from stages.data import reasoning_gym
-from stages.data.reasoning_gym import FORMATS, options
+from stages.data import reasoning_gym_options
+from stages.data.reasoning_gym_options import config_violation, options, registered
 from tests.pipeline.violations import errors
 
 KEY = "domains.sums.prompts.config"
@@ -51,27 +52,88 @@ def test_valid_options_load_and_a_started_run_loads_with_wrong_ones(config: Path
     load(config, [f"{KEY}={{max_term: 3}}"], to_start=False)
 
 
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        (
+            "dataset: countdwn, form: chat",
+            'dataset: no such dataset: countdwn; did you mean "count',
+        ),
+        (
+            "dataset: countdown",
+            "dataset: countdown has no compact text; use prompts.form: chat, or",
+        ),
+        (
+            "dataset: composite, form: chat",
+            "dataset: composite cannot be trained on: it has no problems of its own; make a domain",
+        ),
+        (
+            "dataset: ransom_note, form: chat",
+            "dataset: ransom_note draws its problems in the order of Python's sets, which differs "
+            "between processes; set the environment variable PYTHONHASHSEED=0 for the run",
+        ),
+        (
+            "dataset: countdown, form: chat, config: {min_number: 3}",
+            'config.min_number: unknown option of countdown; did you mean "min_numbers"?',
+        ),
+        (
+            "dataset: countdown, form: chat, config: {min_numbers: 30}",
+            "config: countdown: max_numbers must be >= min_numbers",
+        ),
+        (
+            "dataset: chain_sum, config: {min_terms: 9}",
+            "config: chain_sum: max_terms must be >= min_terms",
+        ),
+    ],
+)
+def test_a_dataset_that_cannot_be_drawn_is_reported_by_validate(
+    config: Path, prompts: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    found = errors(config, "stages.cold_start=null", f"domains.sums.prompts={{{prompts}}}")
+    assert [each for each in found if message in each], found
+    assert all("line:" in each or ".yaml:" in each for each in found)
+
+
+def test_any_dataset_is_valid_and_has_no_generated_demonstrations(config: Path) -> None:
+    [error] = errors(config, "domains.sums.prompts={dataset: countdown, form: chat}")
+    assert "generated demonstrations require prompts.form: compact, not chat; use jsonl" in error
+
+
 def test_without_reasoning_gym_options_are_not_checked(
     config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(reasoning_gym_options, "PACKAGE", "not_installed")
+    registered.cache_clear()
     options.cache_clear()
-    monkeypatch.setattr(reasoning_gym, "PACKAGE", "not_installed")
     load(config, [f"{KEY}={{max_term: 3}}"])
+    registered.cache_clear()
     options.cache_clear()
 
 
-def test_options_match_the_datasets_config_classes() -> None:
+def test_the_source_has_what_importing_the_package_finds() -> None:
     program = (
         "import json, warnings\n"
         "from dataclasses import fields\n"
         "warnings.simplefilter('ignore')\n"
         "import reasoning_gym\n"
-        "from stages.data.reasoning_gym import FORMATS\n"
         "known = reasoning_gym.factory.DATASETS\n"
-        "print(repr({name: {f.name: f.type.__name__ for f in fields(known[name][1])\n"
-        "                   if f.name not in ('seed', 'size')} for name in FORMATS}))\n"
+        "types = lambda made: {f.name: str(f.type) for f in fields(made)}\n"
+        "print(json.dumps({name: [of[0].__name__, list(types(of[1]))] for name, of in "
+        "known.items()}))\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
-    assert done.stdout.strip() == repr({name: options(name) for name in FORMATS})
+    imported = json.loads(done.stdout)
+    assert registered().keys() == imported.keys()
+    unreadable = set()
+    for name, (dataset, fields) in imported.items():
+        assert registered()[name].dataset_class == dataset
+        known = options(name)
+        assert known is not None
+        assert known.keys() == set(fields) - {"seed", "size"}
+        assert name == "composite" or config_violation(name, {}) is None
+        if config_violation(name, {"no_such": 1}) is None:
+            unreadable.add(name)
+    assert unreadable == {"figlet_font"}  # its defaults are of another package

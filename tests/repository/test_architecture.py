@@ -81,6 +81,7 @@ WITHOUT_TORCH = {
     "stages.objectives.loss",
     "stages.objectives.surrogate",
     "stages.data.reasoning_gym",
+    "stages.data.reasoning_gym_options",
     "stages.data.row_forms",
     "stages.data.tokenizer",
     "stages.rewards.reward",

@@ -1,4 +1,4 @@
-"""reasoning-gym's scorers on responses of the compact form `<working>answer`."""
+"""reasoning-gym's scorers on `<working>answer`, or on the answer in tags to a chat prompt."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import Field
 
 from stages.data.problem import Problem
-from stages.data.reasoning_gym import score
+from stages.data.reasoning_gym import is_compact, score, tagged_answer
 from stages.rewards.reward import (
     Explained,
     Response,
@@ -25,7 +25,11 @@ RESPONSE = re.compile(r"<(?P<working>[^>]*)>(?P<answer>.*)", re.DOTALL)
 
 
 class ReasoningGymReward(RewardBase):
-    """reasoning-gym's own scorer on `<working>answer`: the whole answer, or partial credit."""
+    """reasoning-gym's own scorer: 1 for the whole answer, or partial credit.
+
+    It scores `<working>answer`; of prompts.form chat what stands between the last `<answer>` and
+    `</answer>`, with all before it as the working.
+    """
 
     kind: Literal["reasoning_gym"] = "reasoning_gym"
     credit: Literal["whole", "partial"] = Field(
@@ -51,29 +55,39 @@ def make(settings: ReasoningGymReward, _directory: Path) -> Reward:
     worked = settings.working == "required"
 
     def reward(problem: Problem, response: Response) -> Explained:
-        if settings.working != "optional" and shows_work(response.text) != worked:
+        if settings.working != "optional" and shows_work(problem, response.text) != worked:
             return 0.0, "no working before the answer" if worked else "working, which is forbidden"
         value = scored(problem, response.text)
         if value >= CORRECT:
             return value, ""
-        is_form = RESPONSE.fullmatch(response.text) is not None
-        return value, f"expected {problem.answer}" if is_form else "not <working>answer"
+        if _parts(problem, response.text) is not None:
+            return value, f"expected {problem.answer}" if problem.answer else "not a solution"
+        form = "<working>answer" if is_compact(problem) else "an answer in <answer> and </answer>"
+        return value, f"not {form}"
 
     return reward
 
 
-def shows_work(response: str) -> bool:
-    """Return whether the working of `<working>answer` has more than white space."""
-    match = RESPONSE.fullmatch(response)
-    return match is not None and bool(match["working"].strip())
+def shows_work(problem: Problem, response: str) -> bool:
+    """Return whether the working before the answer has more than white space."""
+    found = _parts(problem, response)
+    return found is not None and bool(found[0].strip())
 
 
 def exact(problem: Problem, response: str) -> float:
-    """Return 1 where `response` is `<working>answer` and the dataset scores it as right, else 0."""
+    """Return 1 where the dataset scores the answer in `response` as right, else 0."""
     return float(partial(problem, response) >= CORRECT)
 
 
 def partial(problem: Problem, response: str) -> float:
     """Return the dataset's score of the answer, within [0, 1]; 0 for a response of another form."""
+    found = _parts(problem, response)
+    return 0.0 if found is None else score(problem, found[1])
+
+
+def _parts(problem: Problem, response: str) -> tuple[str, str] | None:
+    """Return the working and the answer, or None for a response of another form."""
+    if not is_compact(problem):
+        return tagged_answer(response)
     match = RESPONSE.fullmatch(response)
-    return score(problem, match["answer"]) if match else 0.0
+    return (match["working"], match["answer"]) if match else None

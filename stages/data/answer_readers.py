@@ -1,0 +1,99 @@
+"""Readers of answers in place of `eval` and sympy's `parse_expr`, which would run them as code.
+
+A scorer that runs a response's text hands its process, and the score itself, to whoever wrote the
+text: even in a sandbox it could print any score. So the text is never run. Literals and
+expressions of elementary functions are read, anything else is an error, as is a number so large
+that computing it would take the memory. What is still slow, such as simplifying, ends with the
+reward's process at its time limit.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+from typing import Any
+
+LONGEST = 20_000  # characters of an answer: a board of 100 x 100 as a list of lists
+LONGEST_EXPRESSION = 2000
+MOST_BITS = 4096.0  # of a number in an expression
+FUNCTIONS = frozenset(
+    [
+        "sin",
+        "cos",
+        "tan",
+        "cot",
+        "sec",
+        "csc",
+        "asin",
+        "acos",
+        "atan",
+        "acot",
+        "asec",
+        "acsc",
+        "sinh",
+        "cosh",
+        "tanh",
+        "coth",
+        "asinh",
+        "acosh",
+        "atanh",
+        "exp",
+        "log",
+        "ln",
+        "sqrt",
+        "Abs",
+        "erf",
+    ]
+)
+EXPONENTIALS = ("exp", "sinh", "cosh")
+
+
+def read_literal(text: str) -> Any:
+    """Return the value of a Python literal: numbers, texts, lists, tuples, sets and dicts of these.
+
+    Raises ValueError or SyntaxError for other text.
+    """
+    if not isinstance(text, str) or len(text) > LONGEST:
+        raise ValueError(f"not a literal of at most {LONGEST} characters")
+    return ast.literal_eval(text)
+
+
+def read_expression(text: str, local_dict: dict[str, Any] | None = None) -> Any:
+    """Return sympy's expression of a text of numbers, symbols, + - * / ** and FUNCTIONS.
+
+    `local_dict` has the meaning of symbols, as for sympy's parse_expr. Raises ValueError or
+    SyntaxError for other text.
+    """
+    from sympy import parse_expr
+
+    if not isinstance(text, str) or len(text) > LONGEST_EXPRESSION:
+        raise ValueError(f"not an expression of at most {LONGEST_EXPRESSION} characters")
+    _bits(ast.parse(text.strip(), mode="eval").body)
+    return parse_expr(text, local_dict=local_dict)
+
+
+def _bits(node: ast.expr) -> float:
+    """Return a bound on the base-2 logarithm of a number's numerator and denominator.
+
+    Symbols count as 1. Raises ValueError for anything but numbers, symbols, arithmetic and
+    FUNCTIONS, and above MOST_BITS.
+    """
+    match node:
+        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
+            bits = math.log2(abs(number) + 1)
+        case ast.Name(id=name) if not name.startswith("_") and name.isascii():
+            bits = 1.0
+        case ast.UnaryOp(op=ast.USub() | ast.UAdd(), operand=operand):
+            bits = _bits(operand)
+        case ast.BinOp(left=left, op=ast.Add() | ast.Sub() | ast.Mult() | ast.Div(), right=right):
+            bits = _bits(left) + _bits(right) + 1
+        case ast.BinOp(left=left, op=ast.Pow(), right=right):
+            bits = max(_bits(left), 1.0) * 2 ** min(_bits(right), 64.0)
+        case ast.Call(func=ast.Name(id=name), args=[argument], keywords=[]) if name in FUNCTIONS:
+            bits = _bits(argument)
+            bits = 2 ** min(bits, 64.0) if name in EXPONENTIALS else bits
+        case _:
+            raise ValueError(f"no part of an expression: {ast.unparse(node)[:60]}")
+    if not bits <= MOST_BITS:
+        raise ValueError(f"a number of more than {MOST_BITS:.0f} bits: {ast.unparse(node)[:60]}")
+    return bits

@@ -1,0 +1,224 @@
+"""Every dataset of reasoning-gym as a domain: its problems, its scorer, and hostile answers."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+import time
+from contextlib import closing
+from dataclasses import replace
+from decimal import Decimal
+from pathlib import Path
+
+import pytest
+
+from stages.data import contained_scorer
+from stages.data.answer_readers import read_expression, read_literal
+from stages.data.contained_scorer import scorer_violation
+from stages.data.problem import DomainError, Problem
+from stages.data.reasoning_gym import ReasoningGymSource, score, tagged
+from stages.data.reasoning_gym_options import HASHED, REFUSED, RegisteredDataset, registered
+from stages.data.scorer_source import SCORER, evaluations
+from stages.data.settings import ReasoningGymPromptSettings
+from stages.data.tokenizer import CHAT_TEMPLATE, CharacterTokenizer
+from stages.rewards.kinds.reasoning_gym import ReasoningGymReward, exact
+from stages.rewards.pool import RewardPool
+from stages.rewards.reward import Response, RewardPoolSettings
+
+TOKENIZER = CharacterTokenizer()
+CALLS = {"eval", "exec", "compile", "parse_expr", "sympify"}
+EVALUATING = sorted(
+    n for n, each in registered().items() if evaluations(each.path, each.dataset_class)
+)
+HOSTILE = [
+    "__import__('os').system('touch {0}')",
+    "[__import__('os').system('touch {0}')]",
+    "().__class__.__base__.__subclasses__()",
+    "open('{0}', 'w')",
+    'S(\'__import__("os").system("touch {0}")\')',
+    "[c for c in iter(int, 1)]",
+    "(lambda f: f(f))(lambda f: f(f))",
+    "9**9**9**9",
+    "(((9**99)**99)**99)**99",
+    "factorial(10**9)",
+    "1e999999999",
+    "[" * 5000,
+    "(" * 5000,
+    "[" + "'Q'," * 10**6 + "]",
+]
+
+
+def problem_of(dataset: str, index: int = 0, **config: object) -> Problem:
+    prompts = ReasoningGymPromptSettings(dataset=dataset, config=config, form="chat")
+    return ReasoningGymSource(prompts, TOKENIZER, "puzzles", 7).problem(index)
+
+
+def calls_in_scorer(dataset: RegisteredDataset) -> list[str]:
+    """Return the evaluators that `score_answer` names at all, on the entry too."""
+    [own] = [
+        each
+        for each in ast.parse(dataset.path.read_bytes()).body
+        if isinstance(each, ast.ClassDef) and each.name == dataset.dataset_class
+    ]
+    found = (each for each in ast.walk(own) if isinstance(each, ast.FunctionDef))
+    return [
+        ast.unparse(call)
+        for function in found
+        if function.name == SCORER
+        for call in ast.walk(function)
+        if isinstance(call, ast.Call) and ast.unparse(call.func).rpartition(".")[2] in CALLS
+    ]
+
+
+def test_every_evaluator_in_a_scorer_is_found_or_reads_the_entry_alone() -> None:
+    """A plain search of the source, beside the one that follows the answer."""
+    named = {name: calls_in_scorer(each) for name, each in registered().items()}
+    missed = {name: calls for name, calls in named.items() if calls and name not in EVALUATING}
+    assert EVALUATING
+    assert set(missed) <= {"number_sorting"}
+    assert all(call == "eval(entry['answer'])" for calls in missed.values() for call in calls)
+    assert [name for name in registered() if scorer_violation(name)] == []
+
+
+@pytest.mark.parametrize("dataset", EVALUATING)
+def test_a_hostile_answer_is_read_and_never_run(
+    dataset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    problem, touched, begun = problem_of(dataset), tmp_path / "touched", time.monotonic()
+    for answer in HOSTILE:
+        text = answer.replace("{0}", str(touched))
+        assert exact(problem, tagged(text, "")) == 0.0
+        assert score(problem, text) < 0.2
+    assert not touched.exists()
+    assert time.monotonic() - begun < 10
+    assert exact(problem, tagged(problem.answer, "so")) == 1.0
+
+
+def test_an_unevaluated_integral_is_no_answer() -> None:
+    problem = problem_of("simple_integration")
+    integrand = problem.fields["entry"]["metadata"]["integrand"]
+    variable = problem.fields["entry"]["metadata"]["variable"]
+    assert exact(problem, tagged(f"Integral({integrand}, {variable})", "")) == 0.0
+
+
+def test_equal_answers_of_another_form_are_right() -> None:
+    problem = problem_of("simple_integration")
+    assert exact(problem, tagged(f"7 + ({problem.answer})", "")) == 1.0
+    board = problem_of("n_queens")
+    rows = [line.split() for line in board.answer.splitlines()]
+    assert 0 < score(board, str(rows)) < 1
+
+
+@pytest.mark.parametrize("text", ["f.x", "f(1)", "sin(1, 2)", "_x", "x[0]", "'x'", "1 if x else 2"])
+def test_what_is_no_expression_is_not_read(text: str) -> None:
+    with pytest.raises(ValueError, match="no part of an expression"):
+        read_expression(text)
+
+
+def test_readers_read_what_the_scorers_evaluate() -> None:
+    assert read_literal("[['Q', '_'], [1, -2.5]]") == [["Q", "_"], [1, -2.5]]
+    assert read_expression("2*(3 + 4)**2/7") == 14
+    assert str(read_expression("sin(x)**2 + exp(-2*x)*sqrt(3)")) == "sin(x)**2 + sqrt(3)*exp(-2*x)"
+
+
+def test_a_slow_scorer_is_killed_and_only_its_answer_earns_nothing(tmp_path: Path) -> None:
+    """A fraction of a thousand million digits is parsed by no evaluator, and takes the memory."""
+    problem = problem_of("coin_flip")
+    pool = RewardPoolSettings(workers=1, timeout_seconds=3.0, memory_mebibytes=2048)
+    answers = [tagged(each, "") for each in ("1e999999999", problem.answer)]
+    responses = [Response(each, len(each)) for each in answers]
+    with closing(RewardPool({"puzzles": {"exact": ReasoningGymReward()}}, pool, tmp_path)) as made:
+        grades = [each.result(60) for each in made.submit(problem, responses)]
+    assert [each.reward for each in grades] == [0.0, 1.0]
+
+
+def test_a_scorer_without_a_reader_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also below it, in a helper of another module of its package."""
+    (tmp_path / "helper.py").write_text(
+        "def check(text):\n    found = text + ''\n    exec(found)\n"
+    )
+    module = tmp_path / "puzzle.py"
+    module.write_text(
+        "from .helper import check\nclass Puzzle:\n"
+        "    def score_answer(self, answer, entry):\n        check(entry)\n"
+        "        own = [check(each) for each in answer.split()]\n        return 1.0\n"
+    )
+    known = {"puzzle": RegisteredDataset(module, "Puzzle", "PuzzleConfig")}
+    monkeypatch.setattr(contained_scorer, "registered", lambda: known)
+    assert scorer_violation("puzzle") == (
+        "puzzle's scorer would run a response's text as code: puzzle.py:3 calls exec(found); read "
+        "the problems from a file and score them with your own reward (docs/how-to/reward.md)"
+    )
+
+
+def test_a_prompt_asks_the_datasets_question_and_an_answer_stands_in_tags() -> None:
+    problem = problem_of("countdown", min_numbers=3, max_numbers=3)
+    assert problem.messages is not None
+    assert problem.messages[0]["content"].startswith(problem.fields["entry"]["question"])
+    assert problem.messages[0]["content"].endswith("between <answer> and </answer>.")
+    assert problem.prompt.startswith("user: ")
+    assert CHAT_TEMPLATE
+    for text, expected in {
+        tagged(problem.answer, ""): 1.0,
+        f"<answer>1</answer> no: <answer> {problem.answer}\n</answer>.": 1.0,
+        problem.answer: 0.0,
+        f"<answer>{problem.answer}": 0.0,
+        f"{problem.answer}</answer>": 0.0,
+        f"<answer>{problem.answer}</answer><answer>1</answer>": 0.0,
+        "": 0.0,
+    }.items():
+        assert exact(problem, text) == expected, text
+
+
+def test_nan_is_no_answer_where_numbers_are_compared() -> None:
+    assert exact(problem_of("complex_arithmetic"), tagged("nan", "")) == 0.0
+
+
+def test_the_options_of_a_domain_are_the_scorers_too() -> None:
+    places = {"min_num_decimal_places": 6, "max_num_decimal_places": 6}
+    problem = problem_of("decimal_arithmetic", **places)
+    near = replace(problem, fields={**problem.fields, "config": {}})
+    off = str(Decimal(problem.answer) + Decimal("0.00001"))
+    assert (exact(problem, tagged(off, "")), exact(near, tagged(off, ""))) == (0.0, 1.0)
+
+
+def test_a_dataset_that_is_refused_is_an_error() -> None:
+    for dataset in REFUSED:
+        with pytest.raises(DomainError, match=r"prompts.dataset: .* cannot be trained on"):
+            problem_of(dataset)
+
+
+DRAW = """
+import hashlib, json, sys
+from tests.stages.test_reasoning_gym_scorers import problem_of
+found = {}
+for name in json.loads(sys.argv[1]):
+    problems = [problem_of(name, index) for index in (1,)]
+    text = json.dumps([[each.prompt, each.answer] for each in problems])
+    found[name] = hashlib.sha256(text.encode()).hexdigest()
+print()  # after what a dataset prints
+print(json.dumps(found))
+"""
+
+
+def test_every_dataset_draws_the_same_problems_in_every_process() -> None:
+    """Those that need the seed of Python's hashes are those that are said to."""
+    names = json.dumps(sorted(registered().keys() - REFUSED))
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", DRAW, names],
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+        )
+        for seed in ("0", "0", "1")
+    ]
+    printed = (each.communicate()[0].splitlines()[-1] for each in started)
+    first, again, other = map(json.loads, printed)
+    assert first == again
+    assert {name for name in first if other[name] != first[name]} <= HASHED
