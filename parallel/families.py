@@ -94,6 +94,7 @@ ROUTED = {"n_routed_experts": "experts", "moe_intermediate_size": "expert_hidden
 FIXED = {"hidden_act": "silu", "tie_word_embeddings": False}
 NORMALISED = {**FIXED, "norm_topk_prob": True}
 
+ADDING_A_FAMILY = "docs/how-to/model-family.md adds one"  # ends the message of an unknown one
 FAMILIES = {
     "qwen3_moe": Family(
         names={**EVERY, "num_experts": "experts", "moe_intermediate_size": "expert_hidden_size"},

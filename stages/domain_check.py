@@ -46,6 +46,7 @@ from stages.rewards.kinds.math import MathReward
 from stages.rewards.kinds.reasoning_gym import ReasoningGymReward
 from stages.rewards.pool import RewardPool
 from stages.rewards.reward import Response
+from stages.row_check import answer_report
 from stages.settings import DomainCheckJob
 
 DRAWN = 2000  # generated problems or demonstrations: some seconds,
@@ -71,13 +72,14 @@ def main() -> None:
 
 
 def checked(job: DomainCheckJob) -> dict[str, Any]:
-    """Return `lengths`, a LengthReport; `demonstrations`, a DemonstrationReport or None; `prompts`.
+    """Return the reports `lengths` and `answers`, `demonstrations` or None, and `prompts`.
 
     Each prompt has its `prompt`, `answer` and number of `tokens`, and the `responses` to it: `what`
     each is, its `text` and its Grade.
     """
     tokenizer, settings = tokenizer_named(job.tokenizer), job.settings
     lengths = length_report(settings.prompts, tokenizer, job.domain)
+    answers = answer_report(settings, tokenizer, job.domain)
     stream = PromptStream(settings.prompts, tokenizer, job.domain, 0, PURPOSE)
     usable = lengths.prompts - lengths.held_out - lengths.for_gates - lengths.too_long
     pool = RewardPool({job.domain: settings.rewards}, job.pool, job.result.parent)
@@ -106,7 +108,7 @@ def checked(job: DomainCheckJob) -> dict[str, Any]:
             for problem, graded in asked
         ]
     shown = demonstration_report(settings, tokenizer, job.domain, job.max_positions)
-    found = {"lengths": asdict(lengths), "prompts": prompts}
+    found = {"lengths": asdict(lengths), "answers": asdict(answers), "prompts": prompts}
     return {**found, "demonstrations": shown and asdict(shown)}
 
 

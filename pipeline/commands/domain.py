@@ -161,7 +161,7 @@ def _check(
     say("", *demonstrated(settings, found["demonstrations"]), "")
     for note in notes(name, settings, found["prompts"]):
         say(f"· {note}")
-    return list(errors(name, settings, found["prompts"]))
+    return [*unreadable(name, found["answers"]), *errors(name, settings, found["prompts"])]
 
 
 def described(settings: DomainSettings, lengths: dict[str, Any]) -> Iterator[str]:
@@ -208,6 +208,18 @@ def demonstrated(settings: DomainSettings, report: dict[str, Any] | None) -> Ite
     yield f"  {100 * report['learned']:.0f} % of tokens are trained on: the assistant's"
     for asked, answered in report["examples"]:
         yield f"  {short(asked)} is answered {short(answered)}"
+
+
+def unreadable(domain: str, report: dict[str, Any]) -> Iterator[str]:
+    """Yield the number of rows whose answers a reward cannot read, with the first of them."""
+    if report["bad"]:
+        more = report["bad"] - len(report["first"])
+        of = "" if report["checked"] == report["rows"] else f" checked in time, of {report['rows']}"
+        yield (
+            f"domains.{domain}.prompts: rewards cannot use {report['bad']} of {report['checked']}"
+            f" rows{of}: {'; '.join(map(visible, report['first']))}"
+            f"{f'; and {more} more' if more else ''}; fix the rows, or remove them"
+        )
 
 
 def errors(domain: str, settings: DomainSettings, prompts: Prompts) -> Iterator[str]:

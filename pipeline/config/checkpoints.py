@@ -11,9 +11,10 @@ import yaml
 from yaml import CSafeLoader
 
 from parallel.errors import hint
-from parallel.families import FAMILIES, configuration, fp8_blocks
+from parallel.families import ADDING_A_FAMILY, FAMILIES, configuration, fp8_blocks
 from parallel.files import CHECKSUMS, WEIGHTS_INDEX, read_text, unreachable
 from parallel.settings import ModelSettings
+from pipeline.config.tensor_headers import tensors_violation
 from pipeline.text import shown
 
 MOST_BYTES = 1 << 26  # of a JSON file, far above any checkpoint's index
@@ -83,7 +84,7 @@ def _as_json(value: Any) -> str:
 def weights_violation(directory: Path, model: ModelSettings) -> str | None:
     """Return the first error in a Hugging Face checkpoint of a model, or None.
 
-    Only its small files are read; the stage that loads the tensors checks them.
+    Its small files are read, and the headers of its tensors.
     """
     if (why := unreachable(directory)) is not None:
         return f"{shown(directory)} {why}"
@@ -97,7 +98,8 @@ def weights_violation(directory: Path, model: ModelSettings) -> str | None:
         return f"{shown(path)}: model_type: must be the name of a family"
     if kind not in FAMILIES:
         known = hint(str(kind), FAMILIES)
-        return f"{shown(path)}: model_type: unknown family {json.dumps(kind)}; {known}"
+        unknown = f"unknown family {json.dumps(kind)}; {known}"
+        return f"{shown(path)}: model_type: {unknown}; {ADDING_A_FAMILY}"
     if kind != model.family:
         return f"{shown(path)}: model_type: {kind}, but model.family is {model.family}"
     stated = config.get("quantization_config")
@@ -111,7 +113,10 @@ def weights_violation(directory: Path, model: ModelSettings) -> str | None:
                 f"{shown(path)}: {key}: {json.dumps(config[key])}, but {where} is"
                 f" {json.dumps(value)}"
             )
-    return _files_violation(directory)
+    if (problem := _files_violation(directory)) is not None:
+        return problem
+    found = tensors_violation(directory, model)
+    return found and f"{shown(found[0])}: {found[1]}"
 
 
 def _files_violation(directory: Path) -> str | None:

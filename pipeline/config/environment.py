@@ -8,36 +8,28 @@ from __future__ import annotations
 import ast
 import os
 from collections.abc import Iterator, Mapping
-from itertools import islice
 from pathlib import Path
 
 from parallel.files import unreachable
 from parallel.settings import CHARACTERS
 from pipeline.config.checkpoints import model_violation, teacher_violation, weights_violation
 from pipeline.config.modules import find_module
-from pipeline.config.tokenizers import outside_models, tokenizer_violation
+from pipeline.config.rows import Rewards, row_report
+from pipeline.config.tokenizers import (
+    outside_models,
+    template_violation,
+    tokenizer_violation,
+)
 from pipeline.config.unroll import Blocks, is_path
 from pipeline.text import shown
 from stages.data.reasoning_gym import prompt_violations
-from stages.data.row_forms import (
-    RowError,
-    answer_of,
-    conversation_of,
-    pair_of,
-    parsed_line,
-    prompt_of,
-)
 from stages.data.settings import (
-    ConversationFileSettings,
-    FilePromptSettings,
     FileSettings,
-    ReasoningGymPromptSettings,
     TooManyDirectories,
 )
 from stages.directory import COLLECTION, StageDirectory
 from stages.domains import DomainSettings
 from stages.kinds.distill import DistillSettings
-from stages.kinds.dpo import FilePairSettings
 from stages.kinds.merge_data import CollectedDataSettings
 from stages.kinds.merge_weights import MergeWeightsSettings
 from stages.kinds.mixture import MixtureStageSettings, StageSourceSettings
@@ -47,7 +39,6 @@ from stages.rewards.kinds.python import PythonReward
 from stages.settings import RunSettings
 
 Found = Iterator[tuple[str, str]]
-FIRST_ROWS = 32  # of a source, which are checked before anything runs
 
 
 def violations(run: RunSettings) -> Found:
@@ -55,7 +46,7 @@ def violations(run: RunSettings) -> Found:
 
     A started run is read without this check: its files may be gone, or not visible on a login node.
     """
-    model, tokenizer = run.model, Path(run.model.tokenizer)
+    model = run.model
     if model.initial_weights is not None and (
         problem := weights_violation(model.initial_weights, model)
     ):
@@ -66,13 +57,10 @@ def violations(run: RunSettings) -> Found:
             problem = problem or teacher_violation(path)
         if problem:
             yield key, problem
-    if model.tokenizer == CHARACTERS:
-        pass
-    elif (why := unreachable(tokenizer)) is not None:
-        yield "model.tokenizer", f"{shown(tokenizer)} {why}"
-    elif not tokenizer.is_dir():
-        absent = f"no such directory: {shown(tokenizer)}; use a tokenizer's, or {CHARACTERS}"
+    tokenizer: str | None = model.tokenizer
+    if tokenizer and (absent := _absent_tokenizer(tokenizer)):
         yield "model.tokenizer", absent
+        tokenizer = None
     shown_in = {
         name
         for block in run.stages.values()
@@ -80,13 +68,26 @@ def violations(run: RunSettings) -> Found:
         for name in block.demonstrated(run.domains_of(block))
     }
     for name, domain in run.domains.items():
-        yield from domain_violations(name, domain, demonstrated=name in shown_in)
+        demonstrated = name in shown_in
+        yield from domain_violations(name, domain, demonstrated=demonstrated, tokenizer=tokenizer)
     for key, block in run.stages.items():
         if isinstance(block, MixtureStageSettings):
             for name, files in block.files():
-                yield from _file_violations(f"stages.{key}.data.{name}", files)
+                yield from _file_violations(f"stages.{key}.data.{name}", files, tokenizer)
         if isinstance(block, MixtureStageSettings | DistillSettings):
             yield from _collected_violations(f"stages.{key}.data", block.data)
+
+
+def _absent_tokenizer(name: str) -> str | None:
+    """Return why there is no tokenizer's directory, or None."""
+    path = Path(name)
+    if name == CHARACTERS:
+        return None
+    if (why := unreachable(path)) is not None:
+        return f"{shown(path)} {why}"
+    if path.is_dir():
+        return None
+    return f"no such directory: {shown(path)}; use a tokenizer's, or {CHARACTERS}"
 
 
 def _collected_violations(key: str, data: Mapping[str, object]) -> Found:
@@ -104,59 +105,51 @@ def _collected_violations(key: str, data: Mapping[str, object]) -> Found:
             yield f"{key}.{name}.stage", f"{absent}: it has no {COLLECTION}"
 
 
-def _file_violations(key: str, source: FileSettings) -> Found:
-    """Yield that no file is there, or the first unusable one of a source's first rows."""
-    yield from [*_missing_files(key, source)] or _malformed(key, source)
-
-
-def _malformed(key: str, source: FileSettings) -> Found:
-    """Yield the first of a source's first rows that its stage could not use.
-
-    Only of JSONL: to read Parquet takes a library that is slow to import. The stage checks all.
-    """
-    if source.source != "jsonl" or source.on_bad_row == "skip":
+def _file_violations(
+    key: str, source: FileSettings, tokenizer: str | None, rewards: Rewards | None = None
+) -> Found:
+    """Yield that no file is there, or what its first rows lack for the stages that read them."""
+    if missing := [*_missing_files(key, source)]:
+        yield from missing
         return
-    file = source.files()[0]
     try:
-        with file.open("rb") as lines:
-            for number, line in enumerate(islice(lines, FIRST_ROWS), 1):
-                if line.strip() and (why := _unusable(line, source)):
-                    fix = f"fix it, or skip such rows with {key}.on_bad_row: skip"
-                    yield key, f"{shown(file)}:{number}: {why}; {fix}"
-                    return
+        report = row_report(source, rewards)
     except OSError as error:
-        yield f"{key}.path", f"{shown(file)} cannot be read: {error.strerror}"
+        yield f"{key}.path", f"{shown(Path(error.filename))} cannot be read: {error.strerror}"
+        return
+    if report.unusable and source.on_bad_row == "stop":
+        it = "it" if len(report.unusable) == 1 else "them"
+        fix = f"fix {it}, or skip such rows with {key}.on_bad_row: skip"
+        yield key, f"{report.described(report.unusable)}; {fix}"
+    elif report.unreadable:
+        yield key, f"{report.described(report.unreadable)}; fix the rows, or remove them"
+    if report.chats and tokenizer and (why := template_violation(tokenizer, key)):
+        yield "model.tokenizer", why
 
 
-def _unusable(line: bytes, source: FileSettings) -> str | None:
-    """Return why a line of JSONL is no row of a source; None where it is one."""
-    try:
-        if isinstance(row := parsed_line(line), RowError):
-            raise row
-        if isinstance(source, FilePairSettings):
-            pair_of(row, source.prompt, source.chosen, source.rejected)
-        elif isinstance(source, FilePromptSettings):
-            prompt_of(row, source.prompt)
-            answer_of(row, source.answer)
-        elif isinstance(source, ConversationFileSettings):
-            conversation_of(row, source.messages, source.prompt, source.response)
-    except RowError as error:
-        return str(error)
-    return None
+def domain_violations(
+    name: str, domain: DomainSettings, *, demonstrated: bool = True, tokenizer: str | None = None
+) -> Found:
+    """Yield everything that a domain needs and that is missing here, as (dotted key, message).
 
-
-def domain_violations(name: str, domain: DomainSettings, *, demonstrated: bool = True) -> Found:
-    """Yield everything that a domain needs and that is missing here, as (dotted key, message)."""
-    blocks: dict[str, object] = {"prompts": domain.prompts}
-    if demonstrated:
-        blocks["demonstrations"] = domain.demonstrations
-    for block, settings in blocks.items():
-        if isinstance(settings, FileSettings):
-            yield from _file_violations(f"domains.{name}.{block}", settings)
-    prompts = domain.prompts
-    if isinstance(prompts, ReasoningGymPromptSettings):
-        for key, message in prompt_violations(prompts):
-            yield f"domains.{name}.prompts.{key}", message
+    Without a `tokenizer`, not what its chat template is needed for.
+    """
+    prompts, key = domain.prompts, f"domains.{name}.prompts"
+    if isinstance(prompts, FileSettings):
+        yield from _file_violations(key, prompts, tokenizer, domain.rewards)
+    else:
+        for option, message in prompt_violations(prompts):
+            yield f"{key}.{option}", message
+        if prompts.form == "chat" and tokenizer == CHARACTERS:
+            yield (
+                "model.tokenizer",
+                f"{CHARACTERS} has no line break, which {key}.form: chat writes; name the directory"
+                " of the model's tokenizer",
+            )
+        elif prompts.form == "chat" and tokenizer and (why := template_violation(tokenizer, key)):
+            yield "model.tokenizer", why
+    if demonstrated and isinstance(source := domain.demonstrations, FileSettings):
+        yield from _file_violations(f"domains.{name}.demonstrations", source, tokenizer)
     yield from _reward_needs(f"domains.{name}.rewards", domain)
 
 

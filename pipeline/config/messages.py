@@ -9,6 +9,7 @@ from typing import Any, get_args
 from pydantic_core import ErrorDetails
 
 from parallel.errors import hint, nearest_name
+from parallel.families import ADDING_A_FAMILY, FAMILIES
 from parallel.settings import Settings
 from pipeline.config import schema
 from pipeline.config.cluster import ClusterSettings
@@ -29,6 +30,7 @@ MISSING = ("missing", "union_tag_not_found")  # pydantic's errors of a key that 
 MAPPING = "a mapping of keys to values"
 # Ends pydantic's location of a wrong key; only a cluster's kinds have a closed set.
 OF_KEY = "[key]"
+FAMILY = ("model", "family")
 
 
 def violations_below(
@@ -114,6 +116,9 @@ def _message(root: type[Settings], error: ErrorDetails) -> str:
     reason = error["msg"].removeprefix("Input ").replace("an object", MAPPING)
     reason = reason.replace("a valid array", "a list")
     reason = reason.replace("a valid dictionary or object to extract fields from", MAPPING)
+    if (*error["loc"],) == FAMILY:
+        near = nearest_name(str(error["input"]), FAMILIES)
+        given = "; ".join(filter(None, (given, near, ADDING_A_FAMILY)))
     return f"{reason[0].lower()}{reason[1:]}, not {given}"
 
 

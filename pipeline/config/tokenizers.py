@@ -22,7 +22,8 @@ from stages.data.tokenizer import CHARACTERS as LETTERS
 from stages.data.tokenizer import END, PAD
 from stages.settings import RunSettings
 
-TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_FILE, CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
+TEMPLATE_FILE, TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 
 
 def outside_models(blocks: Blocks) -> list[tuple[str, Path]]:
@@ -71,6 +72,31 @@ def template_cautions(settings: RunSettings) -> Iterator[tuple[str, str]]:
             )
 
 
+def template_violation(name: str, key: str) -> str | None:
+    """Return that a tokenizer cannot render the chat messages of the settings at `key`, or None."""
+    if name == CHARACTERS or _has_template(Path(name)):
+        return None
+    return (
+        f"{_shown(name)} has no chat template, which the chat messages of {key} need; put the"
+        f" model's {TEMPLATE_FILE} there, name another tokenizer, or write prompts as text"
+    )
+
+
+def _has_template(directory: Path) -> bool:
+    """Return whether a directory has a chat template; True for one that cannot be read.
+
+    The stage that loads a broken one reports it.
+    """
+    if (directory / TEMPLATE_FILE).exists() or (directory / TEMPLATES).is_dir():
+        return True
+    try:
+        return bool(json.loads(read_text(directory / CONFIG_FILE)).get("chat_template"))
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError, RecursionError, AttributeError):
+        return True
+
+
 def template_digest(directory: Path) -> str | None:
     """Return the SHA-256 of a tokenizer's chat template; None where none can be read.
 
@@ -78,10 +104,10 @@ def template_digest(directory: Path) -> str | None:
     """
     try:
         try:
-            template = read_text(directory / "chat_template.jinja")
+            template = read_text(directory / TEMPLATE_FILE)
             template = template.replace("\r\n", "\n").replace("\r", "\n")
         except OSError:
-            template = json.loads(read_text(directory / "tokenizer_config.json"))["chat_template"]
+            template = json.loads(read_text(directory / CONFIG_FILE))["chat_template"]
         return hashlib.sha256(template.encode()).hexdigest()
     # ValueError: no UTF-8, no JSON, or half of a surrogate pair. AttributeError: several templates.
     except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):

@@ -137,6 +137,17 @@ class RewardBase(Settings):
         if limit is not None and longest >= limit:
             yield name, f"{limit:g} must be more than the {longest:g} seconds that {what}"
 
+    def row_violation(self, row: Mapping[str, Any], answer: str) -> str | None:
+        """Return why no answer to a row can be scored, or None, without importing a library.
+
+        `answer` is the row's reference, "" without one.
+        """
+        return None
+
+    def problem_violation(self, problem: Problem) -> str | None:
+        """Return why no answer to a problem can be scored, or None."""
+        return self.row_violation(problem.fields, problem.answer)
+
     def caution(self) -> str | None:
         """Return a warning that starts with the name of a field, or None."""
         return None

@@ -119,12 +119,7 @@ def score(
     With `stop_early` the pairs after the first failed one are not run and get its verdict.
     Raises SandboxError; ValueError where the tests are neither or none.
     """
-    if isinstance(tests, str | Mapping) or not isinstance(tests, Sequence):
-        raise ValueError(
-            f"tests must be a list of pairs or of statements, not a {type(tests).__name__}"
-        )
-    if not tests:
-        raise ValueError("there are no tests")
+    check_tests(tests)
     if all(isinstance(test, str) for test in tests):
         limits = replace(limits, wall_seconds=min(limits.wall_seconds, seconds))
         outcome = run(program, "", limits, json.dumps(tests).encode())
@@ -134,8 +129,7 @@ def score(
         return Score(outcome.verdicts + (rest,) * missing, outcome.errors)
     verdicts: list[Verdict] = []
     errors = ""
-    for test in tests:
-        pair = _pair(test)
+    for pair in map(_pair, tests):
         if seconds <= 0:
             verdicts += ["timeout"] * (len(tests) - len(verdicts))
             break
@@ -154,6 +148,19 @@ def score(
                 verdicts += [verdict] * (len(tests) - len(verdicts))
                 break
     return Score(tuple(verdicts), errors)
+
+
+def check_tests(tests: Any) -> None:
+    """Raise ValueError where tests are neither pairs of input and output nor statements."""
+    if isinstance(tests, str | Mapping) or not isinstance(tests, Sequence):
+        raise ValueError(
+            f"tests must be a list of pairs or of statements, not a {type(tests).__name__}"
+        )
+    if not tests:
+        raise ValueError("there are no tests")
+    if not all(isinstance(test, str) for test in tests):
+        for test in tests:
+            _pair(test)
 
 
 @cache

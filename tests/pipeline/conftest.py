@@ -15,6 +15,7 @@ from pipeline.launch import runner
 from pipeline.launch.processes import POLL_SECONDS
 from pipeline.run.directory import RunDirectory
 from stages.settings import RunSettings
+from tests.pipeline.checkpoint_headers import write_checkpoint
 from tests.pipeline.fake_launcher import fake_programs
 from tests.pipeline.light_machine import LightMachine, is_light
 
@@ -73,7 +74,7 @@ def start(tmp_path: Path) -> Path:
     folder = tmp_path / "start"
     folder.mkdir()
     (folder / "config.json").write_text('{"model_type": "qwen3_moe"}')
-    (folder / "model.safetensors").touch()
+    write_checkpoint(folder)
     return folder
 
 

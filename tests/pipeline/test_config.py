@@ -234,8 +234,8 @@ def test_a_changed_source_names_the_keys_that_no_longer_fit(config: Path) -> Non
     """The file that states them is right by itself; null drops them."""
     domain, rows = config.with_name("sums.yaml"), config.with_name("rows.jsonl")
     domain.write_text("prompts:\n  source: reasoning_gym\n  dataset: chain_sum\n  config: {}\n")
-    rows.write_text('{"prompt": "1+1"}\n')
-    changed = "prompts: {source: jsonl, path: rows.jsonl}"
+    rows.write_text('{"prompt": "1+1", "answer": "2"}\n')
+    changed = "prompts: {source: jsonl, path: rows.jsonl, answer: answer}"
     edited(
         config,
         "prompts: {dataset: chain_sum}",

@@ -459,3 +459,27 @@ def test_a_sample_without_a_reward_is_in_no_distribution() -> None:
         "  without a reward: 100 %; the first: it hung",
         "  a reward of weight 0 failed 1 times; the first: it raised",
     ]
+
+
+def test_rows_that_a_reward_cannot_use_are_counted_and_three_are_named(
+    braid: Braid, tmp_path: Path
+) -> None:
+    """Whether a schema is one is known to a library, which `braid validate` does not load."""
+    schemas = [{}, *[{"type": "objekt"}] * 6, {}]
+    rows = [{"prompt": f"say {n}", "schema": each} for n, each in enumerate(schemas)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    path = tmp_path / "shapes.yaml"
+    path.write_text(
+        "prompts: {source: jsonl, path: rows.jsonl, held_out_fraction: 0.001}\n"
+        "rewards: {v: {kind: json_schema}}\noptimizer: {learning_rate: 1e-3}\nloop: {steps: 2}\n"
+    )
+    code, out, _ = braid("domain", "check", path)
+    said = " ".join(out.split())
+    assert code == 1
+    assert "domains.shapes.prompts: rewards cannot use 6 of 8 rows: " in said
+    for line in (2, 3, 4):
+        assert (
+            f"{tmp_path / 'rows.jsonl'}:{line}: reward v: not a JSON schema: 'objekt' is " in said
+        )
+    assert f"{tmp_path / 'rows.jsonl'}:5: " not in said
+    assert "; and 3 more; fix the rows, or remove them" in said

@@ -24,6 +24,7 @@ import pytest
 from pipeline import cli
 from pipeline.config.validate import load
 from pipeline.run.graph import Stage, compile_graph
+from tests.pipeline.checkpoint_headers import SMALL, write_checkpoint
 from tests.pipeline.conftest import CONFIG
 from tests.pipeline.violations import extending
 from tests.runs import REPOSITORY
@@ -98,7 +99,7 @@ def completed(template: str, directory: Path) -> tuple[Path, list[str]]:
         start = directory / "start"
         start.mkdir(exist_ok=True)
         (start / "config.json").write_text('{"model_type": "qwen3_moe"}')
-        (start / "model.safetensors").touch()
+        write_checkpoint(start, SMALL)
         overrides.append(f"model.initial_weights={start}")
     return config, overrides
 

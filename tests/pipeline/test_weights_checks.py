@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from parallel.weights.names import tensors
 from pipeline.config.validate import load
+from tests.pipeline.checkpoint_headers import SMALL, write_tensors
 from tests.pipeline.violations import errors
 
 INDEX = "model.safetensors.index.json"
@@ -29,7 +31,8 @@ OTHER_FORMATS = (
         (
             {"config.json": {"model_type": "qwen2_moe"}},
             "qwen3_moe",
-            'start/config.json: model_type: unknown family "qwen2_moe"; did you mean "qwen3_moe"?',
+            'start/config.json: model_type: unknown family "qwen2_moe"; did you mean "qwen3_moe"?; '
+            "docs/how-to/model-family.md adds one",
         ),
         (
             {"config.json": {}},
@@ -141,6 +144,82 @@ def test_a_family_of_another_type_is_a_schema_error(config: Path, start: Path, f
 def test_a_sharded_checkpoint_is_valid(config: Path, start: Path) -> None:
     (start / "model.safetensors").unlink()
     (start / INDEX).write_text(json.dumps(SEVERAL))
-    for name in SEVERAL["weight_map"].values():
-        (start / name).touch()
+    found = list(tensors(SMALL).items())
+    halves = {"model-1.safetensors": dict(found[:9]), "model-2.safetensors": dict(found[9:])}
+    for name, shapes in halves.items():
+        write_tensors(start / name, shapes)
     assert load(config, [f"model.initial_weights={start}"]).model.initial_weights == start
+
+
+NORM = "model.norm.weight"
+GATE = "model.layers.1.mlp.gate.weight"
+WHERE = "start: {} tensors are not those of its config.json and the run's model: "
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda shapes: shapes.pop(NORM), f"{WHERE.format(1)}{NORM} is missing; name the checkpo"),
+        (
+            lambda shapes: shapes.update({GATE: (4, 96), NORM: (95,)}),
+            f"{WHERE.format(2)}{GATE} is [4, 96] in model.safetensors and should be [8, 96]; {NORM}"
+            " is [95] in model.safetensors and should be [96]; name the checkpoint that belongs to"
+            " this config.json, or download it again",
+        ),
+        (
+            lambda shapes: shapes.clear(),
+            f"{WHERE.format(len(tensors(SMALL)))}model.embed_tokens.weight is missing; model.layers"
+            ".0.input_layernorm.weight is missing; model.layers.0.post_attention_layernorm.weight"
+            f" is missing; and {len(tensors(SMALL)) - 3} more; name",
+        ),
+    ],
+)
+def test_tensors_that_are_not_the_models_are_named(
+    config: Path,
+    start: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[dict[str, tuple[int, ...]]], object],
+    message: str,
+) -> None:
+    monkeypatch.chdir(start.parent)
+    shapes = tensors(SMALL)
+    change(shapes)
+    write_tensors(start / "model.safetensors", shapes)
+    [error] = errors(config, "model.initial_weights=start")
+    assert error.startswith(f"command line: model.initial_weights: {message}")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "0 bytes without a header, so no safetensors file; download or export the file"),
+        (b"version https://git-lfs", "23 bytes without a header, so no safetensors file; downl"),
+        (b"\x02" + bytes(7) + b"[]", "its header cannot be read: AttributeError("),
+        (b"\x04" + bytes(7) + b"{a: ", "its header cannot be read: JSONDecodeError("),
+    ],
+)
+def test_a_file_without_tensors_is_one_error(
+    config: Path, start: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, message: str
+) -> None:
+    """A download that was stopped, or git's pointer to a file that was not fetched."""
+    monkeypatch.chdir(start.parent)
+    (start / "model.safetensors").write_bytes(content)
+    [error] = errors(config, "model.initial_weights=start")
+    where = "command line: model.initial_weights: start/model.safetensors"
+    assert error.startswith(f"{where}: {message}")
+
+
+def test_a_file_that_ends_early_is_one_error(config: Path, start: Path) -> None:
+    path = start / "model.safetensors"
+    whole = path.stat().st_size
+    os.truncate(path, whole - 1)
+    [error] = errors(config, f"model.initial_weights={start}")
+    assert f"{whole - 1} bytes, and its header says {whole}; download or export" in error
+
+
+def test_an_unknown_family_says_which_are_known_and_how_to_add_one(config: Path) -> None:
+    [error] = errors(config, "model.family=qwen2_moe")
+    assert error.startswith("command line: model.family: should be 'qwen3_moe', ")
+    assert error.endswith(
+        'not "qwen2_moe"; did you mean "qwen3_moe"?; docs/how-to/model-family.md adds one'
+    )

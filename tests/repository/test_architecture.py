@@ -55,6 +55,7 @@ WITHOUT_TORCH = {
     "parallel.roofline.work",
     "parallel.engine.environment",
     "parallel.engine.memory",
+    "parallel.weights.names",
     "parallel.weights.needs",
     "stages.directory",
     "stages.guards.registry",

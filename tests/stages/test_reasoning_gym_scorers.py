@@ -208,7 +208,7 @@ print(json.dumps(found))
 
 
 def test_every_dataset_draws_the_same_problems_in_every_process() -> None:
-    """Those that need the seed of Python's hashes are those that are said to."""
+    """Draw with two seeds of Python's hashes, which change the problems of HASHED alone."""
     names = json.dumps(sorted(registered().keys() - REFUSED))
     started = [
         subprocess.Popen(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -77,6 +77,20 @@ class CodeReward(RewardBase):
         what = f"tests_seconds = {total:g} and the sandbox's own work may take"
         yield from self.time_rule(at, total + sandbox.MARGIN_SECONDS, what)
 
+    def row_violation(self, row: Mapping[str, Any], answer: str) -> str | None:
+        try:
+            sandbox.check_tests(self.tests_of(row))
+        except (RewardError, ValueError) as error:
+            return str(error)
+        return None
+
+    def tests_of(self, row: Mapping[str, Any]) -> sandbox.Tests:
+        """Return a row's tests. Raises RewardError without any, ValueError for text not JSON."""
+        if (field := self.tests_field) not in row:
+            raise RewardError(f"the problem has no field {field!r} with its tests")
+        tests: sandbox.Tests | str = row[field]  # a file may hold them as JSON text
+        return json.loads(tests) if isinstance(tests, str) else tests
+
     def check_machine(self) -> None:
         """Raise RewardError where programs cannot be contained on this machine."""
         try:
@@ -98,12 +112,9 @@ def make(settings: CodeReward, _directory: Path) -> Reward:
     everything = settings.credit == "all"
 
     def reward(problem: Problem, response: Response) -> Explained:
-        if (field := settings.tests_field) not in problem.fields:
-            raise RewardError(f"the problem has no field {field!r} with its tests")
-        tests: sandbox.Tests | str = problem.fields[field]  # a file may hold them as JSON text
         result = sandbox.score(
             extract_program(response.text),
-            json.loads(tests) if isinstance(tests, str) else tests,
+            settings.tests_of(problem.fields),
             limits,
             seconds=settings.tests_seconds,
             stop_early=everything,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,29 +41,42 @@ class InstructionReward(RewardBase):
         default="all", description="all: 1 where all constraints are met; fraction: their share"
     )
 
+    def row_violation(self, row: Mapping[str, Any], answer: str) -> str | None:
+        try:
+            for name, own in _constraints(row):
+                _kept(name, "", own)
+        except RewardError as error:
+            return str(error)
+        return None
+
 
 @register(InstructionReward)
 def make(settings: InstructionReward, _directory: Path) -> Reward:
     """Return the reward."""
 
     def reward(problem: Problem, response: Response) -> Explained:
-        names = problem.fields.get("instruction_id_list")
-        given = problem.fields.get("kwargs") or [{} for _ in names or []]
-        if not names or len(names) != len(given):
-            raise RewardError(
-                "the problem's fields instruction_id_list and kwargs must be lists of one length,"
-                f" not {names!r} and {given!r}"
-            )
-        if unknown := [name for name in names if name not in CHECKS]:
-            raise RewardError(f"unknown instruction {unknown[0]!r}; known are {', '.join(CHECKS)}")
-        kept = [
-            _kept(name, response.text, own or {}) for name, own in zip(names, given, strict=True)
-        ]
-        broken = [name for name, is_kept in zip(names, kept, strict=True) if not is_kept]
+        asked = _constraints(problem.fields)
+        kept = [_kept(name, response.text, own) for name, own in asked]
+        broken = [name for (name, _), is_kept in zip(asked, kept, strict=True) if not is_kept]
         score = float(not broken) if settings.credit == "all" else sum(kept) / len(kept)
         return score, f"not followed: {', '.join(broken)}" if broken else ""
 
     return reward
+
+
+def _constraints(row: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Return a row's instructions with their arguments. Raises RewardError where it has none."""
+    names, given = row.get("instruction_id_list"), row.get("kwargs")
+    lists = isinstance(names, list) and isinstance(given, list | None)
+    given = given or [{} for _ in names or []] if lists else given
+    if not names or not lists or len(names) != len(given or []):
+        raise RewardError(
+            "the problem's fields instruction_id_list and kwargs must be lists of one length,"
+            f" not {names!r} and {given!r}"
+        )
+    if unknown := [name for name in names if name not in CHECKS]:
+        raise RewardError(f"unknown instruction {unknown[0]!r}; known are {', '.join(CHECKS)}")
+    return [(name, own or {}) for name, own in zip(names, given or [], strict=True)]
 
 
 def _kept(name: str, text: str, arguments: dict[str, Any]) -> bool:

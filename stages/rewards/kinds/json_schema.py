@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -33,6 +33,29 @@ class JSONSchemaReward(RewardBase):
         default=None, description="schema of a problem without that field"
     )
 
+    def row_violation(self, row: Mapping[str, Any], answer: str) -> str | None:
+        try:
+            self.schema_of(row)
+        except (RewardError, ValueError) as error:
+            return str(error)
+        return None
+
+    def problem_violation(self, problem: Problem) -> str | None:
+        """Return why the problem has no JSON schema, or None."""
+        try:
+            check_schema(self.schema_of(problem.fields))
+        except (RewardError, ValueError) as error:
+            return str(error)
+        return None
+
+    def schema_of(self, row: Mapping[str, Any]) -> Any:
+        """Return a row's schema. Raises RewardError without one, ValueError for text not JSON."""
+        schema = row.get(self.schema_field, self.default_schema)
+        if schema is None:
+            field = self.schema_field
+            raise RewardError(f"the problem has no field {field!r}, and default_schema is null")
+        return json.loads(schema) if isinstance(schema, str) else schema
+
     def rules(self, at: RewardContext) -> Iterator[tuple[str, str]]:
         try:
             if self.default_schema is not None:
@@ -48,12 +71,7 @@ def make(settings: JSONSchemaReward, _directory: Path) -> Reward:
         check_schema(settings.default_schema)
 
     def reward(problem: Problem, response: Response) -> Explained:
-        field = settings.schema_field
-        schema = problem.fields.get(field, settings.default_schema)
-        if schema is None:
-            raise RewardError(f"the problem has no field {field!r}, and default_schema is null")
-        schema = json.loads(schema) if isinstance(schema, str) else schema
-        wrong = violation(response.text, schema)
+        wrong = violation(response.text, settings.schema_of(problem.fields))
         return float(not wrong), wrong
 
     return reward

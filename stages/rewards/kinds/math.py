@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,6 +34,21 @@ class MathReward(RewardBase):
     kind: Literal["math"] = "math"
     boxed: bool = Field(default=False, description="count only answers in \\boxed{}")
     timeout_seconds: Seconds | None = 10.0
+
+    def row_violation(self, row: Mapping[str, Any], answer: str) -> str | None:
+        return None if answer.strip() else "no answer to compare with: prompts.answer names none"
+
+    def problem_violation(self, problem: Problem) -> str | None:
+        """Return why math-verify cannot read the problem's answer, or None."""
+        from math_verify import verify
+
+        try:
+            found = _reference(problem)
+        except RewardError as error:
+            return str(error)
+        # Of text that is no mathematics it returns the text, which it finds equal to nothing.
+        equal = verify(found, found, timeout_seconds=None)
+        return None if equal else f"math-verify cannot compare the answer {problem.answer!r}"
 
 
 @register(MathReward, imports=("math_verify",))

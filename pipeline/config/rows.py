@@ -1,0 +1,116 @@
+"""Checks of a source's first rows before anything runs: stages and rewards can read them.
+
+Only of JSONL: to read Parquet takes a library that is slow to import. `braid domain check` reads
+the rest, and answers that take a library to read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.text import shown
+from stages.data.row_forms import (
+    RowError,
+    answer_of,
+    conversation_of,
+    pair_of,
+    parsed_line,
+    prompt_of,
+)
+from stages.data.settings import ConversationFileSettings, FilePromptSettings, FileSettings
+from stages.kinds.dpo import FilePairSettings
+from stages.rewards.reward import RewardBase
+
+MOST_ROWS, MOST_BYTES = 10_000, 16 << 20  # that are checked: a fraction of a second
+SHOWN = 3
+Rewards = Mapping[str, RewardBase]
+
+
+@dataclass(frozen=True)
+class RowReport:
+    """The check of a source's first rows.
+
+    Of `checked` rows that are not blank, `unusable` are no rows of the source, and `unreadable` are
+    some that a reward cannot score an answer to; each with its file and line. `chats` says that a
+    row has chat messages.
+    """
+
+    checked: int
+    unusable: list[str]
+    unreadable: list[str]
+    chats: bool
+
+    def described(self, bad: list[str]) -> str:
+        """Return the first of some bad rows, and how many there are of how many."""
+        if len(bad) == 1:
+            return bad[0]
+        more = f"; and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
+        return f"{len(bad)} of the first {self.checked} rows: {'; '.join(bad[:SHOWN])}{more}"
+
+
+def row_report(
+    source: FileSettings, rewards: Rewards | None = None, most: int = MOST_ROWS
+) -> RowReport:
+    """Return the check of the first `most` rows of a source, with the `rewards` of its domain.
+
+    Nothing is checked of Parquet. Raises OSError, with its file's name, for one that cannot be
+    read.
+    """
+    report = RowReport(0, [], [], chats=False)
+    checked, chats = 0, False
+    for file, number, line in _lines(source, most):
+        checked += 1
+        try:
+            has_messages = read_row(line, source)
+        except RowError as error:
+            report.unusable.append(f"{shown(file)}:{number}: {error}")
+            continue
+        chats = chats or has_messages
+        if why := unreadable_answer(line, source, rewards or {}):
+            report.unreadable.append(f"{shown(file)}:{number}: {why}")
+    return RowReport(checked, report.unusable, report.unreadable, chats)
+
+
+def read_row(line: bytes, source: FileSettings) -> bool:
+    """Return whether a line of JSONL, a row of a source, has chat messages.
+
+    Raises RowError where it is no row of the source.
+    """
+    if isinstance(row := parsed_line(line), RowError):
+        raise row
+    if isinstance(source, FilePairSettings):
+        return not isinstance(pair_of(row, source.prompt, source.chosen, source.rejected)[0], str)
+    if isinstance(source, FilePromptSettings):
+        answer_of(row, source.answer)
+        return not isinstance(prompt_of(row, source.prompt), str)
+    if isinstance(source, ConversationFileSettings):
+        turns = conversation_of(row, source.messages, source.prompt, source.response)
+        return not isinstance(turns, tuple)
+    return False
+
+
+def unreadable_answer(line: bytes, source: FileSettings, rewards: Rewards) -> str | None:
+    """Return why a reward cannot score an answer to a row, or None; `line` is a row of a source."""
+    row = parsed_line(line)
+    if isinstance(row, RowError) or not isinstance(source, FilePromptSettings):
+        return None
+    answer = answer_of(row, source.answer)
+    for name, reward in rewards.items():
+        if why := reward.row_violation(row, answer):
+            return f"reward {name}: {why}"
+    return None
+
+
+def _lines(source: FileSettings, most: int) -> Iterator[tuple[Path, int, bytes]]:
+    """Yield the first rows that are not blank, each with its file and the number of its line."""
+    left, left_bytes = most, MOST_BYTES
+    for file in source.files() if source.source == "jsonl" else ():
+        with file.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if left <= 0 or left_bytes <= 0:
+                    return
+                if line.strip():
+                    left, left_bytes = left - 1, left_bytes - len(line)
+                    yield file, number, line
