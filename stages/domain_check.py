@@ -121,6 +121,9 @@ def reference(problem: Problem, settings: DomainSettings) -> str | None:
             working = "I thought about it.\n" if worked else ""
             return tagged(problem.answer, working) if problem.answer else None
         return demonstrate(problem, worked, Random(0), right=True).response
+    for reward in settings.rewards.values():
+        if (response := reward.reference_response(problem)) is not None:
+            return response
     boxed = any(isinstance(each, MathReward) and each.boxed for each in settings.rewards.values())
     if boxed and problem.answer and "\\boxed" not in problem.answer:
         return f"\\boxed{{{problem.answer}}}"

@@ -148,6 +148,10 @@ class RewardBase(Settings):
         """Return why no answer to a problem can be scored, or None."""
         return self.row_violation(problem.fields, problem.answer)
 
+    def reference_response(self, problem: Problem) -> str | None:
+        """Return a response that earns most, where it is not the answer as it stands, or None."""
+        return None
+
     def caution(self) -> str | None:
         """Return a warning that starts with the name of a field, or None."""
         return None

@@ -68,6 +68,7 @@ CHECKED_BY = {
     "InitializationSettings": "parallel/test_model_families.py",
     "InstructionReward": "stages/test_rewards.py",
     "JSONSchemaReward": "stages/test_rewards.py",
+    "ToolCallReward": "stages/test_tool_calls.py",
     "IpoSettings": "stages/objectives/test_preference.py",
     "JsonlPairSettings": "stages/test_pairs.py",
     "JsonlSourceSettings": "stages/test_sft_mixture.py",

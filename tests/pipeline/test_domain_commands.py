@@ -464,7 +464,7 @@ def test_a_sample_without_a_reward_is_in_no_distribution() -> None:
 def test_rows_that_a_reward_cannot_use_are_counted_and_three_are_named(
     braid: Braid, tmp_path: Path
 ) -> None:
-    """Whether a schema is one is known to a library, which `braid validate` does not load."""
+    """Only a library knows what a schema is, and `braid validate` loads none."""
     schemas = [{}, *[{"type": "objekt"}] * 6, {}]
     rows = [{"prompt": f"say {n}", "schema": each} for n, each in enumerate(schemas)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))

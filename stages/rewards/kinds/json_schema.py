@@ -82,15 +82,29 @@ def violation(text: str, schema: Any) -> str:
 
     Raises RewardError where the schema is invalid, or refers outside itself: nothing is fetched.
     """
+    check_schema(schema)  # an error of the problem, whatever the text
+    try:
+        value = parsed(unfenced(text))
+    except (ValueError, RecursionError) as error:
+        return f"no JSON: {error}"
+    return value_violation(value, schema)
+
+
+def parsed(text: str) -> Any:
+    """Return the value of JSON. Raises ValueError or RecursionError for other text."""
+    return json.loads(text, parse_constant=_refuse)
+
+
+def value_violation(value: Any, schema: Any) -> str:
+    """Return why `schema` does not allow a value of JSON; "" where it does.
+
+    Raises RewardError where the schema is invalid, or refers outside itself: nothing is fetched.
+    """
     from jsonschema import Draft202012Validator
     from referencing import Registry
     from referencing.exceptions import Unresolvable
 
     check_schema(schema)
-    try:
-        value = json.loads(unfenced(text), parse_constant=_refuse)
-    except (ValueError, RecursionError) as error:
-        return f"no JSON: {error}"
     try:
         errors = Draft202012Validator(schema, registry=Registry()).iter_errors(value)
         first = next(errors, None)

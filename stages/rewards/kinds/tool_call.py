@@ -1,0 +1,207 @@
+"""The reward of a response that must call tools: well formed, valid, and the expected calls.
+
+No tool is executed: a call is compared, as JSON, with the row's.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from stages.data.problem import Problem
+from stages.rewards.kinds.format import unfenced
+from stages.rewards.kinds.json_schema import check_schema, parsed, value_violation
+from stages.rewards.reward import Explained, Response, Reward, RewardBase, RewardError, register
+
+THOUGHT_END = "</think>"
+BEGIN, END = "<tool_call>", "</tool_call>"
+THOUGHT = re.compile(r"\s*<think>.*\S.*", re.DOTALL)
+Call = dict[str, Any]  # `{"name": ..., "arguments": {...}}`
+
+
+class ToolCallReward(RewardBase):
+    """1 where the response's tool calls are valid and equal the row's, in any order; else 0.
+
+    Each is `{"name": ..., "arguments": {...}}`. Nothing but thoughts may stand beside them. Where a
+    row expects no call, a response without any is right.
+    """
+
+    kind: Literal["tool_call"] = "tool_call"
+    tools_field: str = Field(
+        default="tools",
+        description="field of the problem with its tools: a name and the JSON schema of its"
+        " parameters each, also as OpenAI's API nests them; a list, or JSON text",
+    )
+    calls_field: str | None = Field(
+        default="calls",
+        description="field with the expected calls, a list or JSON text; null: any valid call",
+    )
+    form: Literal["tagged", "json"] = Field(
+        default="tagged",
+        description="tagged: each call in <tool_call> and </tool_call>. json: one call, or a list"
+        " of calls",
+    )
+    thoughts: Literal["optional", "required", "forbidden"] = Field(
+        default="optional", description="<think> ... </think> before the calls"
+    )
+
+    def row_violation(self, row: Mapping[str, Any], answer: str) -> str | None:
+        try:
+            tools = tools_of(row, self.tools_field)
+            for call in self.expected(row) or []:
+                if call["name"] not in tools:
+                    raise RewardError(f"the expected call of {call['name']!r} has no such tool")
+        except (RewardError, ValueError) as error:
+            return str(error)
+        return None
+
+    def problem_violation(self, problem: Problem) -> str | None:
+        """Return why the problem's tools, or the calls that it expects, are invalid, or None."""
+        if (why := self.row_violation(problem.fields, problem.answer)) is not None:
+            return why
+        tools = tools_of(problem.fields, self.tools_field)
+        try:
+            for name, schema in tools.items():
+                try:
+                    check_schema(schema)
+                except RewardError as error:
+                    return f"tool {name}: {error}"
+            wrong = calls_violation(self.expected(problem.fields) or [], tools)
+        except RewardError as error:
+            return str(error)
+        return f"the expected call is invalid: {wrong}" if wrong else None
+
+    def reference_response(self, problem: Problem) -> str | None:
+        """Return the response that makes the expected calls, or None without any."""
+        if not (calls := self.expected(problem.fields)):
+            return None
+        thoughts = (
+            f"<think>\nI call a tool.\n{THOUGHT_END}\n" if self.thoughts == "required" else ""
+        )
+        if self.form == "json":
+            return thoughts + json.dumps(calls[0] if len(calls) == 1 else calls)
+        return thoughts + "\n".join(f"{BEGIN}\n{json.dumps(each)}\n{END}" for each in calls)
+
+    def expected(self, row: Mapping[str, Any]) -> list[Call] | None:
+        """Return the calls that a row expects; None where any valid call is right.
+
+        Raises RewardError where the row has none, ValueError for text that is not JSON.
+        """
+        if (field := self.calls_field) is None:
+            return None
+        if row.get(field) is None:
+            raise RewardError(f"the problem has no field {field!r}; calls_field: null wants none")
+        given = row[field]
+        calls = json.loads(given) if isinstance(given, str) else given
+        if not isinstance(calls, list) or not all(map(_is_call, calls)):
+            raise RewardError(f"field {field!r} must be a list of calls: name and arguments")
+        return calls
+
+
+@register(ToolCallReward, imports=("jsonschema",))
+def make(settings: ToolCallReward, _directory: Path) -> Reward:
+    """Return the reward; it raises RewardError where the problem has no tools or no calls."""
+
+    def reward(problem: Problem, response: Response) -> Explained:
+        tools = tools_of(problem.fields, settings.tools_field)
+        expected = settings.expected(problem.fields)
+        thought, found, said = response.text.rpartition(THOUGHT_END)
+        thinks = bool(found) and THOUGHT.fullmatch(thought) is not None
+        if found and not thinks and thought.strip() not in ("", "<think>"):
+            return 0.0, "thoughts that do not begin with <think>"
+        if settings.thoughts != "optional" and thinks != (settings.thoughts == "required"):
+            return 0.0, f"thoughts are {settings.thoughts}"
+        calls = read_calls(said, settings.form)
+        if isinstance(calls, str):
+            if expected != [] or BEGIN in said:
+                return 0.0, calls
+            return (1.0, "") if said.strip() else (0.0, "an empty response")
+        if wrong := calls_violation(calls, tools):
+            return 0.0, wrong
+        if expected is None or _counted(calls) == _counted(expected):
+            return 1.0, ""
+        return 0.0, f"expected {json.dumps(expected, ensure_ascii=False)}"
+
+    return reward
+
+
+def tools_of(row: Mapping[str, Any], field: str) -> dict[str, Any]:
+    """Return the JSON schema of the parameters of a row's tools, by name.
+
+    Raises RewardError where the row has none, ValueError for text that is not JSON.
+    """
+    if field not in row:
+        raise RewardError(f"the problem has no field {field!r} with its tools")
+    given = json.loads(row[field]) if isinstance(row[field], str) else row[field]
+    if not isinstance(given, list):
+        raise RewardError(f"field {field!r} must be a list of tools")
+    found = {}
+    for each in given:
+        tool = each.get("function", each) if isinstance(each, dict) else {}
+        name = tool.get("name") if isinstance(tool, dict) else None
+        schema = tool.get("parameters") if name else None
+        if not isinstance(name, str) or not isinstance(schema, dict | str | None):
+            raise RewardError(f"field {field!r} has a tool without a name or a schema: {each!r}")
+        found[name] = json.loads(schema) if isinstance(schema, str) else schema or {}
+    return found
+
+
+def read_calls(text: str, form: str) -> list[Call] | str:
+    """Return the calls of a response without its thoughts, or why it has none."""
+    pieces = [unfenced(text)]
+    if form == "tagged":
+        before, *rest = text.split(BEGIN)
+        pairs = [each.partition(END) for each in rest]
+        if not pairs or before.strip() or any(not end or after.strip() for _, end, after in pairs):
+            return f"not calls in {BEGIN} and {END} alone"
+        pieces = [call for call, _, _ in pairs]
+    try:
+        read = [parsed(each) for each in pieces]
+    except (ValueError, RecursionError) as error:
+        return f"no JSON: {error}"
+    calls = read[0] if form == "json" and isinstance(read[0], list) else read
+    if not calls or not all(map(_is_call, calls)):
+        return 'a call must be {"name": ..., "arguments": {...}}'
+    return calls
+
+
+def calls_violation(calls: list[Call], tools: Mapping[str, Any]) -> str:
+    """Return why the first invalid call is no call of one of the tools; "" where all are.
+
+    Raises RewardError where a tool's schema cannot be used.
+    """
+    for call in calls:
+        if (name := call["name"]) not in tools:
+            return f"no tool {name!r}; known: {', '.join(tools)}"
+        if wrong := value_violation(call["arguments"], tools[name]):
+            return f"{name}: {wrong}"
+    return ""
+
+
+def _is_call(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and value.keys() == {"name", "arguments"}
+        and isinstance(value["name"], str)
+        and isinstance(value["arguments"], dict)
+    )
+
+
+def _counted(calls: list[Call]) -> Counter[str]:
+    """Return calls without their order; 1 equals 1.0, as in JSON, and true does not equal 1."""
+    return Counter(json.dumps(_plain(each), sort_keys=True) for each in calls)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of JSON whose whole numbers are integers."""
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
