@@ -109,6 +109,8 @@ CHECKED_BY = {
     "QuantizeSettings": "pipeline/test_quantize_settings.py",
     "RamSettings": "stages/test_weight_methods.py",
     "ReasoningGymPromptSettings": "stages/test_domains.py",
+    "ReasoningGymPromptSettings.form": "stages/test_reasoning_gym_scorers.py",
+    "ReasoningGymPromptSettings.instruction": "stages/test_reasoning_gym_scorers.py",
     "ReasoningGymReward": "stages/test_rewards.py",
     "RecalibrationSettings": "pipeline/test_merge_weights_settings.py",
     "ReinforcePPSettings": "stages/objectives/test_advantages.py",

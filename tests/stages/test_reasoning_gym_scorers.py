@@ -176,6 +176,14 @@ def test_a_prompt_asks_the_datasets_question_and_an_answer_stands_in_tags() -> N
         assert exact(problem, text) == expected, text
 
 
+def test_the_instruction_follows_the_question_unless_it_is_empty() -> None:
+    for instruction, end in (("Be brief.", "\n\nBe brief."), ("", "")):
+        prompts = ReasoningGymPromptSettings(dataset="gcd", form="chat", instruction=instruction)
+        problem = ReasoningGymSource(prompts, TOKENIZER, "puzzles", 7).problem(0)
+        question = problem.fields["entry"]["question"]
+        assert problem.messages == ({"role": "user", "content": question + end},)
+
+
 def test_nan_is_no_answer_where_numbers_are_compared() -> None:
     assert exact(problem_of("complex_arithmetic"), tagged("nan", "")) == 0.0
 

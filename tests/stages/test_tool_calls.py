@@ -166,6 +166,8 @@ def test_fields_may_be_json_text() -> None:
     asked = problem(json.dumps([CALL]), json.dumps(TOOLS))
     assert score(tagged(CALL), asked)[0] == 1.0
     assert ToolCallReward().problem_violation(asked) is None
+    other = Problem("agents", 0, "?", "", {"functions": TOOLS, "calls": [CALL]})
+    assert score(tagged(CALL), other, tools_field="functions")[0] == 1.0
 
 
 def test_the_shipped_domain_scores_the_expected_calls_best(
