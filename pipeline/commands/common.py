@@ -80,6 +80,7 @@ MODULES = (
     "see",
     "report",
     "compare",
+    "init",
     "simulate",
     "run",
     "edit",

@@ -12,11 +12,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from parallel.errors import UserError
+from parallel.errors import UserError, hint
 from parallel.settings import CHARACTERS
 from pipeline.commands import common
 from pipeline.commands.common import GROUPS, JSON, TRUST, Argument, command, positive, print_json
-from pipeline.config.validate import dump_differing, load_domain, load_with_domain
+from pipeline.config.validate import (
+    dump_differing,
+    is_run,
+    load,
+    load_domain,
+    load_with_domain,
+)
 from pipeline.launch import one_off
 from pipeline.report.capacity import check_capacity
 from pipeline.report.gpu_memory import gpus_here
@@ -43,6 +49,7 @@ DOMAIN_HELP = """\
   braid domain new geometry --source jsonl
   braid domain check configs/domains/geometry.yaml --tokenizer /models/tokenizer
   braid domain check configs/domains/geometry.yaml --run quickstart --stage cold_start
+  braid domain check mine.yaml --domain math         # of the run that this file configures
 
 `check` scores the reference answers, an empty response and a wrong one; the exit code is 1 where a
 reward does not distinguish them. With --run it also samples one step's responses from a model and
@@ -57,7 +64,14 @@ GROUPS["domain"] = ("write a domain's file, and check one", DOMAIN_HELP)
     "domain check",
     "show a domain's prompts, and whether its rewards tell right from wrong",
     DOMAIN_HELP,
-    Argument("file", type=Path, metavar="FILE", help="the domain's YAML file"),
+    Argument("file", type=Path, metavar="FILE", help="the domain's YAML file, or a run's"),
+    Argument(
+        "--domain",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="of a run's file, only this domain (repeatable)",
+    ),
     Argument("--prompts", type=positive, default=5, help="prompts to show and score (default: 5)"),
     Argument(
         "--tokenizer",
@@ -78,8 +92,7 @@ def domain_check(arguments: Namespace) -> None:
     if arguments.run is None:
         if arguments.stage or arguments.samples:
             raise UserError("--stage and --samples need --run")
-        name = CHARACTERS if tokenizer is None else str(tokenizer.absolute())
-        wrong = _check(arguments, RewardPoolSettings(), name)
+        wrong = _check_file(arguments)
     else:
         if tokenizer or not arguments.stage:
             raise UserError("--run needs --stage, and excludes --tokenizer: a run has its own")
@@ -89,7 +102,9 @@ def domain_check(arguments: Namespace) -> None:
         # Like an evaluation it samples, and trains nothing.
         check_capacity(settings, [Stage("preview", "evaluate")], gpus_here(settings))
         model = run.settings.model
-        wrong = _check(arguments, run.settings.rewards, model.tokenizer, model.max_positions)
+        domain = load_domain(path, run.settings.rewards)
+        pool, positions = run.settings.rewards, model.max_positions
+        wrong = _check(arguments, path.stem, domain, pool, model.tokenizer, positions)
         checkpoint = run.checkpoint_path(arguments.stage)
         with run.lock():
             check_not_queued(run)
@@ -134,14 +149,41 @@ def domain_new(arguments: Namespace) -> None:
     say(f"wrote {shown(path)}; check it with: braid domain check {shown(path)}")
 
 
+def _check_file(arguments: Namespace) -> list[str]:
+    """Print the domain of a file, or the domains of a run's; return where rewards are wrong.
+
+    Raises:
+        UserError: the file is a domain's and --domain names one, or a run's and has no such domain.
+    """
+    path, tokenizer, names = arguments.file, arguments.tokenizer, arguments.domain
+    given = None if tokenizer is None else str(tokenizer.absolute())
+    if not is_run(path):
+        if names:
+            raise UserError(f"{shown(path)} is one domain; --domain needs a run's file")
+        pool = RewardPoolSettings()
+        domain = load_domain(path, pool)
+        return _check(arguments, path.stem, domain, pool, given or CHARACTERS)
+    run = load(path, to_start=False)
+    if absent := next((name for name in names if name not in run.domains), None):
+        raise UserError(f"{shown(path)}: no domain {absent}; {hint(absent, run.domains)}")
+    wrong: list[str] = []
+    for name in names or run.domains:
+        say("", f"domain {name}")
+        domain, model = run.domains[name], run.model
+        found = (run.rewards, given or model.tokenizer, model.max_positions)
+        wrong += _check(arguments, name, domain, *found)
+    return wrong
+
+
 def _check(
     arguments: Namespace,
+    name: str,
+    settings: DomainSettings,
     pool: RewardPoolSettings,
     tokenizer: str,
     max_positions: int | None = None,
 ) -> list[str]:
     """Print a domain and its rewards' scores; return where they do not tell right from wrong."""
-    name, settings = arguments.file.stem, load_domain(arguments.file, pool)
     differing = (f"  {line}" for line in dump_differing(settings).splitlines())
     say("settings that differ from the defaults:", *differing)
     job = {

@@ -5,18 +5,20 @@ from __future__ import annotations
 from argparse import ArgumentTypeError, Namespace
 from dataclasses import asdict
 
-from parallel.errors import UserError, hint
-from parallel.roofline.hardware import GPUS, DataSheet
+from parallel.errors import UserError
+from parallel.roofline.hardware import GPUS
 from pipeline.commands import common
 from pipeline.commands.common import CONFIG, CONFIG_HELP, JSON, Argument, command, print_json
-from pipeline.config.cluster import ClusterSettings
 from pipeline.config.validate import load_cluster
 from pipeline.report.capacity import check_capacity
 from pipeline.report.gpu_memory import NodeGpus
 from pipeline.report.layout_search import best_layouts, search_json, search_text
 from pipeline.report.memory import memory_report
 from pipeline.report.simulation import (
+    FILLED,
+    PER_NODE,
     Assumptions,
+    data_sheet,
     simulated,
     simulation_json,
     simulation_text,
@@ -25,7 +27,6 @@ from pipeline.report.stage_memory import stage_memory
 from pipeline.run.graph import compile_graph
 from pipeline.text import say
 
-FILLED, PER_NODE = 0.6, 8
 SHOWN = 5  # layouts that the search proposes
 
 
@@ -119,13 +120,6 @@ def simulate(arguments: Namespace) -> None:
 def _assumed(arguments: Namespace) -> Assumptions:
     profile = load_cluster(arguments.cluster) if arguments.cluster else None
     per_node = (profile.gpus_per_node if profile else None) or PER_NODE
-    return Assumptions(_sheet(arguments, profile), per_node, arguments.filled, arguments.imbalance)
-
-
-def _sheet(arguments: Namespace, profile: ClusterSettings | None) -> DataSheet:
-    name = arguments.gpu or (profile.gpu_type if profile else None)
-    if name is None:
-        raise UserError("name the GPU: --gpu h100, or gpu_type in the profile of --cluster")
-    if (found := GPUS.get(name.lower())) is None:
-        raise UserError(f"no GPU {name} is known; {hint(name, GPUS)}")
-    return found
+    return Assumptions(
+        data_sheet(arguments.gpu, profile), per_node, arguments.filled, arguments.imbalance
+    )

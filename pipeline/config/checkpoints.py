@@ -46,7 +46,7 @@ def model_violation(path: Path, model: ModelSettings) -> str | None:
 
 def teacher_violation(path: Path) -> str | None:
     """Return why a model of these settings outside the run cannot teach, or None."""
-    config, _ = _json(path / "config.json")
+    config, _ = json_object(path / "config.json")
     if fp8_blocks(config.get("quantization_config")) is None:
         return None
     return (
@@ -90,7 +90,7 @@ def weights_violation(directory: Path, model: ModelSettings) -> str | None:
         return f"{shown(directory)} {why}"
     if not directory.is_dir():
         return f"no such directory: {shown(directory)}"
-    config, problem = _json(path := directory / "config.json")
+    config, problem = json_object(path := directory / "config.json")
     if problem is not None:
         return f"{problem}; name the directory of a Hugging Face checkpoint"
     kind = config.get("model_type")
@@ -128,7 +128,7 @@ def _files_violation(directory: Path) -> str | None:
             f"{shown(directory)} has neither a *.safetensors file nor {WEIGHTS_INDEX}; convert "
             "other formats with transformers' save_pretrained"
         )
-    index, problem = _json(path)
+    index, problem = json_object(path)
     if problem is not None:
         return problem
     files = index.get("weight_map")
@@ -142,7 +142,7 @@ def _files_violation(directory: Path) -> str | None:
     return f"{shown(path)}: weight_map: no such file: {absent[0]}{more}"
 
 
-def _json(path: Path) -> tuple[dict[str, Any], str | None]:
+def json_object(path: Path) -> tuple[dict[str, Any], str | None]:
     """Return the object in a JSON file, or the problem with it."""
     try:
         if not path.exists() and not path.is_symlink():

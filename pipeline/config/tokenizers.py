@@ -24,6 +24,7 @@ from stages.settings import RunSettings
 
 TOKENIZER_FILE, CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 TEMPLATE_FILE, TEMPLATES = "chat_template.jinja", "additional_chat_templates"
+TOKENIZER_FILES = (TOKENIZER_FILE, "tokenizer.model", "vocab.json", "tekken.json")
 
 
 def outside_models(blocks: Blocks) -> list[tuple[str, Path]]:
@@ -95,6 +96,21 @@ def _has_template(directory: Path) -> bool:
         return False
     except (OSError, ValueError, RecursionError, AttributeError):
         return True
+
+
+def missing_files(directory: Path, *, chats: bool) -> str | None:
+    """Return what a directory lacks to be a tokenizer, with `chats` for chat messages, or None."""
+    if not any((directory / name).is_file() for name in TOKENIZER_FILES):
+        return (
+            f"{shown(directory)} has no tokenizer ({', '.join(TOKENIZER_FILES)}); copy the model's "
+            "files of it there"
+        )
+    if not chats or _has_template(directory):
+        return None
+    return (
+        f"{shown(directory)} has no chat template, which prompts of chat messages need; add its "
+        f"{TEMPLATE_FILE}, or write prompts as text"
+    )
 
 
 def template_digest(directory: Path) -> str | None:

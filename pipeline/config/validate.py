@@ -117,6 +117,11 @@ def load_domain(path: Path, pool: RewardPoolSettings) -> DomainSettings:
     return domain
 
 
+def is_run(path: Path) -> bool:
+    """Return whether a file names domains, as a run's does and a domain's does not."""
+    return "domains" in Reader().file(path).entries
+
+
 def load_cluster(path: Path) -> ClusterSettings:
     """Read a cluster profile. Raises ConfigError like `load`."""
     reader = Reader()

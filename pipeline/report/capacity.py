@@ -110,7 +110,7 @@ def _shown(change: Change) -> str:
 
 def _excess(group: list[Overflow], settings: RunSettings, change: Change) -> float:
     """Return the bytes that all phases of the stages exceed the GPUs by; infinite if invalid."""
-    changed, gpus = _with(settings, change), group[0].gpus.count
+    changed, gpus = changed_settings(settings, change), group[0].gpus.count
     if _engine_gpus(changed) > max(_gpus_with_ranks(changed, gpus), _engine_gpus(settings)):
         return math.inf
     if any(violations(changed)):
@@ -231,7 +231,7 @@ def _rank_changes(settings: RunSettings) -> Iterator[Change]:
         factor *= 2
 
 
-def _with(settings: RunSettings, change: Change) -> RunSettings:
+def changed_settings(settings: RunSettings, change: Change) -> RunSettings:
     """Return the settings with other values at dotted keys."""
     for key, value in change.items():
         settings = _replaced(settings, key.split("."), value)

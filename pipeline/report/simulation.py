@@ -6,11 +6,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from parallel.roofline.hardware import REACHED, DataSheet
+from parallel.errors import UserError, hint
+from parallel.roofline.hardware import GPUS, REACHED, DataSheet
 from parallel.roofline.step import StepSeconds, step_seconds
 from parallel.roofline.weight_sync import sync_seconds, synced_bytes
 from parallel.roofline.work import StepWorkload
 from parallel.slots import gpus_needed
+from pipeline.config.cluster import ClusterSettings
 from pipeline.report.stage_memory import compared_with, rewarded, trained_by
 from pipeline.report.tables import Cell, table
 from pipeline.run.graph import Stage
@@ -22,6 +24,7 @@ from stages.kinds.sft import SftSettings
 from stages.settings import RunSettings
 
 HOUR = 3600.0
+FILLED, PER_NODE = 0.6, 8  # of `Assumptions`, unless stated
 HEADINGS = (
     *("stage", "steps", "rollout", "log-probs", "train", "sync", "other", "a step"),
     *("tokens/s/GPU", "bubble", "time", "GPUs", "GPU hours"),
@@ -66,6 +69,20 @@ class Assumptions:
     per_node: int
     filled: float
     imbalance: float
+
+
+def data_sheet(gpu: str | None, profile: ClusterSettings | None) -> DataSheet:
+    """Return a GPU's data sheet, of a profile's type where none is named.
+
+    Raises:
+        UserError: no GPU is named, or an unknown one.
+    """
+    name = gpu or (profile.gpu_type if profile else None)
+    if name is None:
+        raise UserError("name the GPU: --gpu h100, or gpu_type in the profile of --cluster")
+    if (found := GPUS.get(name.lower())) is None:
+        raise UserError(f"no GPU {name} is known; {hint(name, GPUS)}")
+    return found
 
 
 def simulated(

@@ -16,8 +16,10 @@ from parallel.layout_rules import layout_violations
 from parallel.memory import training_memory
 from parallel.settings import LayoutSettings, ModelSettings
 from parallel.weights.planner import EngineSizes, Plan
+from pipeline.config.validate import load
 from tests.layouts.hugging_face_cases import FAMILIES
 from tests.layouts.real_models import DEEPSEEK_V3, GLM_AIR, QWEN3_30B
+from tests.runs import REPOSITORY
 from tests.te_python import te_environment
 from tests.tiers import tiered
 
@@ -65,6 +67,11 @@ CASES: dict[str, tuple[ModelSettings, LayoutSettings, list[int]]] = {
         [0, 255],
     ),
 }
+# The layouts of configs/runs, by their files.
+SHIPPED = {
+    path.stem: load(path, to_start=False)
+    for path in sorted((REPOSITORY / "configs" / "runs").glob("[a-z]*.yaml"))
+}
 KEPT = ("Qwen3-30B-A3B on 8", "GLM-4.5-Air on 64", "DeepSeek-V3 on 512")  # in `make test`
 
 
@@ -98,7 +105,18 @@ def settings(block: ModelSettings | LayoutSettings) -> Any:
 
 @pytest.mark.parametrize("case", tiered(CASES, KEPT))
 def test_a_rank_holds_what_the_plan_and_the_memory_model_say(case: str, ask: Ask) -> None:
-    model, layout, ranks = CASES[case]
+    check_ranks(*CASES[case], ask)
+
+
+@pytest.mark.parametrize("run", tiered(SHIPPED, {"qwen3-30b-a3b-8"}))
+def test_a_rank_of_a_shipped_run_is_built(run: str, ask: Ask) -> None:
+    """The first rank, one in the middle and the last."""
+    model, layout = SHIPPED[run].model, SHIPPED[run].layout
+    check_ranks(model, layout, [0, layout.ranks // 2 + 1, layout.ranks - 1], ask)
+
+
+def check_ranks(model: ModelSettings, layout: LayoutSettings, ranks: list[int], ask: Ask) -> None:
+    """Compare what ranks hold with the memory model."""
     assert not layout_violations(model, layout)
     planned = training_memory(model, layout, "adam", 1024)
     found = ask("ranks", model=settings(model), layout=settings(layout), numbers=ranks)

@@ -483,3 +483,24 @@ def test_rows_that_a_reward_cannot_use_are_counted_and_three_are_named(
         )
     assert f"{tmp_path / 'rows.jsonl'}:5: " not in said
     assert "; and 3 more; fix the rows, or remove them" in said
+
+
+def test_the_domains_of_a_run_are_checked_with_its_file(
+    braid: Braid, written: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """A domain that the run alone completes has no file of its own to name."""
+    path = written(SHAPE % "n")
+    run = tmp_path / "run.yaml"
+    run.write_text(
+        f"extends: {REPOSITORY}/configs/quickstart.yaml\n"
+        f"domains: {{shapes: {{extends: {path}}}, chain_sum: null, number_sorting: null}}\n"
+        "model: {max_positions: 512}\n"
+    )
+    code, out, err = braid("domain", "check", run, "--domain", "shapes", "--domain", "words")
+    assert (code, err) == (1, f"braid: {run}: no domain words; known: spell_backward, shapes\n")
+    code, out, err = braid("domain", "check", run, "--domain", "spell_backward", "--prompts", "1")
+    assert (code, err) == (0, "")
+    assert "\ndomain spell_backward\n" in out and "domain shapes" not in out
+    assert braid("domain", "check", path, "--domain", "shapes")[2] == (
+        f"braid: {path} is one domain; --domain needs a run's file\n"
+    )

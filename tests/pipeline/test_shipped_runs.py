@@ -7,12 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.validate import load
+from pipeline.config.validate import load, load_cluster
+from pipeline.report.budget import walltimes
+from pipeline.report.simulation import HOUR, simulated
 from pipeline.run.graph import compile_graph
 from tests.pipeline.conftest import Braid
+from tests.pipeline.test_simulate import ASSUMED
 from tests.runs import REPOSITORY
 
 RUNS = sorted((REPOSITORY / "configs" / "runs").glob("[a-z]*.yaml"))
+WALLTIMES = REPOSITORY / "configs" / "clusters" / "walltimes"
+DAY = 24 * HOUR
 DOMAINS = ("math", "code", "instructions")
 
 
@@ -35,7 +40,37 @@ def test_what_is_missing_is_named(path: Path, braid: Braid) -> None:
 
 def test_every_model_has_a_run() -> None:
     described = {path.stem for path in (REPOSITORY / "configs" / "models").glob("*.yaml")}
-    assert {path.stem for path in RUNS} == described - {"tiny-moe"}
+    extending = {load(path, to_start=False).name: path.read_text() for path in RUNS}
+    models = {name for name, text in extending.items() if "extends: ../models/" in text}
+    assert models == described - {"tiny-moe"}
+
+
+def test_there_is_a_run_for_every_doubling_from_a_node_to_64() -> None:
+    found = {load(path, to_start=False).layout.ranks for path in RUNS}
+    assert found == {8 << doublings for doublings in range(7)}
+
+
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
+def test_its_layout_keeps_tensor_parallelism_in_a_node(path: Path, braid: Braid) -> None:
+    settings = load(path, to_start=False)
+    assert settings.layout.tensor <= ASSUMED.per_node
+    assert settings.layout.expert <= 64
+    code, out, err = braid("plan", path, "--memory")
+    assert code == 0, err
+    assert "the fullest rank" in out
+
+
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
+def test_its_walltimes_are_those_of_its_simulation(path: Path) -> None:
+    """A profile that extends the file has them, and a run that changes them writes it again."""
+    settings = load(path, to_start=False)
+    expected = walltimes(simulated(compile_graph(settings), settings, ASSUMED), DAY)
+    found = load_cluster(WALLTIMES / path.name)
+    assert {kind: own.walltime for kind, own in found.kinds.items()} == expected
+
+
+def test_every_profile_of_walltimes_is_of_a_run() -> None:
+    assert {path.name for path in WALLTIMES.iterdir()} == {path.name for path in RUNS}
 
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)

@@ -1,0 +1,323 @@
+"""The command that writes a new run's configuration: `braid init`."""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentTypeError, Namespace
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from parallel.errors import UserError
+from parallel.files import write_atomically
+from parallel.roofline.hardware import GIB, GPUS
+from pipeline.commands import common
+from pipeline.commands.common import JSON, Argument, command, print_json
+from pipeline.commands.init_inputs import (
+    distinct,
+    domain_named,
+    model_named,
+    shipped_kinds,
+    shipped_models,
+)
+from pipeline.config.cluster import FORMS, WALLTIME, ClusterSettings, seconds_of
+from pipeline.config.read import CONFIGS
+from pipeline.config.validate import load_cluster
+from pipeline.report.budget import MARGIN
+from pipeline.report.new_run import Prepared, prepare
+from pipeline.report.run_blocks import Wanted
+from pipeline.report.run_file import profile_text
+from pipeline.report.simulation import FILLED, PER_NODE, Assumptions, data_sheet, simulation_text
+from pipeline.run.graph import compile_graph
+from pipeline.text import say, shown
+
+EXAMPLE = CONFIGS / "clusters" / "example.yaml"
+USABLE = 0.99  # of a data sheet's memory, as nvidia-smi shows it
+RANKS = 2  # on CPU cores
+
+
+def _hours(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e9:
+        raise ArgumentTypeError(f"{text} is no number of GPU hours above 0")
+    return value
+
+
+def _walltime(text: str) -> float:
+    if not WALLTIME.fullmatch(text) or not seconds_of(text):
+        raise ArgumentTypeError(f"{text} is not {FORMS}")
+    return float(seconds_of(text))
+
+
+@command(
+    "init",
+    "write the configuration of a run of your model, data and GPUs",
+    "  braid init --model /models/Qwen3-30B-A3B --domains math=/data/math.jsonl "
+    "code=/data/code.jsonl \\\n"
+    "      --gpus 32 --gpu h100 --budget 1500 --output mine.yaml\n"
+    "  braid init --model /models/tiny --domains math=/data/math.jsonl --output small.yaml\n\n"
+    "What is not given is asked for on a terminal; without --gpus, ranks run on CPU cores. The\n"
+    "run extends files of configs/. Its model is read from config.json, its layout is one that\n"
+    "`braid simulate --search` finds, and its rows are checked, with the answers that rewards\n"
+    "must read. With GPUs a cluster's profile with the walltimes is written beside it. Where\n"
+    "anything is wrong, nothing is written.\n\n"
+    'JSON: {"written": [FILE], "name", "layout", "engine", "steps": {STAGE: N}, "gpu_hours",\n'
+    '"full_gpu_hours", "walltimes": {KIND: TIME}, "rows": {DOMAIN: {"rows", "trained",\n'
+    '"held_out", "longest"}}, "notes": [TEXT], "commands": [COMMAND]}.',
+    Argument(
+        "--model",
+        metavar="MODEL",
+        help="a Hugging Face checkpoint's directory, or a file of configs/models by name",
+    ),
+    Argument(
+        "--weights",
+        type=Path,
+        metavar="DIRECTORY",
+        help="of the weights and the tokenizer of a model given by name",
+    ),
+    Argument(
+        "--domains",
+        nargs="+",
+        metavar="NAME=ROWS",
+        help="a domain of configs/domains and its rows: math=/data/math.jsonl; NAME:KIND=ROWS names"
+        " it otherwise (algebra:math=rows.jsonl), NAME=FILE.yaml is a domain of yours",
+    ),
+    Argument("--gpus", type=common.positive, metavar="N", help="GPUs (default: CPU cores)"),
+    Argument("--gpu", metavar="NAME", help=f"{', '.join(GPUS)} (default: the profile's gpu_type)"),
+    Argument(
+        "--gpus-per-node",
+        type=common.positive,
+        metavar="N",
+        help="GPUs of a node (default: the profile's, else 8)",
+    ),
+    Argument(
+        "--cluster",
+        type=Path,
+        metavar="FILE",
+        help="the cluster's profile (default: none, or with GPUs one to fill in)",
+    ),
+    Argument(
+        "--budget",
+        type=_hours,
+        metavar="HOURS",
+        help="GPU hours of training; steps are cut where more are simulated",
+    ),
+    Argument(
+        "--longest-walltime",
+        type=_walltime,
+        default=_walltime("1-00:00:00"),
+        metavar="TIME",
+        help="the most that a job may ask for; longer stages are requeued (default: 1-00:00:00)",
+    ),
+    Argument(
+        "--ranks",
+        type=common.positive,
+        default=RANKS,
+        metavar="N",
+        help="ranks of a run on CPU cores (default: 2)",
+    ),
+    Argument("--name", help="the run's name (default: that of the file)"),
+    Argument("--output", dest="target", type=Path, metavar="FILE", help="the YAML file to write"),
+    Argument("--force", action="store_true", help="overwrite the files"),
+    Argument("--dry-run", action="store_true", help="show what would be written; write nothing"),
+    Argument("--yes", action="store_true", help="ask nothing"),
+    JSON,
+)
+def init(arguments: Namespace) -> None:
+    """Write a new run's configuration, and say how to continue."""
+    asks = sys.stdin.isatty() and not arguments.yes and not arguments.json
+    if asks:
+        _ask(arguments)
+    _check_given(arguments)
+    output: Path = arguments.target
+    files = [output, output.with_suffix(".cluster.yaml")]
+    if not arguments.dry_run:
+        _check_output(files if arguments.gpus else files[:1], arguments.force)
+    profile = load_cluster(arguments.cluster) if arguments.cluster else None
+    found = prepare(_wanted(arguments, profile))
+    texts = {output: found.run.text(output.absolute().parent)}
+    if arguments.gpus:
+        texts[files[1]] = _profile(arguments, profile, found, files[1].absolute().parent)
+    commands = _commands(arguments, found, files[1] if arguments.gpus else arguments.cluster)
+    _show(arguments, found, texts)
+    write = not arguments.dry_run
+    if write and asks and _line(f"write {_named(texts)}? [Y/n] ").lower() in ("n", "no"):
+        say("nothing is written")
+        return
+    for path, text in texts.items() if write else ():
+        write_atomically(path, text)
+    say(f"{'wrote' if write else 'would write'} {_named(texts)}")
+    say("continue with:", *(f"  {each}" for each in commands))
+    if arguments.json:
+        print_json(arguments, _as_json(found, texts if write else {}, commands))
+
+
+@dataclass(frozen=True)
+class _Question:
+    """A question for an option that is not given; `default` is None where an answer is needed."""
+
+    option: str
+    text: str
+    default: str | None = None
+
+
+def _ask(arguments: Namespace) -> None:
+    """Ask for the options that are not given, with the command's own parser of each answer."""
+    kinds, models = ", ".join(shipped_kinds()), ", ".join(each.stem for each in shipped_models())
+    questions = [
+        _Question("model", f"model, a directory with config.json or one of {models}"),
+        _Question("domains", f"domains with their rows, NAME=ROWS, NAME one of {kinds}"),
+        _Question("gpus", "number of GPUs; empty for CPU cores", ""),
+        _Question("gpu", f"their type: {', '.join(GPUS)}", "h100"),
+        _Question("cluster", "the cluster's profile; empty for none", ""),
+        _Question("budget", "budget in GPU hours; empty for none", ""),
+        _Question("target", "file to write", "mine.yaml"),
+    ]
+    for each in questions:
+        of_gpus = each.option in ("gpu", "budget")
+        if getattr(arguments, each.option) is not None or (of_gpus and not arguments.gpus):
+            continue
+        if answer := _answer(each):
+            more = answer.split() if each.option == "domains" else [answer]
+            flag = "--output" if each.option == "target" else f"--{each.option}"
+            parsed = arguments.parser.parse_args([flag, *more])
+            setattr(arguments, each.option, getattr(parsed, each.option))
+        if each.option == "model" and arguments.weights is None and not Path(answer).is_dir():
+            arguments.weights = Path(_answer(_Question("weights", "directory of its weights")))
+
+
+def _answer(question: _Question) -> str:
+    default = f" [{question.default}]" if question.default else ""
+    while True:
+        answer = _line(f"{question.text}{default}: ") or question.default
+        if answer is not None:
+            return answer
+
+
+def _line(prompt: str) -> str:
+    """Return a line of the terminal; raise UserError where it was closed."""
+    try:
+        return input(prompt).strip()
+    except EOFError:
+        raise UserError("no answer; nothing is written") from None
+
+
+def _check_given(arguments: Namespace) -> None:
+    """Raise UserError where options are missing, or contradict each other."""
+    needed = {"model": "--model", "domains": "--domains", "target": "--output"}
+    if missing := [flag for name, flag in needed.items() if getattr(arguments, name) is None]:
+        raise UserError(f"missing: {', '.join(missing)}; braid init --help has an example")
+    if arguments.gpus is None:
+        for name in ("gpu", "gpus_per_node", "budget"):
+            if getattr(arguments, name) is not None:
+                option = name.replace("_", "-")
+                raise UserError(f"--{option} needs --gpus N, the number of GPUs")
+
+
+def _check_output(files: Iterable[Path], force: bool) -> None:
+    """Raise UserError where a file exists already or could not be written."""
+    for path in files:
+        if not path.parent.is_dir():
+            raise UserError(f"--output: no such directory: {shown(path.parent)}")
+        if path.exists() and not force:
+            raise UserError(f"{shown(path)} exists already; choose another --output, or --force")
+
+
+def _wanted(arguments: Namespace, profile: ClusterSettings | None) -> Wanted:
+    model, described, weights = model_named(arguments.model, arguments.weights)
+    per_node = arguments.gpus_per_node or (profile and profile.gpus_per_node) or PER_NODE
+    gpus = arguments.gpus
+    if gpus is not None and gpus > per_node and gpus % per_node:
+        below = gpus - gpus % per_node
+        raise UserError(
+            f"--gpus {gpus}: no multiple of the {per_node} GPUs of a node; use {below} or "
+            f"{below + per_node}, or --gpus-per-node"
+        )
+    sheet = data_sheet(arguments.gpu, profile) if gpus else None
+    return Wanted(
+        name=arguments.name or arguments.target.stem,
+        output=arguments.target,
+        model=model,
+        described=described,
+        weights=weights,
+        domains=dict(map(domain_named, distinct(arguments.domains))),
+        ranks=gpus or arguments.ranks,
+        gpus=Assumptions(sheet, per_node, FILLED, 1.0) if sheet else None,
+        gpu=arguments.gpu or (profile and profile.gpu_type) or "",
+        budget=arguments.budget,
+        longest_walltime=arguments.longest_walltime,
+    )
+
+
+def _profile(
+    arguments: Namespace, profile: ClusterSettings | None, found: Prepared, directory: Path
+) -> str:
+    """Return the text of the cluster's profile with this run's walltimes."""
+    keys: dict[str, Any] = {}
+    sheet = data_sheet(arguments.gpu, profile)
+    per_node = arguments.gpus_per_node or (profile and profile.gpus_per_node) or PER_NODE
+    if profile is None or profile.gpus_per_node != per_node:
+        keys |= {"ranks_per_node": per_node, "gpus_per_node": per_node}
+    if profile is None or profile.gpu_memory_gib is None:
+        keys["gpu_memory_gib"] = round(USABLE * sheet.memory_bytes / GIB, 1)
+    fill_in = "" if profile else "\nFILL IN: account, partition and network, as in that file."
+    head = (
+        f"The walltimes of {shown(arguments.target)}: {MARGIN:g} times the longest simulated stage "
+        f"of a kind and\nhalf an hour, at most --longest-walltime; a stage that takes longer is "
+        f"requeued.{fill_in}"
+    )
+    return profile_text(arguments.cluster or EXAMPLE, directory, keys, found.walltimes, head)
+
+
+def _commands(arguments: Namespace, found: Prepared, profile: Path | None) -> list[str]:
+    run = shown(arguments.target)
+    cluster = f" --cluster {shown(profile)}" if profile else ""
+    simulate = f"braid simulate {run} --gpu {arguments.gpu}{cluster}"
+    if profile:
+        start = [f"braid submit {run}{cluster} --dry-run", f"braid submit {run}{cluster}"]
+    else:
+        start = [f"braid run {run} --dry-run", f"braid run {run}"]
+    return [
+        f"braid validate {run}{cluster}",
+        f"braid domain check {run}",
+        f"braid plan {run}",
+        *([simulate] if found.times else []),
+        *start,
+    ]
+
+
+def _show(arguments: Namespace, found: Prepared, texts: dict[Path, str]) -> None:
+    for path, text in texts.items():
+        say(f"── {shown(path)}", text)
+    if found.times:
+        say(simulation_text(found.times, found.settings), "")
+        say(
+            f"{found.gpu_hours:,.0f} GPU hours of training; evaluation, import and export are extra"
+        )
+    for note in found.notes:
+        say(f"· {note}")
+
+
+def _named(texts: Iterable[Path]) -> str:
+    return " and ".join(map(shown, texts))
+
+
+def _as_json(found: Prepared, texts: dict[Path, str], commands: list[str]) -> dict[str, Any]:
+    settings = found.settings
+    return {
+        "written": [str(path) for path in texts],
+        "name": settings.name,
+        "layout": settings.layout.model_dump(mode="json"),
+        "engine": {"count": settings.engine.count, "tensor": settings.engine.tensor},
+        "steps": {each.name: each.steps for each in compile_graph(settings) if each.steps},
+        "gpu_hours": found.gpu_hours,
+        "full_gpu_hours": found.full_hours,
+        "walltimes": dict(found.walltimes),
+        "rows": {name: vars(each) for name, each in found.data.items()},
+        "notes": list(found.notes),
+        "commands": commands,
+    }

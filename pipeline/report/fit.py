@@ -1,0 +1,106 @@
+"""A layout for a run's GPUs, fast and with memory to spare, and what lets a large model fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from parallel.memory import reading_memory
+from parallel.settings import LayoutSettings, ModelSettings
+from pipeline.report.capacity import (
+    ENGINE_PHASES,
+    MOST_RANKS,
+    Change,
+    changed_settings,
+    training_changes,
+)
+from pipeline.report.gpu_memory import NodeGpus, stage_phases
+from pipeline.report.layout_search import FoundLayout, best_layouts
+from pipeline.report.simulation import Assumptions
+from pipeline.run.graph import Stage, compile_graph
+from stages.settings import RunSettings
+
+TRIED = 200  # of the fastest layouts
+SLOWER = 1.1  # than the fastest, of a layout that is preferred for its memory
+TRAINED = 3  # times the bytes of bf16 weights: with their gradients in fp32
+OF_NUMERICS = "optimizer.precision_aware"  # the change of training that no search makes
+
+
+@dataclass(frozen=True)
+class FittedRun:
+    """A run's settings with a layout, and what had to change for it, by dotted key.
+
+    `trained_share` is the share of a GPU that the trainer's fullest phase needs.
+    """
+
+    settings: RunSettings
+    changes: Change
+    seconds: float
+    trained_share: float
+
+
+def fitted(settings: RunSettings, gpus: int, assumed: Assumptions) -> FittedRun | None:
+    """Return the run on this number of GPUs; None where no layout fits.
+
+    Of the layouts within a tenth of the fastest, the trainer of this one needs the least memory: a
+    simulation sees neither fragmentation nor an uneven batch. Where none fits, the optimizer's
+    state moves to the host, a half and then all of it.
+    """
+    if not _holds(settings.model, gpus, assumed):
+        return None
+    stages = compile_graph(settings)
+    for changes in _changes(stages, settings):
+        changed = changed_settings(settings, changes)
+        if found := best_layouts(stages, changed, gpus, assumed, TRIED):
+            share, chosen = min(
+                ((_trained_share(stages, each, gpus, assumed), each) for each in _near(found)),
+                key=lambda pair: (pair[0], pair[1].seconds),
+            )
+            return FittedRun(chosen.settings, changes, chosen.seconds, share)
+    return None
+
+
+def gpus_that_fit(settings: RunSettings, gpus: int, assumed: Assumptions) -> int | None:
+    """Return the first doubling of the GPUs that has a layout; None where MOST_RANKS has none."""
+    stages = compile_graph(settings)
+    *_, most = _changes(stages, settings)
+    smallest = changed_settings(settings, most)
+    while (gpus := gpus * 2) <= MOST_RANKS:
+        held = _holds(settings.model, gpus, assumed)
+        if held and best_layouts(stages, smallest, gpus, assumed, 1):
+            return gpus
+    return None
+
+
+def _holds(model: ModelSettings, gpus: int, assumed: Assumptions) -> bool:
+    """Return false where weights and gradients alone are more than all GPUs, without a search."""
+    [rank] = reading_memory(model.model_copy(update={"precision": "bf16"}), LayoutSettings())
+    return TRAINED * rank.parameters < gpus * assumed.gpu.memory_bytes
+
+
+def _changes(stages: Sequence[Stage], settings: RunSettings) -> Iterator[Change]:
+    """Yield no change, then each further one of training with those before it."""
+    changes: Change = {}
+    yield changes
+    for change in training_changes(stages, settings, ()):
+        if not any(key.endswith(OF_NUMERICS) for key in change):
+            changes = {**changes, **change}
+            yield changes
+
+
+def _near(found: Sequence[FoundLayout]) -> list[FoundLayout]:
+    return [each for each in found if each.seconds <= SLOWER * found[0].seconds]
+
+
+def _trained_share(
+    stages: Sequence[Stage], found: FoundLayout, gpus: int, assumed: Assumptions
+) -> float:
+    """Return the share of a GPU that the fullest phase without an awake engine needs."""
+    node = NodeGpus(min(assumed.per_node, gpus), assumed.gpu.memory_bytes)
+    return max(
+        (phase.total + phase.reserve) / node.each
+        for stage in stages
+        if stage.steps
+        for phase in stage_phases(stage, found.settings, node)
+        if phase.phase not in ENGINE_PHASES
+    )

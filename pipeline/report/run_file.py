@@ -1,0 +1,129 @@
+"""The text of a new run's configuration, and of the cluster's profile with its walltimes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from parallel.settings import LayoutSettings, ModelSettings
+from pipeline.config.read import CONFIGS
+
+PARENT = CONFIGS / "runs" / "_experts_merge.yaml"
+# Of a model's settings, what a run's file states of any model.
+PLACES = {"initial_weights", "tokenizer"}
+ASIDE = 27  # the column of a comment after a key
+
+
+@dataclass(frozen=True)
+class NewDomain:
+    """A domain of a new run: the shipped file that it extends, its own keys, and its rows."""
+
+    base: Path
+    keys: Mapping[str, Any]
+    about: str = ""
+
+
+@dataclass(frozen=True)
+class NewRun:
+    """What the file of a new run says.
+
+    `described` is the shipped file of the model, None where the run states its sizes. `merge` are
+    the keys of that block, None for a run without one. `head` and `about_layout` are comments, at
+    the top and above the layout.
+    """
+
+    name: str
+    model: ModelSettings
+    described: Path | None
+    weights: Path
+    domains: Mapping[str, NewDomain]
+    layout: LayoutSettings | None = None
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    merge: Mapping[str, Any] | None = None
+    problems: int | None = None
+    head: Sequence[str] = ()
+    about_layout: Sequence[str] = ()
+
+    def text(self, directory: Path) -> str:
+        """Return the YAML of a file in a directory; in the checkout its paths are relative."""
+        lines = [f"# {each}" for each in self.head]
+        lines += [f"extends: {_path(PARENT, directory)}", f"name: {flow(self.name)}", ""]
+        lines += [*self._model(directory), "", "domains:"]
+        for name, domain in self.domains.items():
+            lines.append(_aside(f"  {flow(name)}:", domain.about))
+            lines.append(f"    extends: {flow(_path(domain.base, directory))}")
+            lines += [f"    {key}: {flow(value)}" for key, value in domain.keys.items()]
+        lines += ["", *(f"# {each}" for each in self.about_layout)]
+        if self.layout is not None:
+            lines.append(f"layout: {flow(differing(self.layout))}")
+        if self.engine:
+            lines.append(f"engine: {flow(dict(self.engine))}")
+        lines += ["", *self._stages()]
+        if self.problems is not None:
+            lines.append(f"evaluation: {flow({'problems': self.problems})}")
+        return "\n".join(lines).rstrip() + "\n"
+
+    def _model(self, directory: Path) -> list[str]:
+        lines = ["model:"]
+        if self.described is not None:
+            lines.append(f"  extends: {flow(_path(self.described, directory))}")
+        else:
+            sizes = self.model.model_dump(mode="json", exclude=PLACES | {"initialization"})
+            lines += [f"  {key}: {flow(value)}" for key, value in sizes.items() if value != {}]
+        weights = flow(str(self.weights))
+        return [*lines, f"  initial_weights: {weights}", f"  tokenizer: {weights}"]
+
+    def _stages(self) -> list[str]:
+        if self.merge is None:
+            [domain] = self.domains
+            return [
+                "# One domain has nothing to merge.",
+                "stages:",
+                "  merge: null",
+                f"  export: {flow({'from': f'experts.{domain}'})}",
+            ]
+        if not self.merge:
+            return []
+        merge = [f"    {key}: {flow(value)}" for key, value in self.merge.items()]
+        return ["stages:", "  merge:", *merge]
+
+
+def profile_text(
+    base: Path, directory: Path, keys: Mapping[str, Any], times: Mapping[str, str], head: str
+) -> str:
+    """Return the YAML of a cluster's profile that extends `base` with walltimes by kind."""
+    lines = [f"# {each}" for each in head.splitlines()]
+    lines.append(f"extends: {flow(_path(base, directory))}")
+    lines += [f"{key}: {flow(value)}" for key, value in keys.items()]
+    if times:
+        lines.append("kinds:")
+    lines += [f'  {kind}: {{walltime: "{each}"}}' for kind, each in times.items()]
+    return "\n".join(lines) + "\n"
+
+
+def differing(layout: LayoutSettings) -> dict[str, Any]:
+    """Return the keys of a layout that are not the default."""
+    found = layout.model_dump(mode="json", exclude_defaults=True)
+    return {"ranks": layout.ranks, **found}
+
+
+def flow(value: Any) -> str:
+    """Return a value as YAML on one line."""
+    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10**6)
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def _path(path: Path, directory: Path) -> str:
+    """Return a path relative to a directory of the same checkout, else as it is."""
+    path, directory = path.absolute(), directory.absolute()
+    same = directory.is_relative_to(CONFIGS.parent) and path.is_relative_to(CONFIGS.parent)
+    return os.path.relpath(path, directory) if same else str(path)
+
+
+def _aside(line: str, comment: str) -> str:
+    return f"{line.ljust(ASIDE - 2)}  # {comment}" if comment else line

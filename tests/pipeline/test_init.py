@@ -1,0 +1,329 @@
+"""`braid init`: runs that the other commands accept, and inputs that leave nothing written."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.config.described import model_of
+from pipeline.config.validate import load, load_cluster
+from pipeline.report.budget import LEAST_STEPS, steps_within, walltimes
+from pipeline.report.simulation import Assumptions, simulated
+from pipeline.run.graph import compile_graph
+from stages.settings import RunSettings
+from tests.layouts.real_models import real_model
+from tests.pipeline.conftest import Braid
+from tests.pipeline.hugging_face_directories import TINY, published, rows
+from tests.pipeline.test_simulate import ASSUMED, config
+from tests.repository.test_architecture import HEAVY
+from tests.runs import REPOSITORY
+
+PROFILE = "gpus_per_node: 4\nranks_per_node: 4\ngpu_type: h200\ngpu_memory_gib: 140\n"
+# Model, domains, GPUs, further options, and the own keys of a cluster's profile.
+COMBINATIONS: dict[str, tuple[str, tuple[str, ...], int | None, tuple[str, ...], str | None]] = {
+    "Qwen3-30B-A3B on a node": ("qwen3-30b-a3b", ("math",), 8, ("--gpu", "h100"), None),
+    "Mixtral on nodes of 4": ("mixtral-8x7b", ("math", "json"), 16, (), PROFILE),
+    "GLM-4.5-Air within a budget": (
+        *("glm-4.5-air", ("instructions",), 64),
+        ("--gpu", "h100", "--budget", "300"),
+        None,
+    ),
+    "DeepSeek-V3 on 512": ("deepseek-v3", ("math",), 512, ("--gpu", "h100"), None),
+    "tiny on a cluster without GPUs": ("tiny", ("math", "json"), None, (), "ranks_per_node: 1\n"),
+}
+
+
+def given(directory: Path, model: str, domains: tuple[str, ...]) -> list[str]:
+    """Return the options of a model's directory and of domains with rows."""
+    name = TINY if model == "tiny" else model
+    weights = published(directory / "model", name)
+    files = [f"{each}={rows(directory / f'{each}.jsonl', each)}" for each in domains]
+    return ["--model", str(weights), "--domains", *files, "--output", str(directory / "mine.yaml")]
+
+
+def said(braid: Braid, *options: object) -> dict[str, Any]:
+    code, out, err = braid("init", *options, "--json")
+    assert code == 0, err
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_what_it_writes_is_accepted(name: str, braid: Braid, tmp_path: Path) -> None:
+    model, domains, gpus, more, keys = COMBINATIONS[name]
+    options = [*given(tmp_path, model, domains), *more, *(["--gpus", gpus] if gpus else [])]
+    if keys is not None:
+        (tmp_path / "cluster.yaml").write_text(keys)
+        options += ["--cluster", tmp_path / "cluster.yaml"]
+    found = said(braid, *options)
+    run, profile = tmp_path / "mine.yaml", tmp_path / "mine.cluster.yaml"
+    assert found["written"] == [str(run), *([str(profile)] if gpus else [])]
+    if not gpus:
+        profile = tmp_path / "cluster.yaml"
+    code, out, err = braid("validate", run, "--cluster", profile)
+    assert code == 0, err
+    code, out, err = braid("submit", run, "--cluster", profile, "--dry-run")
+    assert code == 0, err
+    for time in found["walltimes"].values():
+        assert f"--time={time}" in out
+    settings = load(run)
+    assert settings.layout.ranks == (gpus or 2)
+    assert [*settings.domains] == [*domains]
+    if model != "tiny":
+        assert f"models/{model}.yaml" in run.read_text()
+    assert settings.evaluation.problems <= min(e["held_out"] for e in found["rows"].values())
+
+
+def test_a_model_by_name_needs_the_directory_of_its_weights(braid: Braid, tmp_path: Path) -> None:
+    options = given(tmp_path, "qwen3-30b-a3b", ("math",))
+    weights, options[1] = options[1], "qwen3-30b-a3b"
+    on = ("--gpus", 32, "--gpu", "h100", "--dry-run")
+    code, _, err = braid("init", *options, *on)
+    assert (code, err) == (
+        1,
+        "braid: --model qwen3-30b-a3b: name the directory of its weights too: --weights PATH\n",
+    )
+    assert said(braid, *options, "--weights", weights, *on)["written"] == []
+    assert not (tmp_path / "mine.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    "model", ["qwen3-30b-a3b", "qwen3-235b-a22b", "mixtral-8x7b", "glm-4.5-air", "deepseek-v3"]
+)
+def test_a_config_json_is_read_as_its_model(model: str, tmp_path: Path) -> None:
+    expected = real_model(model)
+    found = model_of(published(tmp_path, model))
+    ours, theirs = (each.model_dump(exclude={"architecture"}) for each in (found, expected))
+    assert ours == theirs
+    assert expected.architecture.items() <= found.architecture.items()
+
+
+def test_a_config_json_of_transformers_5_is_read_too(tmp_path: Path) -> None:
+    """Its rotary parameters are a block, and its experts have another family's name."""
+    rope = {"rope_theta": 5000.0, "rope_type": "default"}
+    changes = {"num_experts": None, "rope_theta": None, "dtype": "bfloat16"}
+    published(tmp_path, TINY, num_local_experts=8, rope_parameters=rope, **changes)
+    assert model_of(tmp_path) == TINY.model_copy(update={"rope_base": 5000.0, "precision": "bf16"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"model_type": "qwen2_moe"},
+            'config.json: model_type: unknown family "qwen2_moe"; known: qwen3_moe, mixtral, '
+            "glm4_moe, deepseek_v3. docs/how-to/model-family.md says how to add one",
+        ),
+        ({"num_experts": None}, "config.json: no num_experts, which a qwen3_moe has"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            'rope_scaling: {"factor": 4.0, "type": "yarn"} is not implemented for qwen3_moe',
+        ),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings: true is not implemented"),
+        ({"hidden_size": "big"}, "config.json: hidden_size: Input should be a valid integer"),
+        ({"quantization_config": {"quant_method": "awq"}}, "its weights are quantized"),
+    ],
+)
+def test_a_model_that_is_not_described(
+    changes: dict[str, Any], message: str, braid: Braid, tmp_path: Path
+) -> None:
+    options = given(tmp_path, "tiny", ("math",))
+    published(tmp_path / "model", TINY, **changes)
+    refused(braid, tmp_path, options, message)
+
+
+def refused(braid: Braid, directory: Path, options: list[Any], *messages: str) -> None:
+    before = sorted(directory.iterdir())
+    code, out, err = braid("init", *options)
+    assert (code, out) == (1, "")
+    assert err.startswith("braid: ") and "Traceback" not in err
+    for message in messages:
+        assert message in err
+    assert sorted(directory.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        ("config.json", "has no config.json; name the directory of a Hugging Face checkpoint"),
+        ("tokenizer.json", "has no tokenizer (tokenizer.json, "),
+        ("model.safetensors", "has neither a *.safetensors file nor "),
+        ("../math.jsonl", "math.jsonl: no such file: "),
+    ],
+)
+def test_a_file_that_is_missing(missing: str, message: str, braid: Braid, tmp_path: Path) -> None:
+    options = given(tmp_path, "tiny", ("math",))
+    (tmp_path / "model" / missing).unlink()
+    refused(braid, tmp_path, options, message)
+
+
+def test_chat_messages_need_a_template(braid: Braid, tmp_path: Path) -> None:
+    options = given(tmp_path, "tiny", ("math",))
+    (tmp_path / "model" / "tokenizer_config.json").write_text('{"eos_token": "[END]"}')
+    chat = {"prompt": [{"role": "user", "content": "1+1"}], "answer": "2"}
+    (tmp_path / "math.jsonl").write_text(json.dumps(chat) + "\n")
+    refused(braid, tmp_path, options, "model has no chat template, which prompts of chat messages")
+
+
+def test_rows_without_a_prompt_are_counted(braid: Braid, tmp_path: Path) -> None:
+    options = given(tmp_path, "tiny", ("math",))
+    with (tmp_path / "math.jsonl").open("a") as file:
+        file.write('{"answer": "1"}\n' * 4 + "no JSON\n")
+    path = tmp_path / "math.jsonl"
+    lines = [f"  {path}:{n}: no column 'prompt'; columns: 'answer'\n" for n in (61, 62, 63)]
+    refused(braid, tmp_path, options, f"math: 5 of 65 rows of {path} cannot", "".join(lines))
+
+
+def test_answers_that_the_reward_cannot_read_are_counted(braid: Braid, tmp_path: Path) -> None:
+    options = given(tmp_path, "tiny", ("math",))
+    asked = [{"prompt": f"question {n}", "answer": " " if n % 10 == 0 else "1"} for n in range(100)]
+    (tmp_path / "math.jsonl").write_text("".join(json.dumps(each) + "\n" for each in asked))
+    refused(
+        *(braid, tmp_path, options, "domains.math: the rewards cannot use ", "The first:\n"),
+        ", answer ' ': ",
+        "cannot read the problem's answer ' ' as mathematics",
+    )
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (
+            ("--gpus", "12", "--gpu", "h100"),
+            "--gpus 12: no multiple of the 8 GPUs of a node; ",
+        ),
+        (("--gpus", "8"), "name the GPU: --gpu h100"),
+        (("--gpus", "8", "--gpu", "h10"), "no GPU h10 is known"),
+        (("--budget", "5"), "--budget needs --gpus N"),
+        (("--domains", "maths=model"), 'no domain maths that reads rows; did you mean "math"?'),
+        (("--domains", "math"), "write NAME=ROWS"),
+        (("--domains", "math=model", "math:json=model"), "math named twice"),
+        (("--model", "qwen4"), "--model qwen4: no such directory, and none of deepseek-v3, "),
+        (("--output", "nowhere/mine.yaml"), "--output: no such directory: "),
+        (("--name", "a name"), "mine.yaml:4: name: "),
+    ],
+)
+def test_options_that_are_wrong(
+    more: tuple[str, ...],
+    message: str,
+    braid: Braid,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options = given(tmp_path, "tiny", ("math",))
+    monkeypatch.chdir(tmp_path)
+    refused(braid, tmp_path, [*options, *more], message)
+
+
+def test_a_model_too_large_for_cpu_cores(braid: Braid, tmp_path: Path) -> None:
+    options = given(tmp_path, "qwen3-30b-a3b", ("math",))
+    refused(braid, tmp_path, options, "30.5 billion parameters, too many to train on CPU cores")
+
+
+def test_too_few_gpus_for_the_model(braid: Braid, tmp_path: Path) -> None:
+    options = given(tmp_path, "glm-4.5-air", ("math",))
+    refused(
+        *(braid, tmp_path, [*options, "--gpus", "8", "--gpu", "h100"]),
+        "no layout of 8 h100 fits the model into their memory; 16 would; use --gpus 16",
+    )
+
+
+def test_nothing_is_overwritten_without_force(braid: Braid, tmp_path: Path) -> None:
+    options = given(tmp_path, "tiny", ("math",))
+    run = tmp_path / "mine.yaml"
+    run.write_text("mine")
+    refused(braid, tmp_path, options, f"{run} exists already; choose another --output, or --force")
+    assert run.read_text() == "mine"
+    said(braid, *options, "--force")
+    assert load(run).name == "mine"
+
+
+def test_a_run_is_written_without_torch(tmp_path: Path) -> None:
+    options = given(tmp_path, "tiny", ("math",))
+    program = (
+        "import json, sys\n"
+        "from pipeline.cli import main\n"
+        f"code = main(['init', *{options!r}])\n"
+        "print(json.dumps([code, *sys.modules]))\n"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    )
+    *shown, last = found.stdout.splitlines()
+    code, *loaded = json.loads(last)
+    assert (code, found.stderr) == (0, "")
+    assert not {name.partition(".")[0] for name in loaded} & HEAVY
+    assert shown[-1] == f"  braid run {tmp_path / 'mine.yaml'}"
+
+
+def test_on_a_terminal_it_asks(tmp_path: Path) -> None:
+    options = given(tmp_path, "tiny", ("math",))
+    answers = [options[1], options[3], "", "", options[5], "y"]
+    mine, theirs = pty.openpty()
+    command = [sys.executable, "-m", "pipeline.cli", "init"]
+    with subprocess.Popen(
+        command, cwd=REPOSITORY, stdin=theirs, stdout=subprocess.PIPE, text=True
+    ) as child:
+        os.write(mine, "".join(f"{each}\n" for each in answers).encode())
+        out, _ = child.communicate(timeout=120)
+    os.close(mine)
+    os.close(theirs)
+    assert child.returncode == 0
+    assert "number of GPUs; empty for CPU cores: " in out
+    assert load(tmp_path / "mine.yaml").model.initial_weights == tmp_path / "model"
+
+
+@pytest.fixture(scope="module")
+def priced(tmp_path_factory: pytest.TempPathFactory) -> RunSettings:
+    return load(config(tmp_path_factory.mktemp("init")), to_start=False)
+
+
+@pytest.mark.parametrize("share", [1.5, 0.9, 0.6])
+def test_steps_are_cut_to_the_budget(share: float, priced: RunSettings) -> None:
+    times = simulated(compile_graph(priced), priced, ASSUMED)
+    hours = share * sum(each.gpu_hours for each in times)
+    steps = steps_within(times, hours)
+    cost = sum(each.gpu_hours / each.steps * steps[each.stage.name] for each in times)
+    assert cost <= hours
+    assert cost > 0.9 * hours or share > 1
+    for each in times:
+        assert min(LEAST_STEPS, each.steps) <= steps[each.stage.name] <= each.steps
+
+
+def test_a_budget_for_less_than_the_least_steps_is_refused(braid: Braid, tmp_path: Path) -> None:
+    options = given(tmp_path, "qwen3-30b-a3b", ("math",))
+    on = ("--gpus", "32", "--gpu", "h100", "--budget")
+    message = f"--budget 10: {LEAST_STEPS} steps of each stage already cost "
+    refused(braid, tmp_path, [*options, *on, "10"], message)
+
+
+def test_walltimes_have_a_margin_and_a_limit(priced: RunSettings) -> None:
+    assumed = Assumptions(ASSUMED.gpu, 8, ASSUMED.filled, 1.0)
+    [expert, merge] = simulated(compile_graph(priced), priced, assumed)
+    assert expert.duration > merge.duration
+    found = walltimes([expert, merge], longest=1e9)
+    hours = -(-(1.5 * expert.duration + 1800) // 3600)
+    assert found["grpo"] == f"{hours:02.0f}:00:00"
+    assert walltimes([expert, merge], longest=3600)["grpo"] == "01:00:00"
+    assert walltimes([expert], longest=1e9).keys() == {"grpo"}
+
+
+def test_a_profile_adds_walltimes_to_the_one_that_is_given(braid: Braid, tmp_path: Path) -> None:
+    own = tmp_path / "cluster.yaml"
+    own.write_text("account: mine\ngpus_per_node: 8\nkinds: {export: {walltime: '10'}}\n")
+    options = given(tmp_path, "qwen3-30b-a3b", ("math",))
+    on = ("--gpus", 32, "--gpu", "h100", "--cluster", own, "--longest-walltime", "08:00:00")
+    said(braid, *options, *on)
+    found = load_cluster(tmp_path / "mine.cluster.yaml")
+    assert (found.account, found.gpu_memory_gib, found.of_kind("export").walltime) == (
+        *("mine", 79.2),
+        "10",
+    )
+    assert found.of_kind("grpo").walltime == "08:00:00"
