@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Iterable
@@ -35,6 +36,7 @@ from pipeline.text import say, shown
 EXAMPLE = CONFIGS / "clusters" / "example.yaml"
 USABLE = 0.99  # of a data sheet's memory, as nvidia-smi shows it
 RANKS = 2  # on CPU cores
+NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 
 
 def _hours(text: str) -> float:
@@ -211,6 +213,10 @@ def _check_given(arguments: Namespace) -> None:
     needed = {"model": "--model", "domains": "--domains", "target": "--output"}
     if missing := [flag for name, flag in needed.items() if getattr(arguments, name) is None]:
         raise UserError(f"missing: {', '.join(missing)}; braid init --help has an example")
+    name = arguments.name or arguments.target.stem
+    if not re.fullmatch(NAME, name):
+        option = f"--name {name}" if arguments.name else f"--output {arguments.target}"
+        raise UserError(f"{option}: a run's name has letters, digits, '.', '_' and '-' only")
     if arguments.gpus is None:
         for name in ("gpu", "gpus_per_node", "budget"):
             if getattr(arguments, name) is not None:

@@ -1,4 +1,4 @@
-"""What a new run is asked for, and its own keys as far as they follow from that alone."""
+"""The request for a new run, and the keys that follow from it alone."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Blocks = dict[str, Any]
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a new run is asked for; `gpus` is None where ranks run on CPU cores."""
+    """The request for a new run; `gpus` is None where ranks run on CPU cores."""
 
     name: str
     output: Path

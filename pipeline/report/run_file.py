@@ -30,7 +30,7 @@ class NewDomain:
 
 @dataclass(frozen=True)
 class NewRun:
-    """What the file of a new run says.
+    """The content of a new run's file.
 
     `described` is the shipped file of the model, None where the run states its sizes. `merge` are
     the keys of that block, None for a run without one. `head` and `about_layout` are comments, at

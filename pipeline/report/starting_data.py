@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
+from io import StringIO
 from typing import Any
 
 from parallel.errors import UserError
@@ -63,17 +65,15 @@ def scored_data(
     Raises:
         UserError: a prompt or answer cannot be read, or earns no more than a wrong response.
     """
-    found = one_off.answer_of(
-        f"the check of {name}",
-        "stages.domain_check",
-        {
-            "domain": name,
-            "settings": domain.model_dump(mode="json"),
-            "tokenizer": tokenizer,
-            "pool": pool.model_dump(mode="json"),
-            "prompts": SCORED,
-        },
-    )
+    job = {
+        "domain": name,
+        "settings": domain.model_dump(mode="json"),
+        "tokenizer": tokenizer,
+        "pool": pool.model_dump(mode="json"),
+        "prompts": SCORED,
+    }
+    with redirect_stdout(StringIO()):  # its notices repeat what is in the message below
+        found = one_off.answer_of(f"the check of {name}", "stages.domain_check", job)
     prompts, lengths = found["prompts"], found["lengths"]
     if bad := [f"{_row(each)}: {why}" for each in prompts if (why := _misread(each))]:
         raise UserError(

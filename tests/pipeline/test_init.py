@@ -24,6 +24,7 @@ from tests.pipeline.hugging_face_directories import TINY, published, rows
 from tests.pipeline.test_simulate import ASSUMED, config
 from tests.repository.test_architecture import HEAVY
 from tests.runs import REPOSITORY
+from tests.tiers import tiered
 
 PROFILE = "gpus_per_node: 4\nranks_per_node: 4\ngpu_type: h200\ngpu_memory_gib: 140\n"
 # Model, domains, GPUs, further options, and the own keys of a cluster's profile.
@@ -38,6 +39,9 @@ COMBINATIONS: dict[str, tuple[str, tuple[str, ...], int | None, tuple[str, ...],
     "DeepSeek-V3 on 512": ("deepseek-v3", ("math",), 512, ("--gpu", "h100"), None),
     "tiny on a cluster without GPUs": ("tiny", ("math", "json"), None, (), "ranks_per_node: 1\n"),
 }
+
+
+KEPT = ("Qwen3-30B-A3B on a node", "DeepSeek-V3 on 512", "tiny on a cluster without GPUs")
 
 
 def given(directory: Path, model: str, domains: tuple[str, ...]) -> list[str]:
@@ -55,7 +59,7 @@ def said(braid: Braid, *options: object) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", COMBINATIONS)
+@pytest.mark.parametrize("name", tiered(COMBINATIONS, KEPT))
 def test_what_it_writes_is_accepted(name: str, braid: Braid, tmp_path: Path) -> None:
     model, domains, gpus, more, keys = COMBINATIONS[name]
     options = [*given(tmp_path, model, domains), *more, *(["--gpus", gpus] if gpus else [])]
@@ -106,7 +110,7 @@ def test_a_config_json_is_read_as_its_model(model: str, tmp_path: Path) -> None:
 
 
 def test_a_config_json_of_transformers_5_is_read_too(tmp_path: Path) -> None:
-    """Its rotary parameters are a block, and its experts have another family's name."""
+    """The rotary parameters are a block, and the experts have another family's name."""
     rope = {"rope_theta": 5000.0, "rope_type": "default"}
     changes = {"num_experts": None, "rope_theta": None, "dtype": "bfloat16"}
     published(tmp_path, TINY, num_local_experts=8, rope_parameters=rope, **changes)
@@ -207,7 +211,7 @@ def test_answers_that_the_reward_cannot_read_are_counted(braid: Braid, tmp_path:
         (("--domains", "math=model", "math:json=model"), "math named twice"),
         (("--model", "qwen4"), "--model qwen4: no such directory, and none of deepseek-v3, "),
         (("--output", "nowhere/mine.yaml"), "--output: no such directory: "),
-        (("--name", "a name"), "mine.yaml:4: name: "),
+        (("--name", "a name"), "--name a name: a run's name has letters, digits, "),
     ],
 )
 def test_options_that_are_wrong(
