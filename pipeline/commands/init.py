@@ -136,7 +136,7 @@ def init(arguments: Namespace) -> None:
         _ask(arguments)
     _check_given(arguments)
     output: Path = arguments.target
-    files = [output, output.with_suffix(".cluster.yaml")]
+    files = [output, _profile_of(arguments)]
     if not arguments.dry_run:
         _check_output(files if arguments.gpus else files[:1], arguments.force)
     profile = load_cluster(arguments.cluster) if arguments.cluster else None
@@ -154,6 +154,8 @@ def init(arguments: Namespace) -> None:
         write_atomically(path, text)
     say(f"{'wrote' if write else 'would write'} {_named(texts)}")
     say("continue with:", *(f"  {each}" for each in commands))
+    if arguments.gpus and arguments.cluster is None:
+        say(f"or, where this machine has the GPUs: braid run {shown(output)}")
     if arguments.json:
         print_json(arguments, _as_json(found, texts if write else {}, commands))
 
@@ -208,6 +210,12 @@ def _line(prompt: str) -> str:
         raise UserError("no answer; nothing is written") from None
 
 
+def _profile_of(arguments: Namespace) -> Path:
+    """Return the file of the profile that is written beside the run."""
+    target: Path = arguments.target
+    return target.with_suffix(".cluster.yaml")
+
+
 def _check_given(arguments: Namespace) -> None:
     """Raise UserError where options are missing, or contradict each other."""
     needed = {"model": "--model", "domains": "--domains", "target": "--output"}
@@ -217,6 +225,8 @@ def _check_given(arguments: Namespace) -> None:
     if not re.fullmatch(NAME, name):
         option = f"--name {name}" if arguments.name else f"--output {arguments.target}"
         raise UserError(f"{option}: a run's name has letters, digits, '.', '_' and '-' only")
+    if arguments.cluster and arguments.cluster.resolve() == _profile_of(arguments).resolve():
+        raise UserError(f"--cluster {arguments.cluster}: this run's profile would replace it")
     if arguments.gpus is None:
         for name in ("gpu", "gpus_per_node", "budget"):
             if getattr(arguments, name) is not None:
@@ -300,7 +310,7 @@ def _show(arguments: Namespace, found: Prepared, texts: dict[Path, str]) -> None
     for path, text in texts.items():
         say(f"── {shown(path)}", text)
     if found.times:
-        say(simulation_text(found.times, found.settings), "")
+        print(simulation_text(found.times, found.settings), end="\n\n")
         say(
             f"{found.gpu_hours:,.0f} GPU hours of training; evaluation, import and export are extra"
         )

@@ -25,7 +25,7 @@ def model_named(given: str, weights: Path | None) -> tuple[ModelSettings, Path |
     """
     named = next((each for each in shipped_models() if each.stem == given), None)
     if named is None:
-        weights = Path(given)
+        weights = Path(given).expanduser()
         if not weights.is_dir() and "/" not in given:
             names = [each.stem for each in shipped_models()]
             raise UserError(f"--model {given}: no such directory, and none of {', '.join(names)}")
@@ -77,7 +77,7 @@ def domain_named(given: str) -> tuple[str, tuple[Path, Path | None]]:
     name, _, kind = name.partition(":")
     if not equals or not rows:
         raise UserError(f"--domains {given}: write NAME=ROWS, such as math=/data/math.jsonl")
-    path = Path(rows)
+    path = Path(rows).expanduser()
     if not path.exists():
         raise UserError(f"--domains {given}: no such file: {shown(path)}")
     if path.suffix in (".yaml", ".yml"):

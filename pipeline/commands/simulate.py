@@ -25,7 +25,6 @@ from pipeline.report.simulation import (
 )
 from pipeline.report.stage_memory import stage_memory
 from pipeline.run.graph import compile_graph
-from pipeline.text import say
 
 SHOWN = 5  # layouts that the search proposes
 
@@ -104,7 +103,7 @@ def simulate(arguments: Namespace) -> None:
         if arguments.json:
             print_json(arguments, search_json(found, arguments.search))
         else:
-            say(search_text(found, arguments.search))
+            print(search_text(found, arguments.search))
         return
     node = NodeGpus(assumed.per_node, assumed.gpu.memory_bytes)
     times = simulated(stages, settings, assumed)
@@ -112,7 +111,7 @@ def simulate(arguments: Namespace) -> None:
         held = {each.name: [asdict(r) for r in stage_memory(each, settings)] for each in stages}
         print_json(arguments, {**simulation_json(times), "memory": held})
     else:
-        say(simulation_text(times, settings))
+        print(simulation_text(times, settings))
         print(*memory_report(settings, lambda _: node), sep="\n")
     check_capacity(settings, stages, lambda _: node)
 

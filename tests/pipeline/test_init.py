@@ -15,13 +15,15 @@ import pytest
 from pipeline.config.described import model_of
 from pipeline.config.validate import load, load_cluster
 from pipeline.report.budget import LEAST_STEPS, steps_within, walltimes
+from pipeline.report.fit import fitted
+from pipeline.report.layout_search import best_layouts
 from pipeline.report.simulation import Assumptions, simulated
 from pipeline.run.graph import compile_graph
 from stages.settings import RunSettings
 from tests.layouts.real_models import real_model
 from tests.pipeline.conftest import Braid
 from tests.pipeline.hugging_face_directories import TINY, published, rows
-from tests.pipeline.test_simulate import ASSUMED, config
+from tests.pipeline.test_simulate import ASSUMED, config, total
 from tests.repository.test_architecture import HEAVY
 from tests.runs import REPOSITORY
 from tests.tiers import tiered
@@ -205,6 +207,7 @@ def test_answers_that_the_reward_cannot_read_are_counted(braid: Braid, tmp_path:
         ),
         (("--gpus", "8"), "name the GPU: --gpu h100"),
         (("--gpus", "8", "--gpu", "h10"), "no GPU h10 is known"),
+        (("--cluster", "mine.cluster.yaml"), "this run's profile would replace it"),
         (("--budget", "5"), "--budget needs --gpus N"),
         (("--domains", "maths=model"), 'no domain maths that reads rows; did you mean "math"?'),
         (("--domains", "math"), "write NAME=ROWS"),
@@ -299,6 +302,31 @@ def test_steps_are_cut_to_the_budget(share: float, priced: RunSettings) -> None:
     assert cost > 0.9 * hours or share > 1
     for each in times:
         assert min(LEAST_STEPS, each.steps) <= steps[each.stage.name] <= each.steps
+
+
+def test_a_layout_is_nearly_the_fastest_and_leaves_memory(priced: RunSettings) -> None:
+    stages = compile_graph(priced)
+    [fastest, *_] = best_layouts(stages, priced, 32, ASSUMED, 1)
+    found = fitted(priced, 32, ASSUMED)
+    assert found is not None and not found.changes
+    assert fastest.seconds <= found.seconds <= 1.1 * fastest.seconds
+    assert total(found.settings) == pytest.approx(found.seconds)
+    assert found.trained_share < 0.6
+
+
+def test_domains_may_have_other_names_and_files(braid: Braid, tmp_path: Path) -> None:
+    options = given(tmp_path, "tiny", ("math",))
+    own = tmp_path / "own.yaml"
+    own.write_text(
+        f"extends: {REPOSITORY}/configs/domains/json.yaml\n"
+        f"prompts: {{path: {rows(tmp_path / 'own.jsonl', 'json')}}}\n"
+    )
+    said(braid, *options, "--domains", f"sums:math={tmp_path / 'math.jsonl'}", f"forms={own}")
+    domains = load(tmp_path / "mine.yaml").domains
+    assert {name: [*each.rewards] for name, each in domains.items()} == {
+        "sums": ["right"],
+        "forms": ["valid"],
+    }
 
 
 def test_a_budget_for_less_than_the_least_steps_is_refused(braid: Braid, tmp_path: Path) -> None:

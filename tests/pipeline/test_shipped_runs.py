@@ -69,6 +69,16 @@ def test_its_walltimes_are_those_of_its_simulation(path: Path) -> None:
     assert {kind: own.walltime for kind, own in found.kinds.items()} == expected
 
 
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
+def test_the_page_states_what_it_costs(path: Path) -> None:
+    settings = load(path, to_start=False)
+    times = simulated(compile_graph(settings), settings, ASSUMED)
+    hours = sum(each.duration for each in times) / HOUR
+    cost = sum(each.gpu_hours for each in times)
+    row = f"| `{path.stem}` | {settings.layout.ranks} | {hours:,.0f} | {cost:,.0f} |"
+    assert row in (REPOSITORY / "docs" / "how-to" / "start-a-run.md").read_text()
+
+
 def test_every_profile_of_walltimes_is_of_a_run() -> None:
     assert {path.name for path in WALLTIMES.iterdir()} == {path.name for path in RUNS}
 

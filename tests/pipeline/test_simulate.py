@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import subprocess
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,7 +24,7 @@ from pipeline.report.simulation import Assumptions, simulated, without_sync
 from pipeline.run.graph import compile_graph
 from stages.settings import RunSettings
 from tests.pipeline.conftest import Braid
-from tests.runs import REPOSITORY
+from tests.runs import BRAID, REPOSITORY
 
 CONFIG = f"""
 extends: {REPOSITORY}/configs/pipelines/experts-merge-from-weights.yaml
@@ -201,3 +205,27 @@ def test_what_cannot_be_simulated(
 ) -> None:
     code, _, err = braid("simulate", config(tmp_path, model), *options)
     assert code and said in err
+
+
+def test_a_terminal_shows_the_tables_in_color(tmp_path: Path) -> None:
+    """Escaped, the codes of their headings would be shown as text."""
+    mine, theirs = pty.openpty()
+    command = [*BRAID, "simulate", str(config(tmp_path)), "--gpu", "h100"]
+    plain = {"NO_COLOR": "", "TERM": "xterm"}
+    with subprocess.Popen(
+        command, cwd=REPOSITORY, stdout=theirs, env={**os.environ, **plain}
+    ) as child:
+        os.close(theirs)
+        shown = _all(mine)
+    assert child.returncode == 0
+    assert b"\x1b[1mstage\x1b[0m" in shown and b"\\x1b" not in shown
+
+
+def _all(descriptor: int) -> bytes:
+    """Return what a terminal shows until its last writer is gone."""
+    found = b""
+    with suppress(OSError):  # Linux says so at its end
+        while part := os.read(descriptor, 65536):
+            found += part
+    os.close(descriptor)
+    return found
