@@ -6,18 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
+from tools.walltimes import PROFILES, written
 
 from pipeline.config.validate import load, load_cluster
-from pipeline.report.budget import walltimes
-from pipeline.report.simulation import HOUR, simulated
 from pipeline.run.graph import compile_graph
 from tests.pipeline.conftest import Braid
 from tests.pipeline.test_simulate import ASSUMED
 from tests.runs import REPOSITORY
 
 RUNS = sorted((REPOSITORY / "configs" / "runs").glob("[a-z]*.yaml"))
-WALLTIMES = REPOSITORY / "configs" / "clusters" / "walltimes"
-DAY = 24 * HOUR
 DOMAINS = ("math", "code", "instructions")
 
 
@@ -60,27 +57,20 @@ def test_its_layout_keeps_tensor_parallelism_in_a_node(path: Path, braid: Braid)
     assert "the fullest rank" in out
 
 
-@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
-def test_its_walltimes_are_those_of_its_simulation(path: Path) -> None:
-    """A profile that extends the file has them, and a run that changes them writes it again."""
-    settings = load(path, to_start=False)
-    expected = walltimes(simulated(compile_graph(settings), settings, ASSUMED), DAY)
-    found = load_cluster(WALLTIMES / path.name)
-    assert {kind: own.walltime for kind, own in found.kinds.items()} == expected
+def test_walltimes_and_costs_are_those_of_the_simulation() -> None:
+    for path, text in written().items():
+        assert path.read_text() == text, "run: .venv/bin/python -m tools.walltimes"
 
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
-def test_the_page_states_what_it_costs(path: Path) -> None:
-    settings = load(path, to_start=False)
-    times = simulated(compile_graph(settings), settings, ASSUMED)
-    hours = sum(each.duration for each in times) / HOUR
-    cost = sum(each.gpu_hours for each in times)
-    row = f"| `{path.stem}` | {settings.layout.ranks} | {hours:,.0f} | {cost:,.0f} |"
-    assert row in (REPOSITORY / "docs" / "how-to" / "start-a-run.md").read_text()
+def test_a_profile_may_extend_its_walltimes(path: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(f"extends: {PROFILES / path.name}\nkinds: {{export: {{walltime: '30'}}}}\n")
+    assert load_cluster(mine).kinds.keys() == {"grpo", "distill", "export"}
 
 
 def test_every_profile_of_walltimes_is_of_a_run() -> None:
-    assert {path.name for path in WALLTIMES.iterdir()} == {path.name for path in RUNS}
+    assert {path.name for path in PROFILES.iterdir()} == {path.name for path in RUNS}
 
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
