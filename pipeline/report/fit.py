@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from parallel.memory import reading_memory
 from parallel.settings import LayoutSettings, ModelSettings
+from pipeline.config.rules import violations
 from pipeline.report.capacity import (
     ENGINE_PHASES,
     MOST_RANKS,
@@ -23,6 +24,7 @@ from stages.settings import RunSettings
 TRIED = 200  # of the fastest layouts
 SLOWER = 1.1  # than the fastest, of a layout that is preferred for its memory
 TRAINED = 3  # times the bytes of bf16 weights: with their gradients in fp32
+ROOMY = 0.75  # of a GPU, with which the trainer has room enough
 OF_NUMERICS = "optimizer.precision_aware"  # the change of training that no search makes
 
 
@@ -42,9 +44,9 @@ class FittedRun:
 def fitted(settings: RunSettings, gpus: int, assumed: Assumptions) -> FittedRun | None:
     """Return the run on this number of GPUs; None where no layout fits.
 
-    Of the layouts within a tenth of the fastest, the trainer of this one needs the least memory: a
-    simulation sees neither fragmentation nor an uneven batch. Where none fits, the optimizer's
-    state moves to the host, a half and then all of it.
+    Of the layouts within a tenth of the fastest it is the first whose trainer leaves a quarter of a
+    GPU free, or else the one that leaves most: a simulation sees neither fragmentation nor an
+    uneven batch. Where none fits, the optimizer's state moves to the host, a half and then all.
     """
     if not _holds(settings.model, gpus, assumed):
         return None
@@ -52,10 +54,11 @@ def fitted(settings: RunSettings, gpus: int, assumed: Assumptions) -> FittedRun 
     for changes in _changes(stages, settings):
         changed = changed_settings(settings, changes)
         if found := best_layouts(stages, changed, gpus, assumed, TRIED):
-            share, chosen = min(
-                ((_trained_share(stages, each, gpus, assumed), each) for each in _near(found)),
-                key=lambda pair: (pair[0], pair[1].seconds),
-            )
+            near = ((_trained_share(stages, each, gpus, assumed), each) for each in _near(found))
+            ordered = sorted(near, key=lambda pair: (max(pair[0], ROOMY), pair[1].seconds))
+            # A step may have too few problems for the data-parallel ranks of some.
+            valid = (pair for pair in ordered if not any(violations(pair[1].settings)))
+            share, chosen = next(valid, ordered[0])
             return FittedRun(chosen.settings, changes, chosen.seconds, share)
     return None
 

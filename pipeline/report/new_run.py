@@ -182,8 +182,8 @@ def _notes_on_layout(found: FittedRun) -> list[str]:
 
 def _about_layout(found: FittedRun) -> list[str]:
     return [
-        "Within a tenth of the fastest layout that `braid simulate FILE --search GPUS` finds; of a",
-        f"GPU's memory the trainer needs {found.trained_share:.0%} at most.",
+        "A fast one of the layouts that `braid simulate FILE --search GPUS` finds, whose trainer",
+        f"needs {found.trained_share:.0%} of a GPU's memory at most.",
     ]
 
 

@@ -311,7 +311,16 @@ def test_a_layout_is_nearly_the_fastest_and_leaves_memory(priced: RunSettings) -
     assert found is not None and not found.changes
     assert fastest.seconds <= found.seconds <= 1.1 * fastest.seconds
     assert total(found.settings) == pytest.approx(found.seconds)
-    assert found.trained_share < 0.6
+    assert found.trained_share <= 0.75
+
+
+def test_a_layout_has_problems_for_all_its_data_parallel_ranks(priced: RunSettings) -> None:
+    small = priced.model.model_copy(update={"layers": 2, "experts": 8})
+    few = priced.evaluation.model_copy(update={"problems": 4})
+    usual = priced.model_copy(update={"model": small})
+    fewer = usual.model_copy(update={"evaluation": few})
+    found = [fitted(each, 32, ASSUMED) for each in (usual, fewer)]
+    assert [each and each.settings.layout.data for each in found] == [32, 4]
 
 
 def test_domains_may_have_other_names_and_files(braid: Braid, tmp_path: Path) -> None:
