@@ -64,16 +64,11 @@ def prepare(wanted: Wanted) -> Prepared:
         raise UserError(problem)
     on_gpus = wanted.gpus is not None
     least, most = HELD_OUT if on_gpus else (CPU_PROBLEMS, CPU_PROBLEMS)
-    smallest = min(counts, default=least * 100)
-    fits = (each for each in FRACTIONS if OF_EVALUATION * each * smallest >= least)
-    fraction = next(fits, FRACTIONS[-1])
-    for name in wanted.domains:
-        put(blocks, f"domains.{name}.prompts.held_out_fraction", fraction)
-    draft = _load(_new_run(wanted, blocks), wanted.output, to_start=True)
-    data = {
-        name: scored_data(name, domain, str(wanted.weights), draft.rewards)
-        for name, domain in draft.domains.items()
-    }
+    data = _scored(wanted, blocks, fraction := _fraction(counts, least))
+    if len(counts) < len(data):  # rows of Parquet are counted only now
+        chats = True  # perhaps
+        better = _fraction([each.rows for each in data.values()], least)
+        data = data if better == fraction else _scored(wanted, blocks, better)
     notes = [*_notes_on_data(draft, data, chats, wanted)]
     blocks["evaluation"] = {"problems": _problems(data, most)}
     found = _on_gpus(wanted, blocks, data) if on_gpus else _on_cores(wanted, blocks, data)
@@ -93,6 +88,24 @@ def _read_all(wanted: Wanted, draft: RunSettings) -> tuple[list[int], bool]:
             counts.append(read[0])
             chats |= read[1]
     return counts, chats
+
+
+def _fraction(counts: Sequence[int], least: int) -> float:
+    """Return the smallest share that holds out `least` problems of these rows, or the largest."""
+    smallest = min(counts, default=0)
+    fits = (each for each in FRACTIONS if OF_EVALUATION * each * smallest >= least)
+    return next(fits, FRACTIONS[-1])
+
+
+def _scored(wanted: Wanted, blocks: Blocks, fraction: float) -> dict[str, StartingData]:
+    """Return the counts of every domain's rows with this share held out, which `blocks` get."""
+    for name in wanted.domains:
+        put(blocks, f"domains.{name}.prompts.held_out_fraction", fraction)
+    draft = _load(_new_run(wanted, blocks), wanted.output, to_start=True)
+    return {
+        name: scored_data(name, domain, str(wanted.weights), draft.rewards)
+        for name, domain in draft.domains.items()
+    }
 
 
 def _problems(data: Mapping[str, StartingData], most: int) -> int:

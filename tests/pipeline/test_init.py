@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from pipeline.config.described import model_of
@@ -336,6 +338,20 @@ def test_domains_may_have_other_names_and_files(braid: Braid, tmp_path: Path) ->
         "sums": ["right"],
         "forms": ["valid"],
     }
+
+
+def test_rows_may_be_parquet(braid: Braid, tmp_path: Path) -> None:
+    options = given(tmp_path, "tiny", ("math",))
+    with (tmp_path / "math.jsonl").open() as file:
+        table = pa.Table.from_pylist([json.loads(line) for line in file] * 5)
+    asked = pa.array([f"question {n}" for n in range(table.num_rows)])
+    pq.write_table(table.set_column(0, "prompt", asked), tmp_path / "math.parquet")
+    found = said(braid, *options, "--domains", f"math={tmp_path / 'math.parquet'}")
+    settings = load(tmp_path / "mine.yaml")
+    prompts = settings.domains["math"].prompts
+    assert (prompts.source, prompts.held_out_fraction) == ("parquet", 0.1)
+    assert found["rows"]["math"]["rows"] == 300
+    assert settings.evaluation.problems == 20 <= found["rows"]["math"]["held_out"]
 
 
 def test_a_budget_for_less_than_the_least_steps_is_refused(braid: Braid, tmp_path: Path) -> None:
