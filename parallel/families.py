@@ -32,6 +32,17 @@ class RopeScaling(Settings):
     mscale_all_dim: Positive = 1.0
 
 
+class GptOssRopeScaling(Settings):
+    """The parameters of gpt-oss' YaRN, whose attention factor follows from `factor`."""
+
+    rope_type: Literal["yarn"] = "yarn"
+    factor: Positive = 32.0
+    original_max_position_embeddings: Tokens = 4096
+    beta_fast: Positive = 32.0
+    beta_slow: Positive = 1.0
+    truncate: bool = False
+
+
 class NothingFurther(Settings):
     """The architecture of a family that ModelSettings describe completely: no further keys."""
 
@@ -64,6 +75,13 @@ class DeepseekV3Architecture(Settings):
     qk_nope_head_dim: Count = 128
     v_head_dim: Count = 128
     rope_scaling: RopeScaling | None = None
+
+
+class GptOssArchitecture(Settings):
+    """gpt-oss: every other layer attends to a window of tokens. Defaults are the published ones."""
+
+    sliding_window: Tokens = 128
+    rope_scaling: GptOssRopeScaling = GptOssRopeScaling()
 
 
 @dataclass(frozen=True)
@@ -116,6 +134,11 @@ FAMILIES = {
         fixed={**NORMALISED, "attention_bias": False, "rope_interleave": True},
         further=DeepseekV3Architecture,
     ),
+    "gpt_oss": Family(
+        names={**EVERY, "num_local_experts": "experts", "intermediate_size": "expert_hidden_size"},
+        fixed={**FIXED, "attention_bias": True, "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+        further=GptOssArchitecture,
+    ),
 }
 
 
@@ -142,7 +165,16 @@ def configuration(settings: ModelSettings) -> dict[str, Any]:
     """Return the keys of the family's config.json that decide what the model computes."""
     family = FAMILIES[settings.family]
     named = {key: getattr(settings, name) for key, name in family.names.items()}
-    return {**family.fixed, **architecture(settings).model_dump(), **named}
+    found = {**family.fixed, **architecture(settings).model_dump(), **named}
+    if windows := windowed_layers(settings):
+        kinds = ("full_attention", "sliding_attention")
+        found["layer_types"] = [kinds[layer in windows] for layer in range(settings.layers)]
+    return found
+
+
+def windowed_layers(settings: ModelSettings) -> range:
+    """Return the layers that attend to a window of tokens, counted from 0."""
+    return range(0, settings.layers if settings.family == "gpt_oss" else 0, 2)
 
 
 def routed_layers(settings: ModelSettings) -> range:
@@ -168,7 +200,9 @@ def family_violations(settings: ModelSettings, layout: LayoutSettings) -> Iterat
         # vLLM and megatron-core with it.
         message = "must be 1e-06, which transformers hard-codes in some norms of this family"
         yield "model.norm_epsilon", f"{epsilon:g} {message}"
-    if isinstance(further, NothingFurther):
+    if isinstance(further, GptOssArchitecture):
+        yield from _gpt_oss_violations(settings, layout)
+    if isinstance(further, NothingFurther | GptOssArchitecture):
         return
     key = "model.architecture"
     if (dense := further.first_k_dense_replace) >= settings.layers:
@@ -187,3 +221,15 @@ def family_violations(settings: ModelSettings, layout: LayoutSettings) -> Iterat
     ):
         if whole % parts:
             yield f"{key}.{name}", f"{whole} is not a multiple of {parts}"
+
+
+def _gpt_oss_violations(
+    settings: ModelSettings, layout: LayoutSettings
+) -> Iterator[tuple[str, str]]:
+    if settings.norm_epsilon != 1e-5:
+        message = "must be 1e-05, which vLLM hard-codes in the norms of this family"
+        yield "model.norm_epsilon", f"{settings.norm_epsilon:g} {message}"
+    if layout.expert_tensor > 1:
+        # Every rank would add the bias of an expert's output, and the ranks' outputs are summed.
+        message = "must be 1: megatron-core does not split experts with biases; use layout.expert"
+        yield "layout.expert_tensor", f"{layout.expert_tensor} {message}"

@@ -52,11 +52,15 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class PlannedRead:
-    """The box of a stored tensor that fills `target`, a view of a parameter."""
+    """The box of a stored tensor that fills `target`, a view of a parameter.
+
+    Of the box's last dimension only `every` element: of stacked experts.
+    """
 
     source: StoredTensor
     box: Box
     target: Tensor
+    every: slice = slice(None)
 
     @property
     def span(self) -> tuple[int, int]:
@@ -75,7 +79,8 @@ class PlannedRead:
             held = buffer[: count * row] if count * row <= len(buffer) else buffer.new_empty(row)
             _read(file, start + first * row, held)
             rows = held.view(self.source.dtype).view(count, *self.source.shape[1:])
-            self.target[first : first + count].copy_(rows[(slice(None), *columns)])
+            found = rows[(slice(None), *columns)]
+            self.target[first : first + count].copy_(found[..., self.every])
 
 
 class WeightPlan:
@@ -184,14 +189,22 @@ def _hugging_face_reads(policy: Policy, directory: Path) -> Iterator[PlannedRead
     """Yield the reads of a Hugging Face checkpoint."""
     files = WeightFiles(directory)
     headers: dict[Path, tuple[int, dict[str, Any]]] = {}
-    for name, box, target in hugging_face_weights.own_parts(policy.bridge, policy.chunks):
+    places = hugging_face_weights.stacked_parts(policy.settings)
+    for part, own, target in hugging_face_weights.own_parts(policy.bridge, policy.chunks):
+        name, box, every = part, own, slice(None)
+        if part in places:
+            stack, expert, number = places[part]
+            name = stack.tensor
+            box = hugging_face_weights.of_member(stack.covering(own), expert)
+            every = slice(number, None, len(stack.parts))
+            target = (target.t() if target.ndim == 2 else target)[None]
         stored = files.stored[name]
         if stored.file not in headers:
             headers[stored.file] = _header(stored.file)
         first, header = headers[stored.file]
         start = first + header[name]["data_offsets"][0]
         source = StoredTensor(stored.file, start, DTYPES[stored.dtype], stored.shape)
-        yield PlannedRead(source, box, target)
+        yield PlannedRead(source, box, target, every)
 
 
 class _SavedShards:
@@ -256,9 +269,11 @@ def _without_leading_ones(read: PlannedRead) -> PlannedRead:
     shape, (offsets, sizes), target = read.source.shape, read.box, read.target
     if not shape:
         shape, offsets, sizes, target = (1,), (0,), (1,), target.view(1)
-    while len(shape) > 1 and shape[0] == 1:
+    least = 1 if read.every == slice(None) else 2
+    while len(shape) > least and shape[0] == 1:
         shape, offsets, sizes, target = shape[1:], offsets[1:], sizes[1:], target[0]
-    return PlannedRead(replace(read.source, shape=shape), (offsets, sizes), target)
+    source = replace(read.source, shape=shape)
+    return PlannedRead(source, (offsets, sizes), target, read.every)
 
 
 def _merged(spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,11 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
 from torch import Tensor
 from torch.nn import functional
 
@@ -23,11 +28,30 @@ class PackedAttention(MegatronModule):
 
     Megatron's local DotProductAttention refuses packed rows and context parallelism, and builds the
     whole [batch, heads, length, length] score tensor.
+
+    With `config.softmax_type` "learnable" every head has a sink, `softmax_offset`: a score that is
+    added to the softmax's denominator. A layer may see only a window of tokens (`window_size`).
     """
 
-    def __init__(self, config: Any, *_: Any, softmax_scale: float | None = None, **__: Any) -> None:
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        *_: Any,
+        softmax_scale: float | None = None,
+        **__: Any,
+    ) -> None:
         super().__init__(config=config)
         self.softmax_scale = softmax_scale
+        windowed = is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, layer_number
+        )
+        self.window = config.window_size[0] + 1 if windowed else None
+        self.softmax_offset: torch.nn.Parameter | None = None
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            empty = torch.empty(heads, dtype=config.params_dtype)
+            self.softmax_offset = torch.nn.Parameter(empty)
 
     def forward(
         self,
@@ -53,32 +77,99 @@ class PackedAttention(MegatronModule):
                 for part in (key, value)
             )
         mixed = [
-            functional.scaled_dot_product_attention(
+            self._mix(
                 query[grid.queries].transpose(1, 2),
                 key[grid.keys].transpose(1, 2),
                 value[grid.keys].transpose(1, 2),
-                attn_mask=grid.sees,
-                is_causal=grid.sees is None,
-                scale=self.softmax_scale,
-                enable_gqa=True,
+                grid.sees(self.window),
             )
             for grid in grids
         ]
         flat = torch.cat([part.transpose(1, 2).flatten(0, 1) for part in mixed])
         return flat[back].flatten(1)
 
+    def _mix(self, query: Tensor, key: Tensor, value: Tensor, sees: Tensor | None) -> Tensor:
+        """Return the attention of lines, [S, heads, L / C, value head_dim]; all have that order."""
+        scale = query.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
+        causal, width = sees is None, value.shape[-1]
+        if self.softmax_offset is not None:
+            query, key, value = _with_sinks(query, key, value, self.softmax_offset, scale)
+            if sees is not None:
+                sees = functional.pad(sees, (1, 0), value=True)
+            else:  # the line of scores that sees the sink alone keeps the others causal
+                query = functional.pad(query, (0, 0, 1, 0))
+        mixed = functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=sees, is_causal=causal, scale=scale, enable_gqa=True
+        )
+        if self.softmax_offset is None:
+            return mixed
+        return mixed[:, :, 1 if causal else 0 :, :width]
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """Return megatron-core's description of the sinks, which tensor parallelism splits."""
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+
+
+def _with_sinks(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Prepend a token whose score is the head's sink and whose value is 0.
+
+    The scores of a key differ between the query heads that share it, so each of them has one more
+    element: 1 / scale in the head's queries, and its sink in the added key alone.
+    """
+    groups = key.shape[1]
+    share = query.shape[1] // groups
+    own = torch.eye(share, dtype=query.dtype, device=query.device).repeat(groups, 1) / scale
+    query = torch.cat([query, own[:, None].expand(*query.shape[:3], share)], -1)
+    key, value = (functional.pad(each, (0, share)) for each in (key, value))
+    added = functional.pad(sinks.to(key.dtype).view(groups, 1, share), (key.shape[-1] - share, 0))
+    key = torch.cat([added.expand(len(key), *added.shape), key], 2)
+    return query, key, functional.pad(value, (0, 0, 1, 0))
+
 
 @dataclass
 class _Grid:
     """A batch of sequences of similar length, padded with the row's first token.
 
-    keys int64 [S, L] into the gathered row; queries int64 [S, L / C] into this rank's; sees bool
-    [S, 1, L / C, L], or None where that is simply causal.
+    keys int64 [S, L] into the gathered row; queries int64 [S, L / C] into this rank's; places int64
+    [S, L / C], those of the queries in their sequences. `split` over context-parallel ranks, the
+    queries are not as many as the keys.
     """
 
     queries: Tensor
     keys: Tensor
-    sees: Tensor | None
+    places: Tensor
+    split: bool
+    masks: dict[int | None, Tensor] = field(default_factory=dict)
+
+    def sees(self, window: int | None) -> Tensor | None:
+        """Return which keys a query sees, bool [S, 1, L / C, L], or None where simply causal.
+
+        With a window they are the last ones, its own included.
+        """
+        length = self.keys.shape[1]
+        if window is not None and length <= window:
+            window = None
+        if window is None and not self.split:
+            return None
+        if window not in self.masks:
+            step, place = torch.arange(length, device=self.places.device), self.places[..., None]
+            seen = step <= place
+            if window is not None:
+                seen &= step > place - window
+            self.masks[window] = seen[:, None]
+        return self.masks[window]
 
 
 def _grids(row: PackedRow, here: RankPlace, device: torch.device) -> tuple[list[_Grid], Tensor]:
@@ -100,13 +191,12 @@ def _grids(row: PackedRow, here: RankPlace, device: torch.device) -> tuple[list[
         for line, index in enumerate(chosen):
             begin, count = own_starts[index], own_slots[line]
             back[begin : begin + count] = offset + line * own_length + np.arange(count)
-        sees = None
-        if here.context > 1:
-            # What fills a line up sees the first token, since a softmax over nothing is NaN.
-            position = np.maximum(row.own[queries] - starts[chosen][:, None], 0)
-            sees = torch.from_numpy(np.arange(length) <= position[..., None])[:, None].to(device)
-        own, others = (torch.from_numpy(each).to(device) for each in (queries, gathered[keys]))
-        grids.append(_Grid(own, others, sees))
+        # What fills a line up sees the first token, since a softmax over nothing is NaN.
+        places = np.maximum(row.own[queries] - starts[chosen][:, None], 0)
+        own, others, at = (
+            torch.from_numpy(each).to(device) for each in (queries, gathered[keys], places)
+        )
+        grids.append(_Grid(own, others, at, here.context > 1))
         offset += queries.size
     return grids, torch.from_numpy(back).to(device)
 

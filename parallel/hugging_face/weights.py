@@ -28,7 +28,8 @@ from parallel.hugging_face.config import (
 from parallel.hugging_face.files import WeightFiles, WeightsError
 from parallel.settings import LayoutSettings, ModelSettings
 from parallel.weights.holdings import held, owners
-from parallel.weights.names import is_precise, plain_name, tensors
+from parallel.weights.names import is_precise, plain_name, stored_tensors, tensors
+from parallel.weights.stacks import Stack
 
 
 @torch.no_grad()
@@ -42,15 +43,16 @@ def stream_weights(bridge: Any, chunks: Sequence[GPTModel]) -> Iterator[tuple[st
     ours: dict[str, dict[Box, torch.Tensor]] = {}
     for name, box, part in own_parts(bridge, chunks):
         ours.setdefault(name, {})[box] = part
-    for name, shape in tensors(settings).items():
+    for name, shape, stack in stored_tensors(settings):
         dtype = torch.float32 if is_precise(name) else bridge.config.params_dtype
         whole = torch.empty(shape, dtype=dtype, device=device())
         sources: dict[int, list[torch.Tensor]] = {}
-        for box, ranks in holders[name]:
-            target = whole[within(box)]
-            if dist.get_rank() == ranks[0]:
-                target.copy_(ours[name][box])
-            sources.setdefault(ranks[0], []).append(target)
+        for part, view in _parts(name, whole, stack):
+            for box, ranks in holders[part]:
+                target = view[within(box)]
+                if dist.get_rank() == ranks[0]:
+                    target.copy_(ours[part][box])
+                sources.setdefault(ranks[0], []).append(target)
         for source, targets in sources.items():
             [first, *others] = targets
             if not others and first.is_contiguous():
@@ -72,10 +74,26 @@ def load_weights(
     Raises:
         WeightsError: the directory holds no such model; no weight is changed.
     """
-    fill_weights(bridge, chunks, checked_files(settings, directory))
+    _fill(bridge, chunks, checked_files(settings, directory))
 
 
-def checked_files(settings: ModelSettings, directory: Path) -> WeightFiles:
+class ModelFiles:
+    """A checkpoint's tensors by the names of `weights.names`, also where they are stacked."""
+
+    def __init__(self, settings: ModelSettings, files: WeightFiles) -> None:
+        self._places, self._files = stacked_parts(settings), files
+
+    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
+        """Return a tensor or a box of it, on the CPU."""
+        if name not in self._places:
+            return self._files.read(name, box)
+        stack, expert, number = self._places[name]
+        box = ((0,) * len(stack.shape), stack.shape) if box is None else box
+        member = self._files.read(stack.tensor, of_member(stack.covering(box), expert))
+        return stack.part(member[0], number)
+
+
+def checked_files(settings: ModelSettings, directory: Path) -> ModelFiles:
     """Return the files of a Hugging Face checkpoint of the model. Collective over all ranks.
 
     Raises:
@@ -84,15 +102,19 @@ def checked_files(settings: ModelSettings, directory: Path) -> WeightFiles:
     errors = broadcast(_errors(settings, directory) if is_main() else None)
     if errors:
         raise WeightsError(f"{directory}: no checkpoint of this model", errors)
-    return WeightFiles(directory)
+    return ModelFiles(settings, WeightFiles(directory))
 
 
-@torch.no_grad()
 def fill_weights(bridge: Any, chunks: Sequence[GPTModel], files: WeightFiles) -> None:
     """Fill this rank's shards from a checkpoint that has all of them.
 
     Only the shards are read, one slice of a tensor at a time.
     """
+    _fill(bridge, chunks, ModelFiles(settings_of(bridge.hf_config), files))
+
+
+@torch.no_grad()
+def _fill(bridge: Any, chunks: Sequence[GPTModel], files: ModelFiles) -> None:
     for name, box, part in own_parts(bridge, chunks):
         part.copy_(files.read(name, box))
 
@@ -157,6 +179,34 @@ def _tensors(chunk: GPTModel) -> Iterator[tuple[str, torch.Tensor]]:
     for name, tensor in chunk.state_dict().items():  # a router's bias is a buffer
         if not name.endswith("_extra_state"):  # TransformerEngine's, of fp8
             yield plain_name(name, latent), tensor
+
+
+def stacked_parts(settings: ModelSettings) -> dict[str, tuple[Stack, int, int]]:
+    """Return the stack, the expert and the number of every tensor that a checkpoint stacks."""
+    return {
+        name: (stack, expert, number)
+        for _, _, stack in stored_tensors(settings)
+        if stack is not None
+        for expert in range(stack.experts)
+        for number, name in enumerate(stack.names(expert))
+    }
+
+
+def of_member(box: Box, expert: int) -> Box:
+    """Return the box of a stacked tensor that is a box of an expert's slice."""
+    return (expert, *box[0]), (1, *box[1])
+
+
+def _parts(
+    name: str, whole: torch.Tensor, stack: Stack | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield a tensor of a checkpoint, or what it stacks: names and views."""
+    if stack is None:
+        yield name, whole
+        return
+    for expert in range(stack.experts):
+        for number, part in enumerate(stack.names(expert)):
+            yield part, stack.part(whole[expert], number)
 
 
 def own_parts(bridge: Any, chunks: Sequence[GPTModel]) -> Iterator[tuple[str, Box, torch.Tensor]]:

@@ -19,15 +19,22 @@ from torch.nn import functional
 from parallel.capabilities import check_capabilities, this_machine, transformer_flags
 from parallel.cpu.attention import PackedAttention
 from parallel.device import DTYPES, device, layer_specs
-from parallel.families import Glm4MoeArchitecture, NothingFurther, architecture
+from parallel.families import (
+    Glm4MoeArchitecture,
+    GptOssArchitecture,
+    NothingFurther,
+    architecture,
+)
 from parallel.hugging_face.config import hugging_face_config
+from parallel.model.gpt_oss import GptOss
 from parallel.model.routing import Router
 from parallel.settings import LayoutSettings, ModelSettings
 
 FIRST_DIMENSION_SPLIT = (
     r"word_embeddings|output_layer|linear_qkv\.(weight|bias)|linear_fc1\.weight"
-    r"|linear_(q|q_up|kv_up)_proj\.weight"
+    r"|linear_(q|q_up|kv_up)_proj\.weight|softmax_offset"
 )
+SECOND_DIMENSION_SPLIT = r"linear_(proj|fc2)\.weight"
 
 
 class RMSNorm(torch.nn.Module):
@@ -60,7 +67,8 @@ def build_bridge(settings: ModelSettings, layout: LayoutSettings) -> Any:
     machine = this_machine()
     check_capabilities(machine, settings, layout)
     config = hugging_face_config(settings)
-    kind = _DeepseekV3 if settings.family == "deepseek_v3" else AutoBridge.from_config
+    kinds = {"deepseek_v3": _DeepseekV3, "gpt_oss": GptOss}
+    kind = kinds.get(settings.family, AutoBridge.from_config)
     bridge = kind(config, dtype=DTYPES[settings.precision])
     bridge.set_extra_args(
         attention_backend="auto",
@@ -91,7 +99,7 @@ def build_bridge(settings: ModelSettings, layout: LayoutSettings) -> Any:
 def _further_arguments(settings: ModelSettings) -> dict[str, Any]:
     """Return the arguments that mbridge omits or sets differently from transformers."""
     further = architecture(settings)
-    if isinstance(further, NothingFurther):
+    if isinstance(further, NothingFurther | GptOssArchitecture):
         return {}
     shared = further.n_shared_experts * settings.expert_hidden_size
     arguments = {
@@ -155,6 +163,11 @@ def _build_chunk(bridge: Any, virtual_stage: int | None) -> GPTModel:
         vp_stage=virtual_stage,
         **bridge._get_gptmodel_args(),
     )
+    for module in model.modules() if bridge.config.add_bias_linear else ():
+        if getattr(module, "is_expert", False) and hasattr(module, "explicit_expert_comm"):
+            # Whole experts reduce nothing. megatron-core 0.16.1 would still pass their output
+            # through a reduction over one rank, whose view the addition of a bias cannot change.
+            module.explicit_expert_comm = True
     for name, parameter in model.named_parameters():
         dimension = split_dimension(name)
         if dimension is not None and not hasattr(parameter, "tensor_model_parallel"):
@@ -164,6 +177,8 @@ def _build_chunk(bridge: Any, virtual_stage: int | None) -> GPTModel:
             # Megatron marks experts only when they are sharded; marking them always gives the
             # optimizer the same structure under every layout.
             parameter.allreduce = False
+            # Megatron marks their biases too, whose gradients are whole on each rank.
+            parameter.sequence_parallel = False
     return model.to(device())
 
 
@@ -201,12 +216,12 @@ def initialize(model: GPTModel, settings: ModelSettings, seed: int) -> None:
     Every whole tensor has a separate generator, seeded by the run's seed and the tensor's global
     name; this rank keeps its shard. Linear layers have standard deviation hidden_size ** -0.5; the
     two that write to the residual stream are also scaled by (2 * layers) ** -0.5. Norms start at
-    one and biases at zero.
+    one, biases and attention sinks at zero.
     """
     residual_scale = (2 * settings.layers) ** -0.5
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
-            parameter.fill_(0.0 if name.endswith(".bias") else 1.0)
+            parameter.fill_(0.0 if re.search(r"\.bias\d*$|softmax_offset", name) else 1.0)
             continue
         std = settings.hidden_size**-0.5
         if "word_embeddings" in name:
@@ -228,7 +243,7 @@ def initialize(model: GPTModel, settings: ModelSettings, seed: int) -> None:
 
 def split_dimension(name: str) -> int | None:
     """Return the dimension of a weight that tensor parallelism splits, None for replicas."""
-    if "linear_proj" in name or "linear_fc2" in name:
+    if re.search(SECOND_DIMENSION_SPLIT, name):
         return 1
     return 0 if re.search(FIRST_DIMENSION_SPLIT, name) else None
 
@@ -259,7 +274,7 @@ def global_name(model: GPTModel, name: str) -> str:
     name = re.sub(r"layers\.(\d+)\.", lambda m: f"layers.{int(m[1]) + first_layer}.", name)
     # Where experts are one module, as with TransformerEngine, their weights carry the number.
     return re.sub(
-        r"(local_experts\.|experts\.linear_fc[12]\.weight)(\d+)",
+        r"(local_experts\.|experts\.linear_fc[12]\.(?:weight|bias))(\d+)",
         lambda m: f"{m[1]}{int(m[2]) + first_expert}",
         name,
     )

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from parallel.families import architecture, routed_layers
 from parallel.settings import ModelSettings
+from parallel.weights.stacks import Stack
 
 # Keys of buckets, the units of loading. A layer's key is its number.
 EMBEDDING, HEAD = -1, 1 << 30
@@ -50,7 +51,9 @@ class Weight:
     Tensor parallelism splits `dimension`; None replicates the weight on every rank. Along it the
     parts alternate in `groups`; None means one group per rank. With `experts` there is a weight per
     expert, with {expert} in the names; parameters count experts from 0 on every rank. Those that go
-    `with_experts` are whole on every rank of an engine whose ranks share the tokens of a layer.
+    `with_experts` are whole on every rank of an engine whose ranks share the tokens of a layer. A
+    weight that an engine adds `once` to what its ranks sum is only on the first of them. A
+    checkpoint may `stack` the parts of all experts.
     """
 
     parameter: str
@@ -59,6 +62,8 @@ class Weight:
     groups: int | None = None
     experts: int = 0
     with_experts: bool = False
+    once: bool = False
+    stack: str | None = None
 
 
 class ModelWeights:
@@ -105,11 +110,32 @@ class ModelWeights:
                 for part in weight.parts:
                     yield prefix + part.tensor.format(expert=expert), part.shape
 
+    def stored(self, key: int) -> Iterator[tuple[str, tuple[int, ...], Stack | None]]:
+        """Yield the names and shapes of a bucket's tensors in a checkpoint, and what they stack."""
+        prefix = tensor_prefix(key)
+        for weight in self.weights[self.kind(key)]:
+            if weight.stack is not None:
+                names = tuple(prefix + part.tensor for part in weight.parts)
+                shape = weight.parts[0].shape
+                stack = Stack(prefix + weight.stack, weight.experts, names, shape)
+                yield stack.tensor, stack.stacked_shape, stack
+                continue
+            for expert in range(max(1, weight.experts)):
+                for part in weight.parts:
+                    yield prefix + part.tensor.format(expert=expert), part.shape, None
+
 
 def tensors(model: ModelSettings) -> dict[str, tuple[int, ...]]:
     """Return the shape of every Hugging Face tensor, bucket by bucket."""
     description = ModelWeights(model)
     return dict(item for key in description.buckets for item in description.tensors(key))
+
+
+def stored_tensors(model: ModelSettings) -> Iterator[tuple[str, tuple[int, ...], Stack | None]]:
+    """Yield the name and shape of every tensor of a checkpoint, and what a stacked one stacks."""
+    description = ModelWeights(model)
+    for key in description.buckets:
+        yield from description.stored(key)
 
 
 def bucket(tensor: str) -> int:
@@ -129,6 +155,7 @@ def is_router(tensor: str) -> bool:
     return (
         is_precise(tensor)
         or re.search(r"(mlp|block_sparse_moe)\.gate\.weight$", tensor) is not None
+        or ".mlp.router." in tensor
     )
 
 
@@ -144,7 +171,9 @@ def plain_name(parameter: str, latent: bool) -> str:
     The norm before `latent` attention stays separate; the norms inside it are fused instead.
     """
     parameter = re.sub(
-        r"experts\.(linear_fc[12])\.weight(\d+)", r"experts.local_experts.\2.\1.weight", parameter
+        r"experts\.(linear_fc[12])\.(weight|bias)(\d+)",
+        r"experts.local_experts.\3.\1.\2",
+        parameter,
     )
     # Only of dense layers: the norm before experts stays separate.
     parameter = parameter.replace("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight")
@@ -174,7 +203,8 @@ def _attention(model: ModelSettings) -> Iterator[Weight]:
     queries = Units("model.attention_heads", model.attention_heads)
     groups = Units("model.key_value_heads", model.key_value_heads, repeated=True)
     kinds: dict[str, tuple[int, ...]] = {"weight": (model.hidden_size,)}
-    if getattr(architecture(model), "attention_bias", False):
+    sinks = model.family == "gpt_oss"
+    if sinks or getattr(architecture(model), "attention_bias", False):
         kinds["bias"] = ()
     for kind, row in kinds.items():
         parts = tuple(
@@ -187,6 +217,11 @@ def _attention(model: ModelSettings) -> Iterator[Weight]:
             names = f"self_attention.{name}_layernorm.weight", f"self_attn.{name}_norm.weight"
             yield _whole(*names, model.head_dim)
     yield _projection(model, queries, model.head_dim)
+    if sinks:
+        names = "self_attention.linear_proj.bias", "self_attn.o_proj.bias"
+        yield _whole(*names, model.hidden_size)
+        names = "self_attention.core_attention.softmax_offset", "self_attn.sinks"
+        yield _split(*names, (model.attention_heads,), 0, queries)
 
 
 def _latent_attention(model: ModelSettings) -> Iterator[Weight]:
@@ -217,6 +252,9 @@ def _projection(model: ModelSettings, heads: Units, head_dim: int) -> Weight:
 
 
 def _experts(model: ModelSettings) -> Iterator[Weight]:
+    if model.family == "gpt_oss":
+        yield from _biased_experts(model)
+        return
     further, mixtral = architecture(model), model.family == "mixtral"
     theirs = "block_sparse_moe." if mixtral else "mlp."
     names = f"{theirs}gate.weight", model.experts, model.hidden_size
@@ -235,6 +273,25 @@ def _experts(model: ModelSettings) -> Iterator[Weight]:
     projections = ("w1", "w3", "w2") if mixtral else PROJECTIONS
     here, there = "mlp.experts.local_experts.{expert}.", f"{theirs}experts.{{expert}}."
     yield from _perceptron(model, here, there, units, projections, model.experts)
+
+
+def _biased_experts(model: ModelSettings) -> Iterator[Weight]:
+    """Yield gpt-oss' router and its experts, which a checkpoint stacks."""
+    yield _whole("mlp.router.weight", "mlp.router.weight", model.experts, model.hidden_size)
+    yield _whole("mlp.router.bias", "mlp.router.bias", model.experts)
+    units = Units("model.expert_hidden_size", model.expert_hidden_size)
+    ours, theirs = "mlp.experts.local_experts.{expert}.", "mlp.experts.{expert}."
+    joint, last = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+    gate_up, down = _perceptron(model, ours, theirs, units, experts=model.experts)
+    yield replace(gate_up, stack=joint)
+    parts = tuple(
+        Part(f"{theirs}{name}.bias", (units.count,), units) for name in ("gate_proj", "up_proj")
+    )
+    fused = Weight(f"{ours}linear_fc1.bias", parts, 0, experts=model.experts)
+    yield replace(fused, stack=f"{joint}_bias")
+    yield replace(down, stack=last)
+    whole = _whole(f"{ours}linear_fc2.bias", f"{theirs}down_proj.bias", model.hidden_size)
+    yield replace(whole, experts=model.experts, once=True, stack=f"{last}_bias")
 
 
 def _perceptron(

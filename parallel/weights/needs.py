@@ -84,6 +84,8 @@ def needed_of(
         whole = expert_parallel and weight.experts > 0
         if whole or (by_tokens and weight.with_experts):
             split = (1, 0)
+        if weight.once and split[1] > 0:
+            continue
         boxes = [_box(part, weight.dimension, *split) for part in weight.parts]
         experts = range(max(1, weight.experts))
         for expert in _own(weight.experts, ranks, rank) if whole else experts:

@@ -152,6 +152,9 @@ class MergeWeightsSettings(StageSettings):
             if self.recalibration != RecalibrationSettings():
                 yield f"{key}.recalibration", "only of routers: recalibrated; remove it"
             return
+        if run.model.family == "gpt_oss":
+            message = "recalibrated solves for a router's weight, and gpt_oss' have biases too"
+            yield f"{key}.routers", f"{message}; use merged or kept"
         if others := [name for name in self.names(domains) if name not in domains]:
             yield (
                 f"{key}.models",

@@ -56,6 +56,12 @@ class QuantizeSettings(StageSettings):
     def violations(self, key: str, run: RunBlocks, domains: Sequence[str]) -> Found:
         if self.from_ is None:
             yield f"{key}.from", "must name the stage whose model is quantized"
+        if run.model.family == "gpt_oss":
+            message = (
+                "gpt_oss is not quantized: its checkpoints stack the experts with their biases"
+            )
+            yield key, f"{message}; remove the stage"
+            return
         if self.group_size is not None and self.format not in GROUPED:
             yield f"{key}.group_size", f"only of format {' and '.join(GROUPED)}; remove it"
         matrices = list(quantizable(run.model))

@@ -53,6 +53,21 @@ FAMILIES = {
             },
         }
     ),
+    "gpt_oss": MODEL.model_copy(
+        update={
+            "family": "gpt_oss",
+            "norm_epsilon": 1e-5,  # the only one that vLLM takes
+            "architecture": {
+                "sliding_window": 5,  # shorter than most samples
+                "rope_scaling": {
+                    "factor": 4.0,
+                    "original_max_position_embeddings": MODEL.max_positions // 4,
+                    "beta_fast": 2.0,
+                    "beta_slow": 0.5,
+                },
+            },
+        }
+    ),
 }
 MODELS = {
     **FAMILIES,

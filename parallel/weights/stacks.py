@@ -1,0 +1,68 @@
+"""The tensors of a checkpoint that stack what all experts of a layer have; never imports torch.
+
+gpt-oss stores the experts' projections as [experts, inputs, outputs], with the outputs of the gate
+and of the up projection alternating, and their biases as [experts, outputs]. Everywhere else the
+projections are separate matrices [outputs, inputs] of each expert, as in other families.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from parallel.boxes import Box
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """A tensor of a checkpoint that stacks the parts of every expert.
+
+    `parts` name them, with {expert}; all have `shape`, [outputs, inputs] or [outputs].
+    """
+
+    tensor: str
+    experts: int
+    parts: tuple[str, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def member_shape(self) -> tuple[int, ...]:
+        """The shape of an expert's slice: [inputs, outputs of all parts], or the latter alone."""
+        outputs, *inputs = self.shape
+        return *inputs, len(self.parts) * outputs
+
+    @property
+    def stacked_shape(self) -> tuple[int, ...]:
+        """The shape of the whole tensor."""
+        return self.experts, *self.member_shape
+
+    def names(self, expert: int) -> list[str]:
+        """Return the names of an expert's parts."""
+        return [part.format(expert=expert) for part in self.parts]
+
+    def member(self, expert: int) -> str:
+        """Return the name of an expert's slice, as vLLM's loader takes it."""
+        parent, _, last = self.tensor.rpartition(".")
+        return f"{parent}.{expert}.{last}"
+
+    def part(self, member: Any, number: int) -> Any:
+        """Return the view of one part in an expert's slice, or in a box of it of whole outputs.
+
+        `member` is a tensor or an array.
+        """
+        view = member[..., number :: len(self.parts)]
+        return view.swapaxes(0, 1) if view.ndim == 2 else view
+
+    def covering(self, box: Box) -> Box:
+        """Return the box of an expert's slice that has a box of each of its parts."""
+        (first, *offsets), (size, *sizes) = box
+        count = len(self.parts)
+        return (*offsets, count * first), (*sizes, count * size)
+
+    def covered(self, box: Box) -> Box:
+        """Return the box that a box of an expert's slice has of each part; inverts `covering`."""
+        (*offsets, first), (*sizes, size) = box
+        count = len(self.parts)
+        if first % count or size % count:
+            raise ValueError(f"{self.tensor}: {box} splits the outputs of its {count} parts")
+        return (first // count, *offsets), (size // count, *sizes)
