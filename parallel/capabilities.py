@@ -67,7 +67,8 @@ def transformer_flags(
         # megatron-core calls its kernel for latent attention experimental.
         "apply_rope_fusion": fused and model.family != "deepseek_v3",
         "bias_activation_fusion": fused,
-        "bias_dropout_fusion": fused,
+        # megatron-core's grouped experts add their own biases, and refuse it.
+        "bias_dropout_fusion": fused and model.family != "gpt_oss",
         "moe_permute_fusion": fused,
         # The fused router does not ask RouterReplay for the experts to take.
         "moe_router_fusion": False,

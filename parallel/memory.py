@@ -13,6 +13,7 @@ from typing import Literal
 from parallel.families import (
     DeepseekV3Architecture,
     Glm4MoeArchitecture,
+    GptOssArchitecture,
     NothingFurther,
     architecture,
     routed_layers,
@@ -152,7 +153,7 @@ def routed_bytes(model: ModelSettings, layout: LayoutSettings, tokens: int) -> i
 def parameter_count(model: ModelSettings) -> tuple[int, int]:
     """Return the model's parameters, and the number of them that a token uses."""
     [whole] = _chunks(model, LayoutSettings(), 0)
-    expert = 3 * model.expert_hidden_size * model.hidden_size
+    expert = sum(expert_tensors(model))
     unused = len(routed_layers(model)) * (model.experts - model.experts_per_token) * expert
     return whole.elements, whole.elements - unused
 
@@ -177,20 +178,33 @@ def _chunk(model: ModelSettings, layout: LayoutSettings, number: int, values: bo
         part = width * hidden // tensor
         dense += [(2 * part, layers_of_it), (part, layers_of_it)]
     dense += [
-        (model.experts * hidden, routed),  # the router, whole on every tensor rank
+        *((size, routed) for size in router_tensors(model)),  # whole on every tensor rank
         (hidden, 2 * count + last),  # norms
         (vocabulary, int(number == 0)),
         (hidden if values else vocabulary, int(last)),  # the head
     ]
     held = routed * model.experts // layout.expert
-    part = model.expert_hidden_size * hidden // layout.expert_tensor
-    return Tensors(dense, [(2 * part, held), (part, held)])
+    parts = layout.expert_tensor
+    return Tensors(dense, [(size // parts, held) for size in expert_tensors(model)])
+
+
+def expert_tensors(model: ModelSettings) -> list[int]:
+    """Return the elements of each tensor of an expert."""
+    hidden, width = model.hidden_size, model.expert_hidden_size
+    biases = [2 * width, hidden] if model.family == "gpt_oss" else []
+    return [2 * width * hidden, width * hidden, *biases]
+
+
+def router_tensors(model: ModelSettings) -> list[int]:
+    """Return the elements of each trained tensor of a router."""
+    biases = [model.experts] if model.family == "gpt_oss" else []
+    return [model.experts * model.hidden_size, *biases]
 
 
 def dense_widths(model: ModelSettings, routed: int, layers: int) -> list[tuple[int, int]]:
     """Return (hidden size, layers) of the shared experts, and of the layers without experts."""
     further = architecture(model)
-    if isinstance(further, NothingFurther):
+    if isinstance(further, NothingFurther | GptOssArchitecture):
         return []
     shared = further.n_shared_experts * model.expert_hidden_size
     return [(shared, routed), (further.intermediate_size, layers - routed)]
@@ -213,6 +227,8 @@ def attention_elements(model: ModelSettings, tensor: int) -> list[int]:
         ]
     queries, keys = heads * model.head_dim, model.key_value_heads * model.head_dim
     sizes = [(queries + 2 * keys) * hidden // tensor, queries * hidden // tensor]
+    if isinstance(further, GptOssArchitecture):  # biases, and a sink of each head
+        return [*sizes, (queries + 2 * keys) // tensor, hidden, heads // tensor]
     glm = isinstance(further, Glm4MoeArchitecture)
     if glm and further.attention_bias:
         sizes.append((queries + 2 * keys) // tensor)

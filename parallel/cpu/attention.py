@@ -1,4 +1,7 @@
-"""Attention over a packed row in plain torch, for machines without TransformerEngine."""
+"""Attention over a packed row in plain torch, where TransformerEngine is absent or cannot.
+
+Its kernels have no attention sinks for packed rows (2.11).
+"""
 
 from __future__ import annotations
 

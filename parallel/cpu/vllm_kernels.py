@@ -13,6 +13,8 @@ from torch import Tensor
 from parallel.settings import ModelSettings
 
 HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM 0.30's attention
+# Of experts' widths on an engine's rank; vLLM pads them in other families.
+EXPERT_MULTIPLE = 32
 NAME = "vllm_cpu"
 VECTOR = 8  # the kernels take only rows of a multiple of this many numbers
 
@@ -25,6 +27,9 @@ def unsupported(model: ModelSettings) -> str | None:
     elif model.head_dim not in HEAD_DIMS:
         known = ", ".join(map(str, HEAD_DIMS))
         return f"model.head_dim = {model.head_dim}: vLLM's attention has kernels for {known} alone"
+    if model.family == "gpt_oss" and model.expert_hidden_size % EXPERT_MULTIPLE:
+        width = f"model.expert_hidden_size = {model.expert_hidden_size}"
+        return f"{width}: vLLM's experts of gpt_oss need a multiple of {EXPERT_MULTIPLE} on a rank"
     return None
 
 

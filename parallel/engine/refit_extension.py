@@ -29,10 +29,11 @@ from parallel.engine.wire import EnginePlace, Join, RankReport, Refit
 from parallel.settings import LayoutSettings, ModelSettings
 from parallel.weights.executor import Inbox, add_fingerprints, fingerprint, wire_dtype
 from parallel.weights.mapping import host_identity
-from parallel.weights.names import bucket, tensors
+from parallel.weights.names import bucket, loaded_tensors
 from parallel.weights.needs import needed
 from parallel.weights.planner import Bucket, EngineSizes, Hosts, Plan
 
+SINKS = ".sinks"  # the end of their names
 _PR_SET_PDEATHSIG = 1
 
 Landed = dict[tuple[str, Box], int]  # fingerprints of what loaders have written, by tensor and box
@@ -60,7 +61,9 @@ class RefitExtension:
         if self.model_config.return_sampling_mask:
             empty_whole_masks()
         self._settings = ModelSettings.model_validate_json(model)
-        self._shapes = tensors(self._settings)
+        taken = list(loaded_tensors(self._settings))
+        self._shapes = {name: shape for name, shape, _ in taken}
+        self._members = {name: member for name, _, member in taken if member is not None}
         self._stacks: dict[int, list[ExpertStack]] = {}
         for stack in expert_stacks(self.model_runner.model, self._shapes):
             self._stacks.setdefault(bucket(stack.names[0]), []).append(stack)
@@ -150,16 +153,18 @@ class RefitExtension:
                 copy_nothing(target, source)
             elif source.numel():  # empty where this rank has only padding of the vocabulary
                 name = source.tensor_name
-                view = source.as_seen(contents[name])
+                view = source.as_seen(self._joined(name, source.box(), contents))
                 with torch._C.DisableTorchFunctionSubclass():
                     target.copy_(view)
                     if landed is not None:  # of a box that is written twice the last counts
                         box, dtype = source.box(), wire_dtype(name, self._settings)
                         written = torch.empty(box[1], dtype=dtype, device=target.device)
                         source.as_seen(written).copy_(target)
-                        landed[name, box] = fingerprint(name, box, written)
+                        for part, own, values in self._parts(name, box, written):
+                            landed[part, own] = fingerprint(part, own, values)
 
         self._feed(each.key, each.tensors, copy)
+        self._load_sinks(each.tensors, copy)
         for module in self.model_runner.model.modules():
             # vLLM counts a vocabulary's padding as missing, and would process the layer at the end.
             info = layerwise.get_layerwise_info(module)
@@ -176,6 +181,39 @@ class RefitExtension:
             stacked |= stack.everywhere
         single = ((name, self._unread(name, copy)) for name in names if name not in stacked)
         self.model_runner.model.load_weights(single)
+
+    def _joined(self, name: str, box: Box, contents: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Return the contents of a box that a loader copies, from those of its parts."""
+        if (member := self._members.get(name)) is None:
+            return contents[name]
+        [first, *_] = parts = [contents[part] for part in member.names]
+        joined = torch.empty(box[1], dtype=first.dtype, device=first.device)
+        for number, values in enumerate(parts):
+            member.stack.part(joined, number).copy_(values)
+        return joined
+
+    def _parts(
+        self, name: str, box: Box, values: torch.Tensor
+    ) -> list[tuple[str, Box, torch.Tensor]]:
+        """Return the tensors of a refit in a box that a loader copies: names, boxes and views."""
+        if (member := self._members.get(name)) is None:
+            return [(name, box, values)]
+        return [
+            (part, own, member.stack.part(values, number))
+            for number, (part, own) in enumerate(member.boxes(box))
+        ]
+
+    def _load_sinks(self, names: list[str], copy: Copy) -> None:
+        """Load attention sinks by their parameters' loaders, which a reload waits for.
+
+        vLLM 0.30 copies them itself, to the meta device while it reloads.
+        """
+        group = get_tp_group()
+        for name in (each for each in names if each.endswith(SINKS)):
+            path = name.removesuffix(SINKS).replace(".self_attn", ".attn")
+            sinks = self.model_runner.model.get_submodule(path).sinks
+            first, whole = group.rank_in_group * len(sinks), self._unread(name, copy)
+            sinks.weight_loader(sinks, whole.narrow(0, first, len(sinks)))
 
     def _unread(self, name: str, copy: Copy) -> Unread:
         return Unread.of(name, self._shapes[name], wire_dtype(name, self._settings), copy)
@@ -213,7 +251,9 @@ class RefitExtension:
 
         def note(target: torch.Tensor, source: Unread) -> None:
             if source.numel():
-                found.append((source.tensor_name, source.box()))
+                member, box = self._members.get(source.tensor_name), source.box()
+                own = [(source.tensor_name, box)] if member is None else member.boxes(box)
+                found.extend(own)
             copy_nothing(target, source)
 
         with torch.no_grad(), self._default_device():

@@ -47,11 +47,11 @@ def stream_weights(bridge: Any, chunks: Sequence[GPTModel]) -> Iterator[tuple[st
         dtype = torch.float32 if is_precise(name) else bridge.config.params_dtype
         whole = torch.empty(shape, dtype=dtype, device=device())
         sources: dict[int, list[torch.Tensor]] = {}
-        for part, view in _parts(name, whole, stack):
-            for box, ranks in holders[part]:
+        for each, view in _parts(name, whole, stack):
+            for box, ranks in holders[each]:
                 target = view[within(box)]
                 if dist.get_rank() == ranks[0]:
-                    target.copy_(ours[part][box])
+                    target.copy_(ours[each][box])
                 sources.setdefault(ranks[0], []).append(target)
         for source, targets in sources.items():
             [first, *others] = targets

@@ -192,10 +192,12 @@ def _block_spec(config: Any, virtual_stage: int | None) -> Any:
         parts = layer.submodules
         if hasattr(parts.mlp.submodules, "router"):
             parts.mlp.submodules.router = Router
+        attention = parts.self_attention.submodules
+        if local or config.softmax_type == "learnable":
+            # TransformerEngine 2.11 has no kernel with sinks for packed rows.
+            attention.core_attention = PackedAttention
         if local:
             parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
-            attention = parts.self_attention.submodules
-            attention.core_attention = PackedAttention
             if config.multi_latent_attention:
                 # Replicated, as with TransformerEngine: if they are split, megatron-core 0.16.1
                 # leaves parts of the key's gradient unsummed.

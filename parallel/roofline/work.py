@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from parallel.families import DeepseekV3Architecture, architecture, routed_layers
-from parallel.memory import BYTES, attention_elements, dense_widths
+from parallel.memory import BYTES, attention_elements, dense_widths, expert_tensors, router_tensors
 from parallel.settings import ModelSettings
 
 
@@ -36,14 +36,14 @@ class StepWorkload:
 
 def expert_elements(model: ModelSettings) -> int:
     """Return the elements of one routed expert of one layer."""
-    return 3 * model.expert_hidden_size * model.hidden_size
+    return sum(expert_tensors(model))
 
 
 def always_used(model: ModelSettings) -> int:
     """Return the elements of all layers that every token uses: all but the routed experts."""
     routed = len(routed_layers(model))
     widths = sum(width * layers for width, layers in dense_widths(model, routed, model.layers))
-    router = routed * model.experts * model.hidden_size
+    router = routed * sum(router_tensors(model))
     attention = model.layers * sum(attention_elements(model, 1))
     return attention + router + 3 * widths * model.hidden_size
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from parallel.families import architecture, routed_layers
 from parallel.settings import ModelSettings
-from parallel.weights.stacks import Stack
+from parallel.weights.stacks import Member, Stack
 
 # Keys of buckets, the units of loading. A layer's key is its number.
 EMBEDDING, HEAD = -1, 1 << 30
@@ -124,6 +124,16 @@ class ModelWeights:
                 for part in weight.parts:
                     yield prefix + part.tensor.format(expert=expert), part.shape, None
 
+    def loaded(self, key: int) -> Iterator[tuple[str, tuple[int, ...], Member | None]]:
+        """Yield the names and shapes of what vLLM's loaders take: of stacks, their slices."""
+        for name, shape, stack in self.stored(key):
+            if stack is None:
+                yield name, shape, None
+                continue
+            for expert in range(stack.experts):
+                member = Member(stack, expert)
+                yield member.name, stack.member_shape, member
+
 
 def tensors(model: ModelSettings) -> dict[str, tuple[int, ...]]:
     """Return the shape of every Hugging Face tensor, bucket by bucket."""
@@ -136,6 +146,13 @@ def stored_tensors(model: ModelSettings) -> Iterator[tuple[str, tuple[int, ...],
     description = ModelWeights(model)
     for key in description.buckets:
         yield from description.stored(key)
+
+
+def loaded_tensors(model: ModelSettings) -> Iterator[tuple[str, tuple[int, ...], Member | None]]:
+    """Yield the name and shape of every tensor that vLLM's loaders take, and of which stack."""
+    description = ModelWeights(model)
+    for key in description.buckets:
+        yield from description.loaded(key)
 
 
 def bucket(tensor: str) -> int:
@@ -201,9 +218,10 @@ def _attention(model: ModelSettings) -> Iterator[Weight]:
         yield from _latent_attention(model)
         return
     queries = Units("model.attention_heads", model.attention_heads)
-    groups = Units("model.key_value_heads", model.key_value_heads, repeated=True)
-    kinds: dict[str, tuple[int, ...]] = {"weight": (model.hidden_size,)}
     sinks = model.family == "gpt_oss"
+    # vLLM's gpt-oss has no rank without a key-value head of its own.
+    groups = Units("model.key_value_heads", model.key_value_heads, repeated=not sinks)
+    kinds: dict[str, tuple[int, ...]] = {"weight": (model.hidden_size,)}
     if sinks or getattr(architecture(model), "attention_bias", False):
         kinds["bias"] = ()
     for kind, row in kinds.items():

@@ -75,9 +75,9 @@ class Message:
 class Bucket:
     """A unit of loading on an engine rank: a layer, the embedding, or the last norm and the head.
 
-    `tensors` names all tensors of the bucket; `needs` are the boxes that this rank copies. Either
-    the boxes of `messages` cover the needs exactly once, or the engine rank `forwarded_from` sends
-    them all in order. This rank sends them on to the ranks in `forward_to`.
+    `tensors` names all that vLLM's loaders take of the bucket; `needs` are the boxes that this rank
+    copies. Either the boxes of `messages` cover the needs exactly once, or the engine rank
+    `forwarded_from` sends them all in order. This rank sends them on to the ranks in `forward_to`.
     """
 
     key: int
@@ -179,7 +179,7 @@ class Plan:
         found = []
         for key in sorted(self.description.buckets, key=lambda key: self.step(engine, key)):
             prefix, kind = tensor_prefix(key), self.description.kind(key)
-            names = [name for name, _ in self.description.tensors(key)]
+            names = [name for name, _, _ in self.description.loaded(key)]
             needs = [(prefix + name, box) for name, box in self._needed(kind, ranks, place).items()]
             messages = [] if from_rank is not None else self._messages(key, rank)
             found.append(Bucket(key, names, needs, messages, from_rank, to_ranks))

@@ -8,7 +8,7 @@ projections are separate matrices [outputs, inputs] of each expert, as in other 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from parallel.boxes import Box
 
@@ -40,11 +40,6 @@ class Stack:
         """Return the names of an expert's parts."""
         return [part.format(expert=expert) for part in self.parts]
 
-    def member(self, expert: int) -> str:
-        """Return the name of an expert's slice, as vLLM's loader takes it."""
-        parent, _, last = self.tensor.rpartition(".")
-        return f"{parent}.{expert}.{last}"
-
     def part(self, member: Any, number: int) -> Any:
         """Return the view of one part in an expert's slice, or in a box of it of whole outputs.
 
@@ -66,3 +61,26 @@ class Stack:
         if first % count or size % count:
             raise ValueError(f"{self.tensor}: {box} splits the outputs of its {count} parts")
         return (first // count, *offsets), (size // count, *sizes)
+
+
+class Member(NamedTuple):
+    """An expert's slice of a stacked tensor, which vLLM's loaders take one at a time."""
+
+    stack: Stack
+    expert: int
+
+    @property
+    def name(self) -> str:
+        """The name that vLLM's loaders know the slice by."""
+        parent, _, last = self.stack.tensor.rpartition(".")
+        return f"{parent}.{self.expert}.{last}"
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the slice's parts."""
+        return self.stack.names(self.expert)
+
+    def boxes(self, box: Box) -> list[tuple[str, Box]]:
+        """Return the names of the slice's parts, with the box that a box of it has of each."""
+        own = self.stack.covered(box)
+        return [(name, own) for name in self.names]

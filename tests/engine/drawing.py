@@ -64,7 +64,7 @@ class DrawingReference:
         self._chosen: list[torch.Tensor] = []
         self._margins: list[torch.Tensor] = []
         for name, module in self.model.named_modules():
-            if name.endswith("mlp.gate"):
+            if name.endswith(("mlp.gate", "mlp.router")):
                 module.register_forward_hook(self._note)
 
     def _note(self, _module: Any, _given: Any, found: Any) -> None:

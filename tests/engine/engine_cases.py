@@ -117,7 +117,7 @@ def randomize(trained: Any, seed: int) -> None:
     """Fill matrices and biases with random values; biases of zero would hide errors."""
     generator = torch.Generator().manual_seed(seed)
     for name, tensor in trained.named_weights().items():
-        if tensor.dim() > 1 or "bias" in name:
+        if tensor.dim() > 1 or "bias" in name or "softmax_offset" in name:
             tensor.normal_(0, SPREAD, generator=generator)
     trained.weights_changed()
 

@@ -33,5 +33,15 @@ MODELS = {
             },
         }
     ),
+    "gpt_oss": MODEL.model_copy(
+        update={
+            "family": "gpt_oss",
+            "norm_epsilon": 1e-5,
+            "architecture": {
+                "sliding_window": 20,  # shorter than the longest prompt
+                "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 64},
+            },
+        }
+    ),
 }
 ENGINE = EngineSettings(max_sequences=64, max_model_tokens=256)

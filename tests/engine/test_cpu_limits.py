@@ -26,6 +26,11 @@ def test_known_limits_are_reported() -> None:
     latent = MODEL.model_copy(update={"family": "deepseek_v3", "head_dim": 16})
     assert unsupported(latent) == "model.family: vLLM's latent attention has no kernel for fp32"
     assert unsupported(latent.model_copy(update={"precision": "bf16"})) is None
+    biased = MODEL.model_copy(update={"family": "gpt_oss"})
+    assert unsupported(biased) is None
+    odd = unsupported(biased.model_copy(update={"expert_hidden_size": 48}))
+    assert odd is not None
+    assert odd.startswith("model.expert_hidden_size = 48: vLLM's experts of gpt_oss need a mult")
 
 
 def test_the_first_stage_reports_a_limit_at_its_start(capfd: pytest.CaptureFixture[str]) -> None:

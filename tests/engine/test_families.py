@@ -15,7 +15,9 @@ from tests.ranks import On
 from tests.tiers import tiered
 
 
-@pytest.mark.parametrize("family", tiered(["mixtral", "glm4_moe"], {"glm4_moe"}))
+@pytest.mark.parametrize(
+    "family", tiered(["mixtral", "glm4_moe", "gpt_oss"], {"glm4_moe", "gpt_oss"})
+)
 def test_log_probabilities_and_routes_are_those_of_the_model(
     on: On, engine_of: EngineOf, family: str
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from parallel import memory
 from parallel.engine import memory as engine_memory
 from parallel.memory import RankMemory
 from parallel.settings import EngineSettings, LayoutSettings, ModelSettings
+from parallel.weights.names import tensors
 
 TINY = ModelSettings(
     vocabulary_size=80,
@@ -63,6 +65,17 @@ def test_sgd_keeps_a_momentum() -> None:
 def test_mixtral_normalises_no_queries_and_keys() -> None:
     mixtral = TINY.model_copy(update={"family": "mixtral"})
     assert memory.parameter_count(mixtral)[0] == memory.parameter_count(TINY)[0] - 4 * 2 * 32
+
+
+def test_gpt_oss_has_biases_and_sinks() -> None:
+    biased = TINY.model_copy(update={"family": "gpt_oss"})
+    attention = (4 + 2 * 2) * 32 + 96 + 4 - 64  # without norms of queries and keys
+    experts, router = 8 * (2 * 96 + 96), 8
+    more = 4 * (attention + experts + router)
+    assert memory.parameter_count(biased)[0] == memory.parameter_count(TINY)[0] + more
+    assert memory.parameter_count(biased)[0] == sum(
+        prod(shape) for shape in tensors(biased).values()
+    )
 
 
 def test_experts_are_shared_out_and_dense_layers_are_not() -> None:
