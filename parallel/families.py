@@ -156,6 +156,12 @@ def fp8_blocks(quantization: Any) -> tuple[int, int] | None:
     return (rows, columns) if all(type(each) is int and each > 0 for each in size) else None
 
 
+def is_readable(quantization: Any) -> bool:
+    """Return whether weights with a `quantization_config` are read: in FP8, or experts in MXFP4."""
+    packed = isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4"
+    return packed or fp8_blocks(quantization) is not None
+
+
 def architecture(settings: ModelSettings) -> Any:
     """Return `model.architecture` as the family's settings; raise pydantic's ValidationError."""
     return FAMILIES[settings.family].further.model_validate(settings.architecture, strict=True)

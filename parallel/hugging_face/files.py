@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from parallel.boxes import Box, within
 from parallel.errors import UserError
 from parallel.files import WEIGHTS_INDEX, naming, write_atomically
+from parallel.hugging_face import mxfp4
 from parallel.hugging_face.block_scales import CODE, SUFFIX, BlockScales, block_scales
 from parallel.hugging_face.config import TensorSpec
 
@@ -92,8 +93,10 @@ class WeightFiles:
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
         """Return a tensor or a box of it, on the CPU; its file is unmapped with the tensor.
 
-        Weights with scales for their blocks are returned in fp32.
+        Weights with scales for their blocks are returned in fp32, experts in MXFP4 in bf16.
         """
+        if self._packs(name):
+            return self._unpacked(name, box)
         if (blocks := self.blocks_of(name)) is None:
             return self._stored(name, box)
         whole = self.stored[name].shape
@@ -125,12 +128,35 @@ class WeightFiles:
         scaled = self.stored[name].dtype == CODE and name + SUFFIX in self.stored
         return self._scales if scaled else None
 
+    def _packs(self, name: str) -> bool:
+        """Return whether a tensor is here in MXFP4."""
+        return name not in self.stored and name + mxfp4.SCALES in self.stored
+
+    def _unpacked(self, name: str, box: Box | None) -> torch.Tensor:
+        whole = mxfp4.unpacked_shape(self.stored[name + mxfp4.SCALES].shape)
+        box = ((0,) * len(whole), whole) if box is None else box
+        first, sizes = mxfp4.packed_box(box)
+        blocks = self._stored(name + mxfp4.BLOCKS, ((*first, 0), (*sizes, mxfp4.INPUTS // 2)))
+        return mxfp4.unpacked(blocks, self._stored(name + mxfp4.SCALES, (first, sizes)), box)
+
+    def _as_packed(self, expected: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
+        """Return the expected tensors, those in MXFP4 as they are stored."""
+        found: dict[str, TensorSpec] = {}
+        for name, spec in expected.items():
+            if not self._packs(name):
+                found[name] = spec
+                continue
+            for end, shape in mxfp4.packed_shapes(spec.shape).items():
+                found[name + end] = TensorSpec(torch.uint8, shape)
+        return found
+
     def check(self, expected: Mapping[str, TensorSpec], ignored: Iterable[str] = ()) -> list[str]:
         """Return an error for each tensor that is missing, has another shape, or is not expected.
 
         Names that match the patterns `ignored` may also be there.
         """
         errors = []
+        expected = self._as_packed(expected)
         for name, spec in expected.items():
             if name not in self.stored:
                 errors.append(f"{name} is missing")

@@ -17,7 +17,7 @@ from megatron.core.models.gpt import GPTModel
 from parallel.boxes import Box, within
 from parallel.device import device
 from parallel.distributed import broadcast, is_main, layout_sizes
-from parallel.families import fp8_blocks
+from parallel.families import is_readable
 from parallel.hugging_face.config import (
     contradictions,
     expected_tensors,
@@ -163,7 +163,7 @@ def _errors(settings: ModelSettings, directory: Path) -> list[str]:
     try:
         given = dict(json.loads((directory / "config.json").read_text()))
         errors = contradictions(settings, given)
-        if (stated := given.get("quantization_config")) is not None and fp8_blocks(stated) is None:
+        if (stated := given.get("quantization_config")) is not None and not is_readable(stated):
             errors.append("config.json: its weights are quantized; name the checkpoint before that")
     except (OSError, ValueError, TypeError) as error:
         errors = [f"config.json: {error}"]

@@ -11,7 +11,7 @@ import yaml
 from yaml import CSafeLoader
 
 from parallel.errors import hint
-from parallel.families import ADDING_A_FAMILY, FAMILIES, configuration, fp8_blocks
+from parallel.families import ADDING_A_FAMILY, FAMILIES, configuration, is_readable
 from parallel.files import CHECKSUMS, WEIGHTS_INDEX, read_text, unreachable
 from parallel.settings import ModelSettings
 from pipeline.config.tensor_headers import tensors_violation
@@ -47,11 +47,11 @@ def model_violation(path: Path, model: ModelSettings) -> str | None:
 def teacher_violation(path: Path) -> str | None:
     """Return why a model of these settings outside the run cannot teach, or None."""
     config, _ = json_object(path / "config.json")
-    if fp8_blocks(config.get("quantization_config")) is None:
+    if not is_readable(config.get("quantization_config")):
         return None
     return (
-        f"{shown(path)}: its weights are in FP8, which teachers are not read from again and again;"
-        " import it by a stage of kind import, and name that stage"
+        f"{shown(path)}: its weights are in FP8 or MXFP4, which teachers are not read from again"
+        " and again; import it by a stage of kind import, and name that stage"
     )
 
 
@@ -103,7 +103,7 @@ def weights_violation(directory: Path, model: ModelSettings) -> str | None:
     if kind != model.family:
         return f"{shown(path)}: model_type: {kind}, but model.family is {model.family}"
     stated = config.get("quantization_config")
-    if stated is not None and fp8_blocks(stated) is None:
+    if stated is not None and not is_readable(stated):
         return f"{shown(path)}: its weights are quantized; name the checkpoint before that"
     ours, names = configuration(model), FAMILIES[kind].names
     for key, value in ours.items():
