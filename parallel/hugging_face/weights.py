@@ -47,7 +47,7 @@ def stream_weights(bridge: Any, chunks: Sequence[GPTModel]) -> Iterator[tuple[st
         dtype = torch.float32 if is_precise(name) else bridge.config.params_dtype
         whole = torch.empty(shape, dtype=dtype, device=device())
         sources: dict[int, list[torch.Tensor]] = {}
-        for each, view in _parts(name, whole, stack):
+        for each, view in unstacked(name, whole, stack):
             for box, ranks in holders[each]:
                 target = view[within(box)]
                 if dist.get_rank() == ranks[0]:
@@ -197,7 +197,7 @@ def of_member(box: Box, expert: int) -> Box:
     return (expert, *box[0]), (1, *box[1])
 
 
-def _parts(
+def unstacked(
     name: str, whole: torch.Tensor, stack: Stack | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield a tensor of a checkpoint, or what it stacks: names and views."""

@@ -37,6 +37,7 @@ MODELS = {
         update={
             "family": "gpt_oss",
             "norm_epsilon": 1e-5,
+            "expert_hidden_size": 64,  # a multiple of 32 on each of two ranks
             "architecture": {
                 "sliding_window": 20,  # shorter than the longest prompt
                 "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 64},

@@ -75,10 +75,14 @@ def bytes_needed(model: ModelSettings, size: int, rank: int, data: int) -> int:
 def wrong_tensors(trained: Any, engines: Any, model: ModelSettings) -> list[str]:
     """Return the engine ranks and buckets whose fingerprints differ from the whole tensors'."""
     from parallel.distributed import is_main
+    from parallel.hugging_face.weights import unstacked
     from parallel.weights.executor import add_fingerprints, fingerprint
-    from parallel.weights.names import bucket
+    from parallel.weights.names import bucket, stored_tensors
 
-    whole = {name: tensor.clone() for name, tensor in trained.weights()}
+    stacks = {name: stack for name, _, stack in stored_tensors(model)}
+    whole: dict[str, Any] = {}
+    for name, tensor in trained.weights():
+        whole.update(unstacked(name, tensor.clone(), stacks[name]))
     found, data = [], engines.settings.data
     for number, report in enumerate(engines.reports if is_main() else []):
         for rank, landed in enumerate(report.ranks):

@@ -21,7 +21,7 @@ LAYOUTS = {
     "PP2": LayoutSettings(ranks=2, pipeline=2),
     "TP2 EP2 PP2": LayoutSettings(ranks=4, tensor=2, expert=2, pipeline=2),
 }
-FAMILIES = "qwen3_moe", "mixtral"
+FAMILIES = "qwen3_moe", "mixtral", "gpt_oss"
 FLEETS = {"one TP1": (0,), "one TP2": (1,), "two": (0, 1)}
 
 
@@ -36,7 +36,10 @@ def engines(family: str, engine_of: EngineOf) -> list[Path]:
 
 @pytest.mark.parametrize(
     ("family", "layout"),
-    tiered(product(FAMILIES, LAYOUTS), {("qwen3_moe", "1 rank"), ("qwen3_moe", "TP2 EP2 PP2")}),
+    tiered(
+        product(FAMILIES, LAYOUTS),
+        {("qwen3_moe", "1 rank"), ("qwen3_moe", "TP2 EP2 PP2"), ("gpt_oss", "TP2 EP2 PP2")},
+    ),
 )
 def test_two_engines_have_the_policy_bit_for_bit(
     on: On, engines: list[Path], family: str, layout: str

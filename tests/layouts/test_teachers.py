@@ -53,7 +53,7 @@ def test_a_plan_fills_what_a_load_does(name: str, on: On, teachers: Path) -> Non
     assert on(layout, cases.filled, layout, MODEL, paths) == [[]] * layout.ranks
 
 
-@pytest.mark.parametrize("family", tiered(MODELS, ("bf16", "glm4_moe")))
+@pytest.mark.parametrize("family", tiered(MODELS, ("bf16", "glm4_moe", "gpt_oss")))
 def test_a_plan_fills_models_of_every_family(family: str, on: On, tmp_path: Path) -> None:
     model: Any = MODELS[family]
     one, two = LayoutSettings(), MATRIX["TP2 EP2 PP2"]

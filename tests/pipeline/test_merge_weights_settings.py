@@ -136,6 +136,15 @@ def test_recalibrated_routers_read_the_domains_of_the_models_alone() -> None:
             " samples of each model's; name each model as its domain: sums, words",
         ),
         (
+            [
+                "stages.soup.routers=recalibrated",
+                "model.family=gpt_oss",
+                "model.norm_epsilon=1e-5",
+            ],
+            "stages.soup.routers: recalibrated solves for a router's weight, and gpt_oss' have"
+            " biases too; use merged or kept",
+        ),
+        (
             ["stages.soup.recalibration.samples=8"],
             "stages.soup.recalibration: only of routers: recalibrated; remove it",
         ),

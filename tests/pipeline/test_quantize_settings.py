@@ -92,6 +92,14 @@ def test_it_starts_from_a_model(quantized: Path) -> None:
     assert said.endswith("stages.small.from: must name the stage whose model is quantized")
 
 
+def test_gpt_oss_is_not_quantized(quantized: Path) -> None:
+    said = violation(quantized, "model.family=gpt_oss", "model.norm_epsilon=1e-5")
+    assert said.endswith(
+        "stages.small: gpt_oss is not quantized: its checkpoints stack the experts with their"
+        " biases; remove the stage"
+    )
+
+
 def test_a_quantized_model_is_neither_exported_nor_quantized_again(quantized: Path) -> None:
     assert violation(quantized, "stages.export.from=small") == (
         "command line: stages.export.from: small is quantized, and its stage already leaves the"

@@ -173,6 +173,7 @@ def test_the_search_is_as_good_as_brute_force(settings: RunSettings) -> None:
     [
         ("qwen3-30b-a3b", 32),
         ("mixtral-8x7b", 16),
+        ("gpt-oss-20b", 16),
         ("glm-4.5-air", 64),
         ("qwen3-235b-a22b", 256),
         ("deepseek-v3", 512),
