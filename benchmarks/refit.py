@@ -233,7 +233,7 @@ def engine(rank: int, layout: LayoutSettings, meeting: Callable[[str], Any]) -> 
     def reshard(way: str) -> tuple[int, int]:
         boxes[way].start()
         for bucket in boxes[way].buckets:
-            for name, contents in boxes[way].take(bucket).items():
+            for (name, _), contents in boxes[way].take(bucket).items():
                 room[name].copy_(contents)
         return 0, boxes[way].received_bytes
 

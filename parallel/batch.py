@@ -12,76 +12,18 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
-from math import lcm
-from typing import Any
 
 import numpy as np
 import torch
 from megatron.core import parallel_state
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from torch import Tensor
 
 from parallel.device import device
 from parallel.model import vocabulary
 from parallel.model.vocabulary import HeadLogits, KeptLogits
+from parallel.packed_row import PackedRow, RankPlace, own_places
 from parallel.sample import Sample
-
-
-@dataclass(frozen=True)
-class RankPlace:
-    """The position of a rank in the layout, as far as its batches depend on it."""
-
-    data: int = 1  # data-parallel ranks
-    data_rank: int = 0
-    context: int = 1  # context-parallel ranks
-    context_rank: int = 0
-    tensor: int = 1  # tensor-parallel ranks
-    round: int = 1  # micro-batches come in multiples of this (interleaved pipeline schedule)
-
-    @classmethod
-    def here(cls) -> RankPlace:
-        """Return this rank's position in the current process groups."""
-        interleaved = parallel_state.get_virtual_pipeline_model_parallel_world_size() is not None
-        return cls(
-            data=parallel_state.get_data_parallel_world_size(),
-            data_rank=parallel_state.get_data_parallel_rank(),
-            context=parallel_state.get_context_parallel_world_size(),
-            context_rank=parallel_state.get_context_parallel_rank(),
-            tensor=parallel_state.get_tensor_model_parallel_world_size(),
-            round=parallel_state.get_pipeline_model_parallel_world_size() if interleaved else 1,
-        )
-
-    @property
-    def slot(self) -> int:
-        """The number of tokens that every slot is a multiple of."""
-        return 2 * self.context if self.context > 1 else 1
-
-    @property
-    def row(self) -> int:
-        """The number of tokens that a row is a multiple of; sequence parallelism splits it too."""
-        return lcm(self.slot, self.context * self.tensor)
-
-
-@dataclass(kw_only=True)
-class PackedRow(PackedSeqParams):
-    """One row of T tokens, in the form that Megatron's layers take."""
-
-    starts: np.ndarray  # int64, the position of every slot in the row, and T
-    own: np.ndarray  # int64 [T / C], the positions of this context-parallel rank's tokens, in order
-    real: Tensor  # bool [T / C], false on padding
-    # The experts to replay, int64 [routed layers, T / C, experts_per_token].
-    routes: Tensor | None = None
-    views: Any = None  # a cache of the attention
-    # Caches of the routers (`parallel.model.routing.RouterMemory`).
-    remembered: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    moved: Tensor | None = None
-
-    @property
-    def tokens(self) -> int:
-        """T, on all context-parallel ranks together."""
-        return int(self.starts[-1])
 
 
 @dataclass
@@ -278,18 +220,6 @@ def lay_out(lengths: list[int], place: RankPlace, slot: int | None = None) -> Pa
         own=own,
         real=_moved(real[own]),
     )
-
-
-def own_places(starts: np.ndarray, place: RankPlace) -> np.ndarray:
-    """Return the positions, int64 [T / C], that a context-parallel rank holds, in its order."""
-    if place.context == 1:
-        return np.arange(starts[-1])
-    pieces, rank = 2 * place.context, place.context_rank
-    places = []
-    for start, end in pairwise(starts):
-        own = np.arange(start, end).reshape(pieces, -1)[[rank, pieces - 1 - rank]]
-        places.append(own.flatten())
-    return np.concatenate(places)
 
 
 def token_counts(batches: Sequence[MicroBatch]) -> dict[str, float]:

@@ -84,6 +84,28 @@ class GptOssArchitecture(Settings):
     rope_scaling: GptOssRopeScaling = GptOssRopeScaling()
 
 
+class Qwen35MoeArchitecture(Settings):
+    """Qwen3.5-MoE's text model: gated delta nets between layers of attention, a shared expert.
+
+    Every `full_attention_interval`-th layer has attention. Defaults are transformers'.
+    """
+
+    full_attention_interval: Count = 4
+    shared_expert_intermediate_size: Count = 512
+    linear_num_key_heads: Count = 16
+    linear_num_value_heads: Count = 32
+    linear_key_head_dim: Count = 128
+    linear_value_head_dim: Count = 128
+    linear_conv_kernel_dim: Count = 4
+    partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] = 0.25
+
+    @property
+    def linear_channels(self) -> int:
+        """The channels of a delta net's convolution: of all queries, keys and values."""
+        keys = self.linear_num_key_heads * self.linear_key_head_dim
+        return 2 * keys + self.linear_num_value_heads * self.linear_value_head_dim
+
+
 @dataclass(frozen=True)
 class Family:
     """A family in the terms of its config.json.
@@ -139,7 +161,20 @@ FAMILIES = {
         fixed={**FIXED, "attention_bias": True, "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
         further=GptOssArchitecture,
     ),
+    "qwen3_5_moe_text": Family(
+        names={**EVERY, "num_experts": "experts", "moe_intermediate_size": "expert_hidden_size"},
+        fixed={**FIXED, "attention_bias": False},
+        further=Qwen35MoeArchitecture,
+    ),
 }
+
+
+def text_configuration(given: dict[str, Any]) -> dict[str, Any]:
+    """Return a config.json's keys of the text model, where it is of a vision-language model."""
+    inner = given.get("text_config")
+    if given.get("model_type") != "qwen3_5_moe" or not isinstance(inner, dict):
+        return given
+    return {**given, **inner}
 
 
 def fp8_blocks(quantization: Any) -> tuple[int, int] | None:
@@ -171,7 +206,13 @@ def configuration(settings: ModelSettings) -> dict[str, Any]:
     """Return the keys of the family's config.json that decide what the model computes."""
     family = FAMILIES[settings.family]
     named = {key: getattr(settings, name) for key, name in family.names.items()}
-    found = {**family.fixed, **architecture(settings).model_dump(), **named}
+    further = architecture(settings)
+    found = {**family.fixed, **further.model_dump(), **named}
+    if isinstance(further, Qwen35MoeArchitecture):
+        del found["full_attention_interval"]
+        linear = [is_linear(further, layer) for layer in range(settings.layers)]
+        kinds = ("full_attention", "linear_attention")
+        found["layer_types"] = [kinds[each] for each in linear]
     if windows := windowed_layers(settings):
         kinds = ("full_attention", "sliding_attention")
         found["layer_types"] = [kinds[layer in windows] for layer in range(settings.layers)]
@@ -181,6 +222,18 @@ def configuration(settings: ModelSettings) -> dict[str, Any]:
 def windowed_layers(settings: ModelSettings) -> range:
     """Return the layers that attend to a window of tokens, counted from 0."""
     return range(0, settings.layers if settings.family == "gpt_oss" else 0, 2)
+
+
+def is_linear(further: Any, layer: int) -> bool:
+    """Return true if a layer of this architecture, counted from 0, is a gated delta net."""
+    hybrid = isinstance(further, Qwen35MoeArchitecture)
+    return hybrid and (layer + 1) % further.full_attention_interval > 0
+
+
+def full_attention_layers(settings: ModelSettings) -> list[int]:
+    """Return the layers, counted from 0, whose keys and values an engine caches."""
+    further = architecture(settings)
+    return [layer for layer in range(settings.layers) if not is_linear(further, layer)]
 
 
 def routed_layers(settings: ModelSettings) -> range:
@@ -206,9 +259,11 @@ def family_violations(settings: ModelSettings, layout: LayoutSettings) -> Iterat
         # vLLM and megatron-core with it.
         message = "must be 1e-06, which transformers hard-codes in some norms of this family"
         yield "model.norm_epsilon", f"{epsilon:g} {message}"
+    if isinstance(further, Qwen35MoeArchitecture):
+        yield from _delta_net_violations(settings, further, layout)
     if isinstance(further, GptOssArchitecture):
         yield from _gpt_oss_violations(settings, layout)
-    if isinstance(further, NothingFurther | GptOssArchitecture):
+    if isinstance(further, NothingFurther | GptOssArchitecture | Qwen35MoeArchitecture):
         return
     key = "model.architecture"
     if (dense := further.first_k_dense_replace) >= settings.layers:
@@ -239,3 +294,23 @@ def _gpt_oss_violations(
         # Every rank would add the bias of an expert's output, and the ranks' outputs are summed.
         message = "must be 1: megatron-core does not split experts with biases; use layout.expert"
         yield "layout.expert_tensor", f"{layout.expert_tensor} {message}"
+
+
+def _delta_net_violations(
+    settings: ModelSettings, further: Qwen35MoeArchitecture, layout: LayoutSettings
+) -> Iterator[tuple[str, str]]:
+    keys, values = further.linear_num_key_heads, further.linear_num_value_heads
+    if (interval := further.full_attention_interval) > settings.layers:
+        message = f"leaves none of model.layers = {settings.layers} with attention"
+        yield "model.architecture.full_attention_interval", f"{interval} {message}"
+    rotated = settings.head_dim * further.partial_rotary_factor
+    for name, whole, parts in (
+        ("linear_num_value_heads", values, keys),
+        ("linear_num_key_heads", keys, layout.tensor),
+        ("shared_expert_intermediate_size", further.shared_expert_intermediate_size, layout.tensor),
+    ):
+        if whole % parts:
+            yield f"model.architecture.{name}", f"{whole} is not a multiple of {parts}"
+    if rotated % 2:
+        message = f"rotates {rotated:g} of model.head_dim = {settings.head_dim}; must be even"
+        yield "model.architecture.partial_rotary_factor", message

@@ -131,7 +131,8 @@ def _recompute_violations(
     if "mla_up_proj" in chosen and model.family != "deepseek_v3":
         yield key, f"mla_up_proj is of deepseek_v3's attention, not of {model.family}'s"
     for name in ("mlp", "shared_experts"):
-        if name in chosen and model.family not in ("deepseek_v3", "glm4_moe"):
+        having = ["deepseek_v3", "glm4_moe"] + ["qwen3_5_moe_text"] * (name == "shared_experts")
+        if name in chosen and model.family not in having:
             what = "dense layers" if name == "mlp" else "shared experts"
             yield key, f"{name}: {model.family} has no {what}; use moe"
     inside = {"moe_act", "shared_experts"} & set(chosen)

@@ -7,6 +7,7 @@ included. Activations are an estimate: see `_layer_activations`.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Literal
 
@@ -15,7 +16,9 @@ from parallel.families import (
     Glm4MoeArchitecture,
     GptOssArchitecture,
     NothingFurther,
+    Qwen35MoeArchitecture,
     architecture,
+    is_linear,
     routed_layers,
 )
 from parallel.layout_rules import chunk_layers
@@ -173,12 +176,13 @@ def _chunk(model: ModelSettings, layout: LayoutSettings, number: int, values: bo
     hidden, tensor = model.hidden_size, layout.tensor
     last = number == len(layers) - 1
     vocabulary = model.vocabulary_size * hidden // tensor
-    dense = [(size, count) for size in attention_elements(model, tensor)]
+    dense = mixer_elements(model, tensor, layers[number])
     for width, layers_of_it in dense_widths(model, routed, count):
         part = width * hidden // tensor
         dense += [(2 * part, layers_of_it), (part, layers_of_it)]
     dense += [
         *((size, routed) for size in router_tensors(model)),  # whole on every tensor rank
+        (hidden, routed * has_shared_gate(model)),
         (hidden, 2 * count + last),  # norms
         (vocabulary, int(number == 0)),
         (hidden if values else vocabulary, int(last)),  # the head
@@ -206,8 +210,45 @@ def dense_widths(model: ModelSettings, routed: int, layers: int) -> list[tuple[i
     further = architecture(model)
     if isinstance(further, NothingFurther | GptOssArchitecture):
         return []
+    if isinstance(further, Qwen35MoeArchitecture):
+        return [(further.shared_expert_intermediate_size, routed)]
     shared = further.n_shared_experts * model.expert_hidden_size
     return [(shared, routed), (further.intermediate_size, layers - routed)]
+
+
+def has_shared_gate(model: ModelSettings) -> bool:
+    """Return true if a gate of `hidden_size` weights scales the shared expert's output."""
+    return isinstance(architecture(model), Qwen35MoeArchitecture)
+
+
+def mixer_elements(
+    model: ModelSettings, tensor: int, layers: Sequence[int]
+) -> list[tuple[int, int]]:
+    """Return (elements of a tensor on a tensor-parallel rank, layers) of attention or delta nets.
+
+    Of these layers, counted from 0.
+    """
+    further = architecture(model)
+    linear = sum(is_linear(further, layer) for layer in layers)
+    full = len(layers) - linear
+    found = [(size, full) for size in attention_elements(model, tensor)]
+    if isinstance(further, Qwen35MoeArchitecture):
+        found += [(size, linear) for size in _delta_net_elements(model, further, tensor)]
+    return [(size, count) for size, count in found if count]
+
+
+def _delta_net_elements(
+    model: ModelSettings, further: Qwen35MoeArchitecture, tensor: int
+) -> list[int]:
+    heads, channels = further.linear_num_value_heads, further.linear_channels
+    wide = heads * further.linear_value_head_dim
+    return [
+        (channels + wide + 2 * heads) * model.hidden_size // tensor,
+        channels * further.linear_conv_kernel_dim // tensor,
+        *[heads // tensor] * 2,
+        further.linear_value_head_dim,
+        wide * model.hidden_size // tensor,
+    ]
 
 
 def attention_elements(model: ModelSettings, tensor: int) -> list[int]:
@@ -226,13 +267,15 @@ def attention_elements(model: ModelSettings, tensor: int) -> list[int]:
             heads * further.v_head_dim * hidden // tensor,
         ]
     queries, keys = heads * model.head_dim, model.key_value_heads * model.head_dim
-    sizes = [(queries + 2 * keys) * hidden // tensor, queries * hidden // tensor]
+    gated = isinstance(further, Qwen35MoeArchitecture)
+    read = (2 if gated else 1) * queries + 2 * keys
+    sizes = [read * hidden // tensor, queries * hidden // tensor]
     if isinstance(further, GptOssArchitecture):  # biases, and a sink of each head
         return [*sizes, (queries + 2 * keys) // tensor, hidden, heads // tensor]
     glm = isinstance(further, Glm4MoeArchitecture)
     if glm and further.attention_bias:
         sizes.append((queries + 2 * keys) // tensor)
-    if further.use_qk_norm if glm else model.family == "qwen3_moe":
+    if further.use_qk_norm if glm else (gated or model.family == "qwen3_moe"):
         sizes += [model.head_dim] * 2
     return sizes
 
@@ -333,13 +376,21 @@ def _recomputed_activations(model: ModelSettings, layout: LayoutSettings) -> int
     return size * (("moe_act" in modules) * steps + ("shared_experts" in modules) * shared)
 
 
-def _attention_activations(model: ModelSettings) -> int:
-    """Return the numbers that a layer's attention keeps of a token.
+def _attention_activations(model: ModelSettings) -> float:
+    """Return the numbers that a layer's attention keeps of a token; the mean of hybrid layers.
 
     Multi-latent: the compressed ones, raw and normalised; queries raw and rotated; keys and values
-    joint and apart; the output.
+    joint and apart; the output. An output gate: itself, its sigmoid, the output before it. Delta
+    nets compute their convolution and states again, and keep what goes into these; in fp32 the
+    heads' outputs and gates, raw and normalised or activated; the product.
     """
     further, heads = architecture(model), model.attention_heads
+    if isinstance(further, Qwen35MoeArchitecture):
+        wide = further.linear_num_value_heads * further.linear_value_head_dim
+        linear = further.linear_channels + wide * (1 + 4 * FP32 / BYTES[model.precision])
+        full = (8 * heads + 4 * model.key_value_heads) * model.head_dim
+        share = sum(is_linear(further, layer) for layer in range(model.layers)) / model.layers
+        return share * linear + (1 - share) * full
     if isinstance(further, DeepseekV3Architecture):
         query = further.qk_nope_head_dim + model.head_dim
         compressed = 3 * ((further.q_lora_rank or 0) + further.kv_lora_rank) + model.head_dim

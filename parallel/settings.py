@@ -69,7 +69,9 @@ class ModelSettings(Settings):
     docs/how-to/models.md maps Hugging Face's.
     """
 
-    family: Literal["qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "gpt_oss"] = Field(
+    family: Literal[
+        "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "qwen3_5_moe_text", "gpt_oss"
+    ] = Field(
         "qwen3_moe",
         description="the architecture, with its tensor names in import, export and weight sync",
     )

@@ -87,9 +87,10 @@ def complete(
     tokenizer = load_tokenizer(settings)
     config = hugging_face_config(settings)
     config.eos_token_id, config.pad_token_id = tokenizer.end_token, tokenizer.pad_token
-    if layers := kept.modules:
-        config.num_mtp_layers = len(layers)
-        count, names = len(kept.specs), ", ".join(layers)
+    if modules := kept.modules:
+        key = "num_mtp_layers" if hasattr(config, "num_mtp_layers") else "mtp_num_hidden_layers"
+        setattr(config, key, kept.layers)
+        count, names = len(kept.specs), ", ".join(modules)
         print(f"kept {count} tensors for multi-token prediction, of {names}", flush=True)
     if quantization is not None:
         config.quantization_config = quantization

@@ -7,7 +7,6 @@ which parameter. Reading it again needs no collective planning and no memory but
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterable, Iterator
@@ -188,7 +187,6 @@ def _megatron_reads(policy: Policy, checkpoint: Path) -> Iterator[PlannedRead]:
 def _hugging_face_reads(policy: Policy, directory: Path) -> Iterator[PlannedRead]:
     """Yield the reads of a Hugging Face checkpoint."""
     files = WeightFiles(directory)
-    headers: dict[Path, tuple[int, dict[str, Any]]] = {}
     places = hugging_face_weights.stacked_parts(policy.settings)
     for part, own, target in hugging_face_weights.own_parts(policy.bridge, policy.chunks):
         name, box, every = part, own, slice(None)
@@ -199,11 +197,7 @@ def _hugging_face_reads(policy: Policy, directory: Path) -> Iterator[PlannedRead
             every = slice(number, None, len(stack.parts))
             target = (target.t() if target.ndim == 2 else target)[None]
         stored = files.stored[name]
-        if stored.file not in headers:
-            headers[stored.file] = _header(stored.file)
-        first, header = headers[stored.file]
-        start = first + header[name]["data_offsets"][0]
-        source = StoredTensor(stored.file, start, DTYPES[stored.dtype], stored.shape)
+        source = StoredTensor(stored.file, stored.start, DTYPES[stored.dtype], stored.shape)
         yield PlannedRead(source, box, target, every)
 
 
@@ -247,13 +241,6 @@ def _shards(state: Any) -> Iterator[ShardedTensor]:
             yield from _shards([value.build()])
         elif isinstance(value, ShardedTensor):
             yield value
-
-
-def _header(path: Path) -> tuple[int, dict[str, Any]]:
-    """Return the first byte after the header of a safetensors file, and the header."""
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        return 8 + size, json.loads(file.read(size))
 
 
 def _relative(box: Box, to: Box) -> Box:

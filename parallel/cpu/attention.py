@@ -21,7 +21,7 @@ from megatron.core.transformer.utils import (
 from torch import Tensor
 from torch.nn import functional
 
-from parallel.batch import PackedRow, RankPlace, own_places
+from parallel.packed_row import PackedRow, RankPlace, own_places
 
 SMALLEST_GRID = 64  # sequences up to this long share one call; longer ones wait for their like
 
@@ -70,9 +70,7 @@ class PackedAttention(MegatronModule):
 
         query is [T / C, heads, head_dim]; key and value have the key-value heads.
         """
-        row = packed_seq_params
-        row.views = row.views or _grids(row, RankPlace.here(), query.device)
-        grids, back = row.views
+        grids, back = sequence_grids(packed_seq_params, query.device)
         if parallel_state.get_context_parallel_world_size() > 1:
             group = parallel_state.get_context_parallel_group()
             key, value = (
@@ -142,7 +140,7 @@ def _with_sinks(
 
 
 @dataclass
-class _Grid:
+class SequenceGrid:
     """A batch of sequences of similar length, padded with the row's first token.
 
     keys int64 [S, L] into the gathered row; queries int64 [S, L / C] into this rank's; places int64
@@ -175,8 +173,18 @@ class _Grid:
         return self.masks[window]
 
 
-def _grids(row: PackedRow, here: RankPlace, device: torch.device) -> tuple[list[_Grid], Tensor]:
-    """Return the grids of a row, and the index of each local token in their flattened outputs."""
+def sequence_grids(row: PackedRow, device: torch.device) -> tuple[list[SequenceGrid], Tensor]:
+    """Return the grids of a row, and the index of each local token in their flattened outputs.
+
+    They are computed once, for the first layer.
+    """
+    row.views = row.views or _grids(row, RankPlace.here(), device)
+    return row.views
+
+
+def _grids(
+    row: PackedRow, here: RankPlace, device: torch.device
+) -> tuple[list[SequenceGrid], Tensor]:
     starts, slots = row.starts[:-1], np.diff(row.starts)
     # Where a place of the row is after the gathering, which puts one rank's tokens after another's.
     places = [own_places(row.starts, replace(here, context_rank=r)) for r in range(here.context)]
@@ -195,11 +203,11 @@ def _grids(row: PackedRow, here: RankPlace, device: torch.device) -> tuple[list[
             begin, count = own_starts[index], own_slots[line]
             back[begin : begin + count] = offset + line * own_length + np.arange(count)
         # What fills a line up sees the first token, since a softmax over nothing is NaN.
-        places = np.maximum(row.own[queries] - starts[chosen][:, None], 0)
+        places = np.clip(row.own[queries] - starts[chosen][:, None], 0, length - 1)
         own, others, at = (
             torch.from_numpy(each).to(device) for each in (queries, gathered[keys], places)
         )
-        grids.append(_Grid(own, others, at, here.context > 1))
+        grids.append(SequenceGrid(own, others, at, here.context > 1))
         offset += queries.size
     return grids, torch.from_numpy(back).to(device)
 

@@ -63,6 +63,8 @@ def _nodes(job: EngineJob) -> dict[str, Any]:
 
 
 def _on_cpu(job: EngineJob) -> dict[str, Any]:
+    from parallel.cpu.vllm_kernels import unsupported
+
     if job.engine.weights == "fp8":
         raise UserError(
             "engine.weights: fp8 needs a GPU, and this engine runs on a CPU; use weights: model"
@@ -71,6 +73,9 @@ def _on_cpu(job: EngineJob) -> dict[str, Any]:
         raise UserError(
             "engine.expert_parallel needs a GPU, and this engine runs on a CPU; set it to false"
         )
+    # Of a delta net vLLM would only miss the kernel at the first prompt of several tokens.
+    if job.model.family == "qwen3_5_moe_text" and (why := unsupported(job.model)) is not None:
+        raise UserError(why)
     return {
         "enforce_eager": True,
         "async_scheduling": False,
@@ -79,6 +84,8 @@ def _on_cpu(job: EngineJob) -> dict[str, Any]:
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(job.engine.max_model_tokens, BATCHED_TOKENS),
         "block_size": CACHE_BLOCK,
+        # States of delta nets are cached at the chunks of a prefill.
+        "enable_prefix_caching": job.model.family != "qwen3_5_moe_text",
         "kv_cache_memory_bytes": cache_bytes(job.model, job.engine),
     }
 
@@ -144,11 +151,14 @@ def configuration(job: EngineJob) -> Iterator[Any]:
     from vllm import EngineArgs
     from vllm.platforms import current_platform
 
+    from parallel.cpu import vllm_vision
     from parallel.hugging_face.config import hugging_face_config
 
     with tempfile.TemporaryDirectory(prefix="braid-engine-") as directory:
         hugging_face_config(job.model).save_pretrained(directory)
         cuda = current_platform.is_cuda()
+        if job.model.family == "qwen3_5_moe_text" and not cuda:
+            vllm_vision.provide()
         arguments = engine_arguments(job, directory, cuda=cuda)
         config = EngineArgs(**arguments).create_engine_config()
         _prepare_cpu(config, job)

@@ -108,6 +108,12 @@ class Unread(Tensor):
             target, source = arguments[:2]
             source.fill(target, source)
             return target
+        if function is Tensor.__setitem__ and isinstance(arguments[2], cls):
+            target, index, source = arguments
+            with torch._C.DisableTorchFunctionSubclass():
+                target = target[index]
+            source.fill(target, source)
+            return None
         if function in UNCHANGED:
             return arguments[0]
         if function is torch.zeros_like:  # instead of a bias that another rank adds

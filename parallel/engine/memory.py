@@ -11,7 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from parallel.errors import UserError
-from parallel.families import DeepseekV3Architecture, architecture
+from parallel.families import (
+    DeepseekV3Architecture,
+    Qwen35MoeArchitecture,
+    architecture,
+    full_attention_layers,
+)
 from parallel.memory import BYTES, FP32
 from parallel.settings import EngineSettings, ModelSettings
 from parallel.weights.names import ModelWeights, Weight, is_precise
@@ -114,7 +119,7 @@ def engine_memory(
 def engine_share(model: ModelSettings, engine: EngineSettings) -> EngineShare:
     """Return what an engine holds on each of its GPUs."""
     given = engine.kv_cache_mebibytes is not None
-    one = _blocks(engine, 1) * CACHE_BLOCK * _cached_token(model, engine)
+    one = _cache_for(model, engine, 1)
     bucket = max(each for _, each in _buckets(model, engine))
     several = COMMUNICATOR_BYTES if engine.ranks > 1 else 0
     return EngineShare(
@@ -139,7 +144,7 @@ def cache_bytes(model: ModelSettings, engine: EngineSettings) -> int:
     """Return the bytes of an engine rank's KV cache; unless set, just enough for its sequences."""
     if engine.kv_cache_mebibytes is not None:
         return engine.kv_cache_mebibytes << 20
-    return _blocks(engine, engine.max_sequences) * CACHE_BLOCK * _cached_token(model, engine)
+    return _cache_for(model, engine, engine.max_sequences)
 
 
 def cached_tokens(model: ModelSettings, engine: EngineSettings) -> int:
@@ -148,13 +153,45 @@ def cached_tokens(model: ModelSettings, engine: EngineSettings) -> int:
 
 
 def tokens_in(cache: int, model: ModelSettings, engine: EngineSettings) -> int:
-    """Return the tokens that fit into this many bytes of each rank of an engine."""
+    """Return the tokens that fit into this many bytes of each rank of an engine.
+
+    Of a model with delta nets, in sequences of max_model_tokens.
+    """
+    further = architecture(model)
+    if isinstance(further, Qwen35MoeArchitecture):
+        return cache // _hybrid_sequence(model, further, engine) * engine.max_model_tokens
     return cache // _cached_token(model, engine)
 
 
 def gib(count: int) -> str:
     """Return bytes in GiB with two digits after the point, without the unit."""
     return f"{count / GIB:,.2f}"
+
+
+def _cache_for(model: ModelSettings, engine: EngineSettings, sequences: int) -> int:
+    further = architecture(model)
+    if isinstance(further, Qwen35MoeArchitecture):
+        return (sequences + 1) * _hybrid_sequence(model, further, engine)
+    return _blocks(engine, sequences) * CACHE_BLOCK * _cached_token(model, engine)
+
+
+def _hybrid_sequence(
+    model: ModelSettings, further: Qwen35MoeArchitecture, engine: EngineSettings
+) -> int:
+    """Return the bytes of a sequence's cache where some layers keep a state, on a rank.
+
+    vLLM gives all layers pages of one size, at least a state's, in groups of equally many layers. A
+    delta net has a page for its state, and with cached prefixes another; the state is in fp32.
+    """
+    full = len(full_attention_layers(model))
+    groups = -(-(model.layers - full) // full)
+    widths = further.linear_key_head_dim * further.linear_value_head_dim
+    past = further.linear_channels * (further.linear_conv_kernel_dim - 1)
+    state = FP32 * further.linear_num_value_heads * widths + BYTES[model.precision] * past
+    token = _cached_token(model, engine) // full
+    page = token * CACHE_BLOCK
+    page *= -(-state // engine.tensor // page) or 1
+    return full * page * (-(-engine.max_model_tokens * token // page) + 2 * groups)
 
 
 def _blocks(engine: EngineSettings, sequences: int) -> int:
@@ -168,7 +205,7 @@ def _cached_token(model: ModelSettings, engine: EngineSettings) -> int:
     each = 2 * max(1, model.key_value_heads // engine.tensor) * model.head_dim
     if isinstance(further, DeepseekV3Architecture):
         each = further.kv_lora_rank + model.head_dim
-    return model.layers * each * BYTES[model.precision]
+    return len(full_attention_layers(model)) * each * BYTES[model.precision]
 
 
 def _buckets(model: ModelSettings, engine: EngineSettings) -> Iterator[tuple[int, int]]:
@@ -176,7 +213,7 @@ def _buckets(model: ModelSettings, engine: EngineSettings) -> Iterator[tuple[int
     description = ModelWeights(model)
     kinds = [description.kind(key) for key in description.buckets]
     for kind in dict.fromkeys(kinds):
-        in_layer = kind in ("dense", "routed")
+        in_layer = kind not in ("embedding", "head")
         weights = description.weights[kind]
         yield (
             kinds.count(kind),

@@ -145,19 +145,21 @@ class RefitExtension:
             for cache in [found] if torch.is_tensor(found) else found or ():
                 cache.zero_()
 
-    def _load(self, each: Bucket, contents: dict[str, torch.Tensor], landed: Landed | None) -> None:
+    def _load(
+        self, each: Bucket, contents: dict[tuple[str, Box], torch.Tensor], landed: Landed | None
+    ) -> None:
         """Load one bucket, which holds whole modules."""
 
         def copy(target: torch.Tensor, source: Unread) -> None:
             if target.is_meta:
                 copy_nothing(target, source)
             elif source.numel():  # empty where this rank has only padding of the vocabulary
-                name = source.tensor_name
-                view = source.as_seen(self._joined(name, source.box(), contents))
+                name, box = source.tensor_name, source.box()
+                view = source.as_seen(self._joined(name, box, contents))
                 with torch._C.DisableTorchFunctionSubclass():
                     target.copy_(view)
                     if landed is not None:  # of a box that is written twice the last counts
-                        box, dtype = source.box(), wire_dtype(name, self._settings)
+                        dtype = wire_dtype(name, self._settings)
                         written = torch.empty(box[1], dtype=dtype, device=target.device)
                         source.as_seen(written).copy_(target)
                         for part, own, values in self._parts(name, box, written):
@@ -182,11 +184,13 @@ class RefitExtension:
         single = ((name, self._unread(name, copy)) for name in names if name not in stacked)
         self.model_runner.model.load_weights(single)
 
-    def _joined(self, name: str, box: Box, contents: dict[str, torch.Tensor]) -> torch.Tensor:
+    def _joined(
+        self, name: str, box: Box, contents: dict[tuple[str, Box], torch.Tensor]
+    ) -> torch.Tensor:
         """Return the contents of a box that a loader copies, from those of its parts."""
         if (member := self._members.get(name)) is None:
-            return contents[name]
-        [first, *_] = parts = [contents[part] for part in member.names]
+            return contents[name, box]
+        [first, *_] = parts = [contents[part] for part in member.boxes(box)]
         joined = torch.empty(box[1], dtype=first.dtype, device=first.device)
         for number, values in enumerate(parts):
             member.stack.part(joined, number).copy_(values)

@@ -9,7 +9,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from parallel.device import DTYPES
-from parallel.families import FAMILIES, configuration
+from parallel.families import (
+    FAMILIES,
+    Qwen35MoeArchitecture,
+    architecture,
+    configuration,
+    text_configuration,
+)
 from parallel.settings import END_TOKEN, PAD_TOKEN, ModelSettings
 
 
@@ -35,7 +41,7 @@ def hugging_face_config(settings: ModelSettings) -> PretrainedConfig:
         dtype=DTYPES[settings.precision],
     )
     if hasattr(config, "num_mtp_layers"):
-        config.num_mtp_layers = 0  # multi-token prediction layers are neither read nor written
+        config.num_mtp_layers = 0  # Braid builds none; `export` counts those that it keeps
     if settings.family == "deepseek_v3":
         config.topk_method = "noaux_tc"  # without it vLLM creates no correction bias
     config.architectures = [_model_class(config).__name__]
@@ -43,6 +49,9 @@ def hugging_face_config(settings: ModelSettings) -> PretrainedConfig:
     for key in ("rope_theta", "partial_rotary_factor"):
         if key in decisive:
             setattr(config, key, decisive[key])
+    if isinstance(further := architecture(settings), Qwen35MoeArchitecture):
+        # Published configurations have it beside the layer_types that transformers makes of it.
+        config.full_attention_interval = further.full_attention_interval
     return config
 
 
@@ -59,6 +68,7 @@ def settings_of(config: PretrainedConfig) -> ModelSettings:
 
 def contradictions(settings: ModelSettings, given: dict[str, Any]) -> list[str]:
     """Return the differences between a config.json and the settings."""
+    given = text_configuration(given)
     if (kind := given.get("model_type")) != settings.family:
         return [f"config.json: model_type is {kind}, but model.family is {settings.family}"]
     config = hugging_face_config(settings)
@@ -91,8 +101,11 @@ def expected_tensors(config: PretrainedConfig) -> dict[str, TensorSpec]:
 
 
 def mtp_pattern(layers: int) -> str:
-    """Return the pattern of multi-token prediction tensors, numbered after a model's layers."""
-    return rf"^model\.layers\.{layers}\."
+    """Return the pattern of the names of multi-token prediction tensors.
+
+    DeepSeek's and GLM's layers are numbered after the model's own; Qwen3.5's are beside the model.
+    """
+    return rf"^(model\.layers\.{layers}|mtp)\."
 
 
 def ignored_tensors(config: PretrainedConfig) -> list[str]:

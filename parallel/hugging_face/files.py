@@ -22,6 +22,7 @@ from parallel.files import WEIGHTS_INDEX, naming, write_atomically
 from parallel.hugging_face import mxfp4
 from parallel.hugging_face.block_scales import CODE, SUFFIX, BlockScales, block_scales
 from parallel.hugging_face.config import TensorSpec
+from parallel.hugging_face.text_model import text_tensors
 
 SHARD_BYTES = 4 << 30  # of a file at most, unless a single tensor is larger
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -53,7 +54,10 @@ class Stored(NamedTuple):
 
 
 class WeightFiles:
-    """The tensors of a checkpoint's safetensors files, read one at a time."""
+    """The tensors of a checkpoint's safetensors files, read one at a time.
+
+    Of a vision-language model's, those of the text model have the names of its own checkpoints.
+    """
 
     def __init__(self, directory: Path) -> None:
         """Read the index and every file's header; `errors` lists what is wrong with them."""
@@ -89,6 +93,17 @@ class WeightFiles:
             if name in self.stored and (found := self.stored[name].file.name) != expected:
                 misplaced = f"{name} should be in {expected}, but is in {found}"
                 self.errors.append(f"{WEIGHTS_INDEX}: {misplaced}")
+        self._show_text_tensors()
+
+    def _show_text_tensors(self) -> None:
+        """Name the text model's tensors in `stored`, instead of those that hold them."""
+        outer = dict(self.stored)
+        for own in text_tensors({name: each.shape for name, each in outer.items()}):
+            self.stored.pop(own.stored, None)
+            found = outer[own.stored]
+            kind = (DTYPES | PACKED).get(found.dtype, torch.uint8)  # `check` refuses all others
+            start = found.start + own.first * kind.itemsize
+            self.stored[own.name] = found._replace(shape=own.shape, start=start)
 
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
         """Return a tensor or a box of it, on the CPU; its file is unmapped with the tensor.

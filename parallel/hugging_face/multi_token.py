@@ -28,12 +28,13 @@ class MultiTokenTensors:
             WeightsError: a file cannot be read, or an MTP tensor has an unknown dtype.
         """
         self.specs: dict[str, TensorSpec] = {}
+        self._pattern = mtp_pattern(settings.layers)
         if settings.initial_weights is None:
             return
         self._files = WeightFiles(settings.initial_weights)
         errors = list(self._files.errors)
         for name, (file, dtype, shape, _) in self._files.stored.items():
-            if not re.search(mtp_pattern(settings.layers), name) or name.endswith(SUFFIX):
+            if not re.match(self._pattern, name) or name.endswith(SUFFIX):
                 continue
             if dtype in DTYPES:
                 self.specs[name] = TensorSpec(DTYPES[dtype], shape)
@@ -46,8 +47,14 @@ class MultiTokenTensors:
 
     @property
     def modules(self) -> list[str]:
-        """The MTP layers' names, such as model.layers.61."""
-        return list(dict.fromkeys(".".join(name.split(".")[:3]) for name in self.specs))
+        """The modules that have them, such as model.layers.61, or mtp."""
+        known = (re.match(self._pattern, name) for name in self.specs)
+        return list(dict.fromkeys(found[1] for found in known if found))
+
+    @property
+    def layers(self) -> int:
+        """The number of MTP layers."""
+        return len({found[0] for name in self.specs if (found := re.search(r"layers\.\d+", name))})
 
     def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every MTP tensor: the stored bytes, or at the model's precision those in FP8."""

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import re
+from copy import copy
 from typing import Any
 
 import torch
 from mbridge import AutoBridge
-from mbridge.models import DeepseekV3Bridge
+from mbridge.models import DeepseekV3Bridge, Qwen3MoEBridge
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch.nn import functional
 
 from parallel.capabilities import check_capabilities, this_machine, transformer_flags
@@ -23,18 +27,20 @@ from parallel.families import (
     Glm4MoeArchitecture,
     GptOssArchitecture,
     NothingFurther,
+    Qwen35MoeArchitecture,
     architecture,
 )
 from parallel.hugging_face.config import hugging_face_config
+from parallel.model.delta_net import DeltaNetSubmodules, GatedDeltaNet, GatedSelfAttention
 from parallel.model.gpt_oss import GptOss
 from parallel.model.routing import Router
 from parallel.settings import LayoutSettings, ModelSettings
 
 FIRST_DIMENSION_SPLIT = (
     r"word_embeddings|output_layer|linear_qkv\.(weight|bias)|linear_fc1\.weight"
-    r"|linear_(q|q_up|kv_up)_proj\.weight|softmax_offset"
+    r"|linear_(q|q_up|kv_up)_proj\.weight|softmax_offset|in_proj\.weight|conv_weight|A_log|dt_bias"
 )
-SECOND_DIMENSION_SPLIT = r"linear_(proj|fc2)\.weight"
+SECOND_DIMENSION_SPLIT = r"(linear_proj|linear_fc2|out_proj)\.weight"
 
 
 class RMSNorm(torch.nn.Module):
@@ -45,14 +51,28 @@ class RMSNorm(torch.nn.Module):
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__()
-        self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.eps, self.centre = eps, self._centre(config)
+        start = torch.full((hidden_size,), 1 - self.centre, dtype=config.params_dtype)
+        self.weight = torch.nn.Parameter(start)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Normalise the last dimension of `hidden`, of any shape; computed in fp32."""
-        shape, weight = hidden.shape[-1:], self.weight.float()
+        shape, weight = hidden.shape[-1:], self.weight.float() + self.centre
         return functional.rms_norm(hidden.float(), shape, weight, self.eps).to(hidden.dtype)
+
+    @staticmethod
+    def _centre(config: Any) -> float:
+        """Return what the weight is stored as the difference from."""
+        return float(config.layernorm_zero_centered_gamma)
+
+
+class PlainRMSNorm(RMSNorm):
+    """The norm of a delta net's heads, whose weight is the factor in every family."""
+
+    @staticmethod
+    def _centre(config: Any) -> float:
+        return 0.0
 
 
 class _DeepseekV3(DeepseekV3Bridge):
@@ -62,13 +82,21 @@ class _DeepseekV3(DeepseekV3Bridge):
         return super()._build_base_config(*arguments, **keywords)
 
 
+class _Qwen35Moe(Qwen3MoEBridge):
+    """The bridge of a family that mbridge 0.15.1 does not have: all but these is Qwen3-MoE's."""
+
+    def _get_gptmodel_args(self) -> dict[str, Any]:
+        found = super()._get_gptmodel_args()
+        return {**found, "rotary_percent": self.hf_config.partial_rotary_factor}
+
+
 def build_bridge(settings: ModelSettings, layout: LayoutSettings) -> Any:
     """Return mbridge's description of the family under the current process groups."""
     machine = this_machine()
     check_capabilities(machine, settings, layout)
     config = hugging_face_config(settings)
-    kinds = {"deepseek_v3": _DeepseekV3, "gpt_oss": GptOss}
-    kind = kinds.get(settings.family, AutoBridge.from_config)
+    own = {"deepseek_v3": _DeepseekV3, "gpt_oss": GptOss, "qwen3_5_moe_text": _Qwen35Moe}
+    kind = own.get(settings.family, AutoBridge.from_config)
     bridge = kind(config, dtype=DTYPES[settings.precision])
     bridge.set_extra_args(
         attention_backend="auto",
@@ -101,6 +129,8 @@ def _further_arguments(settings: ModelSettings) -> dict[str, Any]:
     further = architecture(settings)
     if isinstance(further, NothingFurther | GptOssArchitecture):
         return {}
+    if isinstance(further, Qwen35MoeArchitecture):
+        return _delta_net_arguments(further)
     shared = further.n_shared_experts * settings.expert_hidden_size
     arguments = {
         "moe_shared_expert_intermediate_size": shared,
@@ -115,6 +145,19 @@ def _further_arguments(settings: ModelSettings) -> dict[str, Any]:
         scaling = further.rope_scaling.model_dump()
         arguments |= {renamed.get(key, key): value for key, value in scaling.items()}
     return arguments
+
+
+def _delta_net_arguments(further: Qwen35MoeArchitecture) -> dict[str, Any]:
+    names = [name for name in type(further).model_fields if name.startswith("linear_")]
+    return {
+        **{name: getattr(further, name) for name in names},
+        # Layers of two kinds have separate tensors in a checkpoint, not stacked ones.
+        "linear_attention_freq": further.full_attention_interval,
+        "attention_output_gate": True,
+        "layernorm_zero_centered_gamma": True,
+        "moe_shared_expert_intermediate_size": further.shared_expert_intermediate_size,
+        "moe_shared_expert_gate": True,
+    }
 
 
 def _recomputation(layout: LayoutSettings) -> dict[str, Any]:
@@ -188,8 +231,11 @@ def _block_spec(config: Any, virtual_stage: int | None) -> Any:
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=not local, normalization="RMSNorm", vp_stage=virtual_stage
     )
-    for layer in block.layer_specs:
-        parts = layer.submodules
+    first = get_transformer_layer_offset(config, vp_stage=virtual_stage)
+    # megatron-core gives equal layers one specification.
+    block.layer_specs = [copy(layer) for layer in block.layer_specs]
+    for number, layer in enumerate(block.layer_specs, first):
+        parts = layer.submodules = copy(layer.submodules)
         if hasattr(parts.mlp.submodules, "router"):
             parts.mlp.submodules.router = Router
         attention = parts.self_attention.submodules
@@ -206,9 +252,26 @@ def _block_spec(config: Any, virtual_stage: int | None) -> Any:
                 if config.qk_layernorm and hasattr(attention, norm):
                     setattr(attention, norm, RMSNorm)
             parts.sharded_state_dict_keys_map = {}  # the norms are not fused into the linear layers
+        if config.linear_attention_freq is not None:
+            _hybridise(parts, (number + 1) % config.linear_attention_freq > 0, local)
     if local:
         block.layer_norm = RMSNorm
     return block
+
+
+def _hybridise(parts: Any, linear: bool, local: bool) -> None:
+    """Change a layer's specs to a gated delta net, or to attention with an output gate."""
+    if not linear:
+        parts.self_attention.module = GatedSelfAttention
+        return
+    given = parts.self_attention.submodules
+    in_proj, out_proj = given.linear_qkv, given.linear_proj
+    if not local:
+        # TransformerEngine's layer of attention includes the norm before it.
+        engine = importlib.import_module("megatron.core.extensions.transformer_engine")
+        in_proj, parts.input_layernorm = engine.TEColumnParallelLinear, engine.TENorm
+    inside = DeltaNetSubmodules(in_proj, PlainRMSNorm, out_proj)
+    parts.self_attention = ModuleSpec(module=GatedDeltaNet, submodules=inside)
 
 
 @torch.no_grad()
@@ -218,19 +281,26 @@ def initialize(model: GPTModel, settings: ModelSettings, seed: int) -> None:
     Every whole tensor has a separate generator, seeded by the run's seed and the tensor's global
     name; this rank keeps its shard. Linear layers have standard deviation hidden_size ** -0.5; the
     two that write to the residual stream are also scaled by (2 * layers) ** -0.5. Norms start at
-    one, biases and attention sinks at zero.
+    one; biases and attention sinks at zero; the rates at which delta nets forget are spread over
+    [1, 16].
     """
     residual_scale = (2 * settings.layers) ** -0.5
+    centred = model.config.layernorm_zero_centered_gamma
     for name, parameter in model.named_parameters():
-        if parameter.dim() == 1:
-            parameter.fill_(0.0 if re.search(r"\.bias\d*$|softmax_offset", name) else 1.0)
+        if parameter.dim() == 1 and not name.endswith("A_log"):
+            zero = re.search(r"\.bias\d*$|softmax_offset", name) or (
+                centred and "layernorm" in name
+            )
+            parameter.fill_(0.0 if zero else 1.0)
             continue
         std = settings.hidden_size**-0.5
         if "word_embeddings" in name:
             std = settings.initialization.embedding_std
         elif "router" in name:
             std = settings.initialization.router_std
-        elif "linear_proj" in name or "linear_fc2" in name:
+        elif "conv_weight" in name:
+            std = parameter.shape[-1] ** -0.5
+        elif split_dimension(name) == 1:
             std *= residual_scale
         digest = hashlib.sha256(f"{seed}/{global_name(model, name)}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
@@ -239,7 +309,10 @@ def initialize(model: GPTModel, settings: ModelSettings, seed: int) -> None:
         dimension = split_dimension(name)
         if dimension is not None:
             shape[dimension] *= size
-        whole = torch.randn(shape, generator=generator) * std
+        if name.endswith("A_log"):
+            whole = (1 + 15 * torch.rand(shape, generator=generator)).log()
+        else:
+            whole = torch.randn(shape, generator=generator) * std
         parameter.copy_(shard(name, whole, size, rank))
 
 

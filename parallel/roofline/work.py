@@ -4,8 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from parallel.families import DeepseekV3Architecture, architecture, routed_layers
-from parallel.memory import BYTES, attention_elements, dense_widths, expert_tensors, router_tensors
+from parallel.families import (
+    DeepseekV3Architecture,
+    architecture,
+    full_attention_layers,
+    routed_layers,
+)
+from parallel.memory import (
+    BYTES,
+    dense_widths,
+    expert_tensors,
+    has_shared_gate,
+    mixer_elements,
+    router_tensors,
+)
 from parallel.settings import ModelSettings
 
 
@@ -43,19 +55,22 @@ def always_used(model: ModelSettings) -> int:
     """Return the elements of all layers that every token uses: all but the routed experts."""
     routed = len(routed_layers(model))
     widths = sum(width * layers for width, layers in dense_widths(model, routed, model.layers))
-    router = routed * sum(router_tensors(model))
-    attention = model.layers * sum(attention_elements(model, 1))
-    return attention + router + 3 * widths * model.hidden_size
+    router = routed * (sum(router_tensors(model)) + has_shared_gate(model) * model.hidden_size)
+    mixers = mixer_elements(model, 1, range(model.layers))
+    return sum(size * layers for size, layers in mixers) + router + 3 * widths * model.hidden_size
 
 
 def score_flops(model: ModelSettings) -> float:
-    """Return the FLOPs of a layer's attention of a token for each token before it, halved."""
+    """Return the FLOPs of a layer's attention of a token for each token before it, halved.
+
+    The mean over all layers: gated delta nets, whose states have one size, count as 0.
+    """
     further = architecture(model)
     if isinstance(further, DeepseekV3Architecture):
         widths = further.qk_nope_head_dim + model.head_dim + further.v_head_dim
     else:
         widths = 2 * model.head_dim
-    return model.attention_heads * widths
+    return model.attention_heads * widths * len(full_attention_layers(model)) / model.layers
 
 
 def cache_bytes(model: ModelSettings, ranks: int) -> int:
@@ -64,4 +79,5 @@ def cache_bytes(model: ModelSettings, ranks: int) -> int:
     if isinstance(further, DeepseekV3Architecture):  # the latent, whole on every rank
         return BYTES["bf16"] * model.layers * (further.kv_lora_rank + model.head_dim)
     heads = max(1, model.key_value_heads // ranks)
-    return BYTES["bf16"] * model.layers * 2 * heads * model.head_dim
+    layers = len(full_attention_layers(model))
+    return BYTES["bf16"] * layers * 2 * heads * model.head_dim

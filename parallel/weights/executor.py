@@ -19,7 +19,7 @@ from parallel.settings import LayoutSettings, ModelSettings
 from parallel.weights.holdings import held
 from parallel.weights.mapping import SharedMemory, mapped
 from parallel.weights.names import is_precise
-from parallel.weights.planner import Bucket, Plan, Slice
+from parallel.weights.planner import Bucket, Plan, Slice, by_tensor
 from parallel.weights.transport import Addressed, Meeting, MessageBatch, Messages
 
 IN_FLIGHT = 4  # messages that a trainer rank has packed and that are not yet sent
@@ -165,27 +165,28 @@ class Inbox:
         """Reset the counts."""
         self.received_bytes = self.staging_bytes = 0
 
-    def take(self, bucket: Bucket) -> dict[str, torch.Tensor]:
-        """Return the contents of a bucket's needed boxes by tensor, valid until the next call.
+    def take(self, bucket: Bucket) -> dict[tuple[str, Box], torch.Tensor]:
+        """Return the contents of a bucket's needed boxes, valid until the next call.
 
         A box that one rank holds whole is a view of its memory or message; others are assembled.
         """
         self._finish_forwarding()
-        needs, found = dict(bucket.needs), dict[str, torch.Tensor]()
+        needs, found = by_tensor(bucket.needs), dict[tuple[str, Box], torch.Tensor]()
         self._staged = 0
         for tensor, box, part in self._contents(bucket):
-            need = needs[tensor]
+            need = next(each for each in needs[tensor] if intersect(box, each) == box)
+            key = tensor, need
             if box == need:
-                found[tensor] = part
+                found[key] = part
                 continue
-            if tensor not in found:
+            if key not in found:
                 # `part` may be in a trainer's memory, on its GPU.
-                found[tensor] = torch.empty(need[1], dtype=part.dtype, device=self._device)
-                self._staged += found[tensor].nbytes
-            found[tensor][within(_inside(box, need))].copy_(part)
+                found[key] = torch.empty(need[1], dtype=part.dtype, device=self._device)
+                self._staged += found[key].nbytes
+            found[key][within(_inside(box, need))].copy_(part)
         self.staging_bytes = max(self.staging_bytes, self._staged)
         if bucket.forward_to:
-            packed = _packed(found[tensor] for tensor, _ in bucket.needs)
+            packed = _packed(found[need] for need in bucket.needs)
             receivers = [self._trainers + rank for rank in bucket.forward_to]
             self._forwarding = [
                 self._groups.of(receiver).start(sends=[(buffer, receiver) for buffer in packed])

@@ -170,6 +170,7 @@ def _cuts(weight: Weight, ranks: int, rank: int) -> Iterator[tuple[Part, Box, tu
     for group in range(rank * each, (rank + 1) * each):
         for part in weight.parts:
             size = part.shape[weight.dimension] // groups
-            box = along(part.shape, weight.dimension, group * size, size)
+            first = part.first + group * size
+            box = along(part.shape, weight.dimension, first, size)
             yield part, box, along(part.shape, weight.dimension, position, size)[0]
             position += size

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from parallel.families import architecture, routed_layers
+from parallel.families import Qwen35MoeArchitecture, architecture, is_linear, routed_layers
 from parallel.settings import ModelSettings
 from parallel.weights.stacks import Member, Stack
 
@@ -37,11 +37,15 @@ class Units:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A Hugging Face tensor, named within its bucket; `units` count its split dimension."""
+    """A Hugging Face tensor, named within its bucket; `units` count its split dimension.
+
+    Or the rows of one from `first`, where a tensor joins what megatron-core's parameter mixes.
+    """
 
     tensor: str
     shape: tuple[int, ...]
     units: Units | None = None
+    first: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,17 +83,23 @@ class ModelWeights:
             _whole("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", hidden),
         )
         attention = [*norms, *_attention(model)]
+        further = architecture(model)
         dense: Iterator[Weight] = iter(())
-        if width := getattr(architecture(model), "intermediate_size", None):
+        if width := getattr(further, "intermediate_size", None):
             units = Units("model.architecture.intermediate_size", width)
             dense = _perceptron(model, "mlp.", "mlp.", units)
         self.buckets = [EMBEDDING, *range(model.layers), HEAD]
         self._routed = routed_layers(model)
+        self._linear = [is_linear(further, layer) for layer in range(model.layers)]
+        linear: list[Weight] = []
+        if any(self._linear):
+            linear = [*norms, *_delta_net(model, further), *_experts(model)]
         # The weights of a bucket of each kind, named within the bucket.
         self.weights: dict[str, tuple[Weight, ...]] = {
             "embedding": (_split(*names, table, 0, rows),),
             "dense": (*attention, *dense),
             "routed": (*attention, *_experts(model)),
+            "linear": tuple(linear),
             "head": (
                 _whole("decoder.final_layernorm.weight", "model.norm.weight", hidden),
                 _split("output_layer.weight", "lm_head.weight", table, 0, rows),
@@ -100,19 +110,23 @@ class ModelWeights:
         """Return the kind of a bucket; buckets of one kind differ only in their number."""
         if key in (EMBEDDING, HEAD):
             return "embedding" if key == EMBEDDING else "head"
+        if self._linear[key]:
+            return "linear"
         return "routed" if key in self._routed else "dense"
 
     def tensors(self, key: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the full names and shapes of a bucket's Hugging Face tensors."""
-        prefix = tensor_prefix(key)
+        prefix, found = tensor_prefix(key), dict[str, tuple[int, ...]]()
         for weight in self.weights[self.kind(key)]:
             for expert in range(max(1, weight.experts)):
                 for part in weight.parts:
-                    yield prefix + part.tensor.format(expert=expert), part.shape
+                    name, (rows, *columns) = part.tensor.format(expert=expert), part.shape
+                    found[prefix + name] = (part.first + rows, *columns)  # the last part ends it
+        yield from found.items()
 
     def stored(self, key: int) -> Iterator[tuple[str, tuple[int, ...], Stack | None]]:
         """Yield the names and shapes of a bucket's tensors in a checkpoint, and what they stack."""
-        prefix = tensor_prefix(key)
+        prefix, whole = tensor_prefix(key), dict(self.tensors(key))
         for weight in self.weights[self.kind(key)]:
             if weight.stack is not None:
                 names = tuple(prefix + part.tensor for part in weight.parts)
@@ -122,7 +136,9 @@ class ModelWeights:
                 continue
             for expert in range(max(1, weight.experts)):
                 for part in weight.parts:
-                    yield prefix + part.tensor.format(expert=expert), part.shape, None
+                    name = prefix + part.tensor.format(expert=expert)
+                    if name in whole:  # several parts may be rows of one tensor
+                        yield name, whole.pop(name), None
 
     def loaded(self, key: int) -> Iterator[tuple[str, tuple[int, ...], Member | None]]:
         """Yield the names and shapes of what vLLM's loaders take: of stacks, their slices."""
@@ -221,16 +237,19 @@ def _attention(model: ModelSettings) -> Iterator[Weight]:
     sinks = model.family == "gpt_oss"
     # vLLM's gpt-oss has no rank without a key-value head of its own.
     groups = Units("model.key_value_heads", model.key_value_heads, repeated=not sinks)
+    gated = isinstance(architecture(model), Qwen35MoeArchitecture)  # a head's query, then its gate
+    widths = {"q": model.head_dim * (2 if gated else 1), "k": model.head_dim, "v": model.head_dim}
     kinds: dict[str, tuple[int, ...]] = {"weight": (model.hidden_size,)}
     if sinks or getattr(architecture(model), "attention_bias", False):
         kinds["bias"] = ()
     for kind, row in kinds.items():
         parts = tuple(
-            Part(f"self_attn.{name}_proj.{kind}", (units.count * model.head_dim, *row), units)
+            Part(f"self_attn.{name}_proj.{kind}", (units.count * widths[name], *row), units)
             for name, units in (("q", queries), ("k", groups), ("v", groups))
         )
         yield Weight(f"self_attention.linear_qkv.{kind}", parts, 0, groups=groups.count)
-    if model.family == "qwen3_moe" or getattr(architecture(model), "use_qk_norm", False):
+    always = model.family in ("qwen3_moe", "qwen3_5_moe_text")
+    if always or getattr(architecture(model), "use_qk_norm", False):
         for name in "qk":
             names = f"self_attention.{name}_layernorm.weight", f"self_attn.{name}_norm.weight"
             yield _whole(*names, model.head_dim)
@@ -264,6 +283,37 @@ def _latent_attention(model: ModelSettings) -> Iterator[Weight]:
     yield _projection(model, heads, further.v_head_dim)
 
 
+def _delta_net(model: ModelSettings, further: Qwen35MoeArchitecture) -> Iterator[Weight]:
+    """Yield a gated delta net's weights; rows go by key head, so that ranks take whole ones."""
+    keys = Units("model.architecture.linear_num_key_heads", further.linear_num_key_heads)
+    values = Units("model.architecture.linear_num_value_heads", further.linear_num_value_heads)
+    ours, theirs = "self_attention.", "linear_attn."
+    wide = values.count * further.linear_value_head_dim
+    sections = [
+        (keys, keys.count * further.linear_key_head_dim),
+        (keys, keys.count * further.linear_key_head_dim),
+        (values, wide),
+    ]
+
+    def joined(tensor: str, *columns: int) -> Iterator[Part]:
+        first = 0
+        for units, rows in sections:
+            yield Part(theirs + tensor, (rows, *columns), units, first)
+            first += rows
+
+    inputs = [*joined("in_proj_qkv.weight", model.hidden_size)]
+    for name, rows in (("z", wide), ("b", values.count), ("a", values.count)):
+        inputs.append(Part(f"{theirs}in_proj_{name}.weight", (rows, model.hidden_size), values))
+    yield Weight(f"{ours}in_proj.weight", tuple(inputs), 0, groups=keys.count)
+    filters = tuple(joined("conv1d.weight", 1, further.linear_conv_kernel_dim))
+    yield Weight(f"{ours}conv_weight", filters, 0, groups=keys.count)
+    for name in ("A_log", "dt_bias"):
+        yield _split(ours + name, theirs + name, (values.count,), 0, values)
+    yield _whole(f"{ours}out_norm.weight", f"{theirs}norm.weight", further.linear_value_head_dim)
+    shape = (model.hidden_size, wide)
+    yield _split(f"{ours}out_proj.weight", f"{theirs}out_proj.weight", shape, 1, values)
+
+
 def _projection(model: ModelSettings, heads: Units, head_dim: int) -> Weight:
     names = "self_attention.linear_proj.weight", "self_attn.o_proj.weight"
     return _split(*names, (model.hidden_size, heads.count * head_dim), 1, heads)
@@ -287,6 +337,13 @@ def _experts(model: ModelSettings) -> Iterator[Weight]:
         together = model.family == "deepseek_v3"
         for weight in _perceptron(model, "mlp.shared_experts.", "mlp.shared_experts.", units):
             yield replace(weight, with_experts=together)
+    if isinstance(further, Qwen35MoeArchitecture):
+        width = further.shared_expert_intermediate_size
+        units = Units("model.architecture.shared_expert_intermediate_size", width)
+        for weight in _perceptron(model, "mlp.shared_experts.", "mlp.shared_expert.", units):
+            yield replace(weight, with_experts=True)
+        gate = "mlp.shared_experts.gate_weight", "mlp.shared_expert_gate.weight"
+        yield _whole(*gate, 1, model.hidden_size)
     units = Units("model.expert_hidden_size", model.expert_hidden_size)
     projections = ("w1", "w3", "w2") if mixtral else PROJECTIONS
     here, there = "mlp.experts.local_experts.{expert}.", f"{theirs}experts.{{expert}}."

@@ -114,7 +114,7 @@ def _box(part: Part, dimension: int | None, ranks: int, rank: int) -> Box:
     first = min(rank * places // ranks * each, units.count)
     last = min(first + each, units.count)
     size = part.shape[dimension] // units.count
-    return along(part.shape, dimension, first * size, (last - first) * size)
+    return along(part.shape, dimension, part.first + first * size, (last - first) * size)
 
 
 def _padded(units: Units) -> int:

@@ -8,6 +8,7 @@ needed element exactly once, in buckets of one layer. Never imports torch.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
@@ -165,7 +166,7 @@ class Plan:
                 else self._first_stages[source]
             )
         weights, how = self.description.weights, (fleet.expert_parallel, fleet.data)
-        self._needed = cache(lambda kind, size, at: dict(needed_of(weights[kind], size, at, *how)))
+        self._needed = cache(lambda kind, size, at: [*needed_of(weights[kind], size, at, *how)])
         self._shared = cache(self._find_shared)
         self._line = cache(self._find_line)
 
@@ -180,7 +181,7 @@ class Plan:
         for key in sorted(self.description.buckets, key=lambda key: self.step(engine, key)):
             prefix, kind = tensor_prefix(key), self.description.kind(key)
             names = [name for name, _, _ in self.description.loaded(key)]
-            needs = [(prefix + name, box) for name, box in self._needed(kind, ranks, place).items()]
+            needs = [(prefix + name, box) for name, box in self._needed(kind, ranks, place)]
             messages = [] if from_rank is not None else self._messages(key, rank)
             found.append(Bucket(key, names, needs, messages, from_rank, to_ranks))
         return found
@@ -308,14 +309,22 @@ class Plan:
 
     def _find_shared(self, kind: str, shard: Shard, ranks: int, rank: int) -> _Items:
         """Return the items that a tensor-parallel rank of an engine needs of a shard."""
-        needs, items = self._needed(kind, ranks, rank), []
+        needs, items = by_tensor(self._needed(kind, ranks, rank)), []
         for piece in self.layout.pieces(self.description.weights[kind], shard):
-            need = needs.get(piece.tensor)
-            if need and (common := intersect(piece.box, need)):
-                offset = _shifted(piece.parameter_offset, piece.box[0], common[0])
-                items.append(_Item(piece.tensor, common, piece.parameter, offset))
+            for need in needs.get(piece.tensor, ()):
+                if common := intersect(piece.box, need):
+                    offset = _shifted(piece.parameter_offset, piece.box[0], common[0])
+                    items.append(_Item(piece.tensor, common, piece.parameter, offset))
         starts = [0, *accumulate(prod(item.box[1]) for item in items)]
         return _Items(items, starts[:-1], starts[-1])
+
+
+def by_tensor(needs: Iterable[tuple[str, Box]]) -> dict[str, list[Box]]:
+    """Return the boxes of each tensor, in order; several of one that joins several matrices."""
+    found: dict[str, list[Box]] = {}
+    for tensor, box in needs:
+        found.setdefault(tensor, []).append(box)
+    return found
 
 
 def _sources(fleet: EngineSizes, trainers: int, near: list[bool]) -> list[int | None]:

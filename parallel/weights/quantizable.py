@@ -9,14 +9,18 @@ from dataclasses import dataclass
 from parallel.settings import ModelSettings
 from parallel.weights.names import EMBEDDING, HEAD, ModelWeights
 
-ROUTER = "mlp.router.weight"  # megatron-core's name of it
+# Megatron-core's names of what chooses and weighs experts, which vLLM never quantizes.
+GATES = "mlp.router.weight", "mlp.shared_experts.gate_weight"
 # The last part of a Hugging Face name: of the module that vLLM fuses it into with others.
 FUSED = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
     **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
     **dict.fromkeys(("w1", "w3"), "w13"),
     **dict.fromkeys(("q_a_proj", "kv_a_proj_with_mqa"), "fused_qkv_a_proj"),
+    **dict.fromkeys(("in_proj_qkv", "in_proj_z"), "in_proj_qkvz"),
 }
+# Of a delta net, one row per head: too few for the kernels of vLLM on a rank.
+NARROW = re.compile(r"\.in_proj_[ab]\.weight$")
 EXPERT = re.compile(r"^(.*\.experts)\.\d+\.")
 
 
@@ -34,7 +38,7 @@ class FusedTensors:
 
 
 def quantizable(model: ModelSettings) -> Iterator[FusedTensors]:
-    """Yield the weights of all linear layers but routers and the head, in the model's order."""
+    """Yield the weights of all linear layers but gates and the head, in the model's order."""
     description = ModelWeights(model)
     for key in description.buckets:
         if key in (EMBEDDING, HEAD):
@@ -43,7 +47,9 @@ def quantizable(model: ModelSettings) -> Iterator[FusedTensors]:
             part.tensor
             for weight in description.weights[description.kind(key)]
             for part in weight.parts
-            if len(part.shape) == 2 and weight.parameter != ROUTER
+            if len(part.shape) == 2
+            and weight.parameter not in GATES
+            and not NARROW.search(part.tensor)
         }
         prefix = f"model.layers.{key}."
         fused: dict[str, list[tuple[str, tuple[int, ...]]]] = {}

@@ -11,7 +11,13 @@ import yaml
 from yaml import CSafeLoader
 
 from parallel.errors import hint
-from parallel.families import ADDING_A_FAMILY, FAMILIES, configuration, is_readable
+from parallel.families import (
+    ADDING_A_FAMILY,
+    FAMILIES,
+    configuration,
+    is_readable,
+    text_configuration,
+)
 from parallel.files import CHECKSUMS, WEIGHTS_INDEX, read_text, unreachable
 from parallel.settings import ModelSettings
 from pipeline.config.tensor_headers import tensors_violation
@@ -93,6 +99,7 @@ def weights_violation(directory: Path, model: ModelSettings) -> str | None:
     config, problem = json_object(path := directory / "config.json")
     if problem is not None:
         return f"{problem}; name the directory of a Hugging Face checkpoint"
+    config = text_configuration(config)
     kind = config.get("model_type")
     if not isinstance(kind, str | None):
         return f"{shown(path)}: model_type: must be the name of a family"

@@ -17,6 +17,12 @@ from stages.kinds.kind import MODEL, Found, RunBlocks, StageKind, StageSettings,
 GROUP_SIZES = {"int8": 128, "int4": 128, "nvfp4": 16}  # weights that share a scale, by default
 GROUPED = ("int8", "int4")  # the formats whose group size is free
 
+# Families that are not quantized, and why.
+UNQUANTIZED = {
+    "gpt_oss": "its checkpoints stack the experts with their biases",
+    "qwen3_5_moe_text": "no engine has loaded delta nets quantized",
+}
+
 
 class QuantizeSettings(StageSettings):
     """The rounding of a model's weights to fewer bits: a checkpoint for the run, and one for vLLM.
@@ -56,10 +62,8 @@ class QuantizeSettings(StageSettings):
     def violations(self, key: str, run: RunBlocks, domains: Sequence[str]) -> Found:
         if self.from_ is None:
             yield f"{key}.from", "must name the stage whose model is quantized"
-        if run.model.family == "gpt_oss":
-            message = (
-                "gpt_oss is not quantized: its checkpoints stack the experts with their biases"
-            )
+        if reason := UNQUANTIZED.get(run.model.family):
+            message = f"{run.model.family} is not quantized: {reason}"
             yield key, f"{message}; remove the stage"
             return
         if self.group_size is not None and self.format not in GROUPED:

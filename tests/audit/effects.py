@@ -108,6 +108,7 @@ CHECKED_BY = {
     "PythonReward": "stages/test_rewards.py",
     "QuantizeSettings": "pipeline/test_quantize_settings.py",
     "RamSettings": "stages/test_weight_methods.py",
+    "Qwen35MoeArchitecture": "layouts/hugging_face_cases.py",
     "ReasoningGymPromptSettings": "stages/test_domains.py",
     "ReasoningGymPromptSettings.form": "stages/test_reasoning_gym_scorers.py",
     "ReasoningGymPromptSettings.instruction": "stages/test_reasoning_gym_scorers.py",

@@ -18,6 +18,21 @@ MODELS = {
     "qwen3_moe": MODEL,
     "mixtral": MODEL.model_copy(update={"family": "mixtral"}),
     "bf16": MODEL.model_copy(update={"precision": "bf16"}),
+    # vLLM 0.30's delta net has no fp32 kernel for a CPU.
+    "qwen3_5_moe_text": MODEL.model_copy(
+        update={
+            "family": "qwen3_5_moe_text",
+            "precision": "bf16",
+            "architecture": {
+                "full_attention_interval": 2,
+                "shared_expert_intermediate_size": 32,
+                "linear_num_key_heads": 2,
+                "linear_num_value_heads": 4,
+                "linear_key_head_dim": 64,
+                "linear_value_head_dim": 64,
+            },
+        }
+    ),
     "glm4_moe": MODEL.model_copy(
         update={
             "family": "glm4_moe",

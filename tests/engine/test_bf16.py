@@ -14,30 +14,32 @@ from tests.engine.engine_settings import ENGINE, MODELS
 from tests.ranks import On
 
 LAYOUT = LayoutSettings()
-MODEL = MODELS["bf16"]
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize(
+    ("name", "mode"), [("bf16", "sync"), ("bf16", "async"), ("qwen3_5_moe_text", "sync")]
+)
 def test_an_expert_in_bf16_trains_on_a_real_engines_samples(
-    on: On, engine_of: EngineOf, tmp_path: Path, mode: str
+    on: On, engine_of: EngineOf, tmp_path: Path, name: str, mode: str
 ) -> None:
     """In `async` the bounds apply to probes of 32 tokens."""
-    address = engine_of("bf16").address
-    described = MODEL.model_dump_json(), ENGINE.model_dump_json()
+    address = engine_of(name).address
+    described = MODELS[name].model_dump_json(), ENGINE.model_dump_json()
     [steps] = on(LAYOUT, bf16_cases.trained_steps, tmp_path, address, *described, mode)
     # The maximum would have stopped a run in fp32.
     assert all(metrics["mismatch_max"] > mismatch_bounds("fp32").largest for metrics in steps)
     assert all(metrics["gradient_norm"] > 0 for metrics in steps)
 
 
+@pytest.mark.parametrize("name", ["bf16", "qwen3_5_moe_text"])
 @pytest.mark.parametrize("change", bf16_cases.CHANGES)
 def test_only_wrong_weights_exceed_the_bounds_of_bf16(
-    on: On, engine_of: EngineOf, change: str
+    on: On, engine_of: EngineOf, change: str, name: str
 ) -> None:
-    address = engine_of("bf16").address
-    described = [each.model_dump_json() for each in (MODEL, LAYOUT, ENGINE)]
+    model, address = MODELS[name], engine_of(name).address
+    described = [each.model_dump_json() for each in (model, LAYOUT, ENGINE)]
     [found] = on(LAYOUT, bf16_cases.mismatches, address, *described, change)
-    exceeded = bounds_of(MODEL, ENGINE).exceeded(found, found["tokens"])
+    exceeded = bounds_of(model, ENGINE).exceeded(found, found["tokens"])
     print(change, found, exceeded)
     assert bool(exceeded) == (change != "right")
     if change == "right":

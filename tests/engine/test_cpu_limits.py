@@ -11,7 +11,7 @@ from parallel.cpu.vllm_kernels import HEAD_DIMS, unsupported
 from pipeline.launch.placement import ForkServers
 from stages.main import warn_of_engines
 from tests.engine.engine_process import running_engine
-from tests.engine.engine_settings import MODEL
+from tests.engine.engine_settings import MODEL, MODELS
 
 
 def test_head_dims_equal_those_of_vllm() -> None:
@@ -31,6 +31,18 @@ def test_known_limits_are_reported() -> None:
     odd = unsupported(biased.model_copy(update={"expert_hidden_size": 48}))
     assert odd is not None
     assert odd.startswith("model.expert_hidden_size = 48: vLLM's experts of gpt_oss need a mult")
+
+
+def test_limits_of_delta_nets_are_reported() -> None:
+    hybrid = MODELS["qwen3_5_moe_text"]
+    assert unsupported(hybrid) is None
+    exact = unsupported(hybrid.model_copy(update={"precision": "fp32"}))
+    assert exact == "model.family: vLLM's gated delta net has kernels for bf16 alone"
+    narrow = {**hybrid.architecture, "linear_key_head_dim": 32}
+    assert unsupported(hybrid.model_copy(update={"architecture": narrow})) == (
+        "model.architecture: linear key and value heads are 32 and 64 wide: vLLM's gated delta net"
+        " has kernels for equal widths of 64, 128 alone"
+    )
 
 
 def test_the_first_stage_reports_a_limit_at_its_start(capfd: pytest.CaptureFixture[str]) -> None:

@@ -22,6 +22,14 @@ from parallel.weights.stacks import Member
 
 DENSE_AND_SHARED = {"first_k_dense_replace": 1, "intermediate_size": 64, "n_shared_experts": 2}
 LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 16, "v_head_dim": 16, "q_lora_rank": 24}
+DELTA_NET = {
+    "full_attention_interval": 2,
+    "shared_expert_intermediate_size": 64,
+    "linear_num_key_heads": 8,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {}),
     "mixtral": ("mixtral", {}),
@@ -32,6 +40,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {**DENSE_AND_SHARED, **LATENT, "q_lora_rank": None},
     ),
     "gpt_oss": ("gpt_oss", {}),
+    "qwen3_5_moe_text": ("qwen3_5_moe_text", DELTA_NET),
 }
 # (ranks, rank, members); the last of one member has no rows of the vocabulary.
 RANKS = [(2, 1, 1), (8, 3, 1), (8, 7, 1), (2, 1, 2), (8, 5, 2), (8, 6, 4)]
@@ -53,8 +62,8 @@ class Copies(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.contiguous:
             return args[0]  # a transposed tensor stays a view
-        if func is torch.Tensor.copy_:
-            part = args[1]
+        if func in (torch.Tensor.copy_, torch.Tensor.__setitem__):
+            part = args[-1]
             whole = part if part._base is None else part._base
             first = last = part.storage_offset()
             last += sum((n - 1) * by for n, by in zip(part.shape, part.stride(), strict=True))
@@ -68,6 +77,8 @@ class Copies(TorchFunctionMode):
             if name is not None and part.numel():  # else zeros, of biases that another rank adds
                 member = self.members[name]
                 self.found += [(name, box)] if member is None else member.boxes(box)
+            if part.is_meta and not args[0].is_meta:  # some parameters name their device
+                return args[0]
         return func(*args, **(kwargs or {}))
 
 
@@ -124,6 +135,9 @@ def copies(directory: str) -> Copied:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader.utils import initialize_model
 
+    from parallel.cpu import vllm_vision
+
+    vllm_vision.provide()
     found: Copied = {}
     for name, whole in product(MODELS, (False, True)):
         settings, path = model(name), str(Path(directory) / name.replace(" ", "_"))

@@ -92,7 +92,7 @@ def import_weights(file: Path) -> None:
         synchronize(device)
         started = time.perf_counter()
         for bucket in inbox.buckets:
-            for name, part in inbox.take(bucket).items():
+            for (name, _), part in inbox.take(bucket).items():
                 if name not in landed:
                     landed[name] = torch.empty_like(part, memory_format=torch.contiguous_format)
                 landed[name].copy_(part)

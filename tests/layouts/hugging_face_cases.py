@@ -68,6 +68,21 @@ FAMILIES = {
             },
         }
     ),
+    "qwen3_5_moe_text": MODEL.model_copy(
+        update={
+            "family": "qwen3_5_moe_text",
+            "architecture": {
+                "full_attention_interval": 2,
+                "shared_expert_intermediate_size": 24,
+                "linear_num_key_heads": 2,
+                "linear_num_value_heads": 4,
+                "linear_key_head_dim": 12,
+                "linear_value_head_dim": 20,
+                "linear_conv_kernel_dim": 3,
+                "partial_rotary_factor": 0.5,
+            },
+        }
+    ),
 }
 MODELS = {
     **FAMILIES,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from itertools import product
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from parallel.files import WEIGHTS_INDEX
 from parallel.hugging_face.files import WeightFiles
 from parallel.settings import LayoutSettings
+from pipeline.config.checkpoints import weights_violation
 from tests.layouts.cases import SPREAD
 from tests.layouts.hugging_face_cases import (
     FAMILIES,
@@ -112,44 +114,80 @@ def test_the_stage_imports_a_checkpoint_for_any_layout(
         assert stored(str(output)) == stored(str(exported[model]))
 
 
-def with_layer_for_multi_token_prediction(source: Path, directory: Path) -> None:
-    """Copy a checkpoint and add a layer for multi-token prediction, as DeepSeek and GLM have it."""
+def as_vision_language_model(source: Path, directory: Path) -> None:
+    """Write a text model's checkpoint as Qwen3.5-MoE is published."""
+    directory.mkdir()
+    files, stacks = WeightFiles(source), dict[str, list[torch.Tensor]]()
+    saved = {"model.visual.pos_embed.weight": torch.randn(3, 2), "mtp.fc.weight": torch.randn(2, 4)}
+    for name in sorted(files.stored, key=lambda name: [*map(int, re.findall(r"\d+", name))]):
+        outer = name.replace("model.", "model.language_model.", 1)
+        if match := re.match(r"(.*\.experts)\.\d+\.(gate|up|down)_proj", outer):
+            stacks.setdefault(f"{match[1]}.{match[2]}", []).append(files.read(name))
+        else:
+            saved[outer] = files.read(name)
+    for name in [name for name in stacks if name.endswith(".gate")]:
+        layer = name.removesuffix(".gate")
+        gate, up, down = (torch.stack(stacks[f"{layer}.{part}"]) for part in ("gate", "up", "down"))
+        saved[f"{layer}.gate_up_proj"] = torch.cat([gate, up], 1)
+        saved[f"{layer}.down_proj"] = down
+    save_file(saved, directory / "model.safetensors")
+    inner = json.loads((source / "config.json").read_text())
+    config = {"model_type": "qwen3_5_moe", "text_config": inner, "vision_config": {}}
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+def test_the_text_model_of_a_vision_language_model_is_imported(
+    on: On, exported: dict[str, Path], tmp_path: Path
+) -> None:
+    family, source = "qwen3_5_moe_text", tmp_path / "published"
+    layout, another = (LayoutSettings(**MATRIX[name]) for name in ("TP2 EP2 ETP2", "TP2"))
+    as_vision_language_model(exported[family], source)
+    assert weights_violation(source, MODELS[family]) is None
+    on(layout, import_checkpoint, layout, family, str(source), str(tmp_path))
+    step, output = tmp_path / "checkpoints" / "step_0", tmp_path / "out"
+    on(another, export_checkpoint, another, family, str(step), str(output))
+    assert stored(str(output)) == stored(str(exported[family]))
+
+
+def with_layer_for_multi_token_prediction(source: Path, directory: Path, module: str) -> None:
+    """Copy a checkpoint and add a layer for multi-token prediction, of bf16 and fp32."""
     shutil.copytree(source, directory)
-    files = WeightFiles(source)
-    layers = MODELS["qwen3_moe"].layers
-    last = f"model.layers.{layers - 1}."
+    last = f"model.layers.{MODELS['qwen3_moe'].layers - 1}."
     added = {
-        f"model.layers.{layers}.{name.removeprefix(last)}": torch.randn(stored.shape)
-        for name, stored in files.stored.items()
+        f"{module}.{name.removeprefix(last)}": torch.randn(stored.shape)
+        for name, stored in WeightFiles(source).stored.items()
         if name.startswith(last)
     }
-    hidden = MODELS["qwen3_moe"].hidden_size
-    for name in ("enorm", "hnorm", "shared_head.norm"):
-        added[f"model.layers.{layers}.{name}.weight"] = torch.randn(hidden)
     # Stored in another precision than the model's.
-    combined = torch.randn(hidden, 2 * hidden).bfloat16()
-    added[f"model.layers.{layers}.eh_proj.weight"] = combined
+    added[f"{module.split('.layers.0')[0]}.eh_proj.weight"] = torch.randn(32, 64).bfloat16()
     save_file(added, directory / "mtp.safetensors")
     index = json.loads((directory / WEIGHTS_INDEX).read_text())
     index["weight_map"] |= dict.fromkeys(added, "mtp.safetensors")
     (directory / WEIGHTS_INDEX).write_text(json.dumps(index))
 
 
-@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize(
+    ("family", "module", "key"),
+    [
+        ("glm4_moe", f"model.layers.{MODELS['glm4_moe'].layers}", "num_nextn_predict_layers"),
+        ("deepseek_v3", f"model.layers.{MODELS['glm4_moe'].layers}", "num_nextn_predict_layers"),
+        ("qwen3_5_moe_text", "mtp.layers.0", "mtp_num_hidden_layers"),
+    ],
+)
 def test_layers_for_multi_token_prediction_are_exported_as_they_were_imported(
-    family: str, on: On, exported: dict[str, Path], tmp_path: Path
+    family: str, module: str, key: str, on: On, exported: dict[str, Path], tmp_path: Path
 ) -> None:
     layout, another = (LayoutSettings(**MATRIX[name]) for name in ("TP2 EP2 PP2", "TP2"))
     source, output, bare = tmp_path / "source", tmp_path / "out", tmp_path / "bare"
-    with_layer_for_multi_token_prediction(exported[family], source)
+    with_layer_for_multi_token_prediction(exported[family], source, module)
     on(layout, import_checkpoint, layout, family, str(source), str(tmp_path))
     step = str(tmp_path / "checkpoints" / "step_0")
     on(another, export_checkpoint, another, family, step, str(output), str(source))
     assert stored(str(output)) == stored(str(source))
-    assert json.loads((output / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    assert json.loads((output / "config.json").read_text())[key] == 1
     on(another, export_checkpoint, another, family, step, str(bare))  # the run names no checkpoint
     assert stored(str(bare)) == stored(str(exported[family]))
-    assert json.loads((bare / "config.json").read_text())["num_nextn_predict_layers"] == 0
+    assert not json.loads((bare / "config.json").read_text()).get(key)
 
 
 def in_blocks(source: Path, directory: Path) -> dict[str, torch.Tensor]:
@@ -212,7 +250,8 @@ def test_bf16_is_kept(name: str, on: On, exported: dict[str, Path], tmp_path: Pa
     tiered(
         [
             *product(
-                ["TP2, CP2, TP2 EP2 ETP2", "TP2 EP2 PP2"], ["mixtral", "glm4_moe", "deepseek_v3"]
+                ["TP2, CP2, TP2 EP2 ETP2", "TP2 EP2 PP2"],
+                [family for family in FAMILIES if family not in ("qwen3_moe", "gpt_oss")],
             ),
             ("TP2, CP2, EP2, VPP2, PP2 uneven", "gpt_oss"),
             ("TP2 EP2 PP2", "gpt_oss"),

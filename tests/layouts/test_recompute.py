@@ -22,7 +22,12 @@ def recomputed(plain: LayoutSettings, *modules: str) -> LayoutSettings:
 
 @pytest.mark.parametrize(
     ("family", "modules"),
-    [("qwen3_moe", ("moe",)), ("deepseek_v3", WITH_DENSE_LAYERS), ("glm4_moe", ("moe", "mlp"))],
+    [
+        ("qwen3_moe", ("moe",)),
+        ("deepseek_v3", WITH_DENSE_LAYERS),
+        ("glm4_moe", ("moe", "mlp")),
+        ("qwen3_5_moe_text", ("moe",)),
+    ],
 )
 def test_recomputed_modules_change_no_bit_of_a_gradient(
     family: str, modules: tuple[str, ...], on: On
@@ -32,6 +37,15 @@ def test_recomputed_modules_change_no_bit_of_a_gradient(
     layout = recomputed(plain, *modules)
     assert not layout_violations(FAMILIES[family], layout)
     assert on(layout, difference, layout, plain, FAMILIES[family]) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("what", ["attention", "full"])
+def test_recomputed_layers_with_delta_nets_change_no_bit_of_a_gradient(what: str, on: On) -> None:
+    """Delta nets recompute their states anyway, here within a layer that is computed again."""
+    plain = LayoutSettings(ranks=2, tensor=2, distributed_optimizer=False)
+    layout = plain.model_copy(update={"recompute": what})
+    model = FAMILIES["qwen3_5_moe_text"]
+    assert on(layout, difference, layout, plain, model) == [0.0, 0.0]
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,13 @@ def test_a_copy_asks_for_the_view_and_goes_where_the_loader_puts_it(whole: Tenso
     assert torch.equal(target, whole[2:4].transpose(1, 2))
 
 
+def test_an_assignment_to_a_part_is_a_copy_to_it(whole: Tensor) -> None:
+    target = torch.zeros(4, 6, 4)
+    target[1:3, ...] = unread(lambda part, source: part.copy_(source.as_seen(whole[2:4])))[2:4]
+    assert torch.equal(target[1:3], whole[2:4])
+    assert not target[0].any() and not target[3].any()
+
+
 @pytest.mark.parametrize(
     "view",
     [

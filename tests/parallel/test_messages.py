@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from parallel.boxes import Box
 from parallel.distributed import host_store
 from parallel.settings import LayoutSettings, ModelSettings
 from parallel.weights import executor, planner
@@ -29,6 +30,7 @@ from tests.tiers import tiered
 
 CPU = torch.device("cpu")
 SECONDS = 60.0
+Loaded = dict[tuple[str, Box], torch.Tensor]  # the contents of an engine rank's boxes
 
 
 def held(settings: ModelSettings, layout: LayoutSettings) -> list[dict[str, torch.Tensor]]:
@@ -60,12 +62,12 @@ def refit(
     layout: LayoutSettings,
     fleet: EngineSizes,
     network: LateNetwork | GlooNetwork,
-) -> tuple[list[dict[str, torch.Tensor]], list[Inbox]]:
+) -> tuple[list[Loaded], list[Inbox]]:
     """Run all ranks' ends in threads; return what each engine rank has, and its inbox."""
     weights, ranks = held(settings, layout), sum(fleet.engines)
     plan, meeting = Plan(settings, layout, fleet), network.meeting(layout.ranks + ranks)
     shared = {rank: share(each) for rank, each in enumerate(weights)} if fleet.hosts else {}
-    loaded: list[dict[str, torch.Tensor]] = [{} for _ in range(ranks)]
+    loaded: list[Loaded] = [{} for _ in range(ranks)]
     inboxes: list[Any] = [None] * ranks
     failures: list[BaseException] = []
 
@@ -76,8 +78,8 @@ def refit(
         inboxes[rank] = inbox = Inbox(settings, layout, plan, rank, [meeting], CPU)
         inbox.map(shared)
         for bucket in inbox.buckets:
-            for name, contents in inbox.take(bucket).items():
-                loaded[rank][name] = contents.clone()
+            for need, contents in inbox.take(bucket).items():
+                loaded[rank][need] = contents.clone()
         inbox.close()
 
     def run(end: Callable[[int], None], rank: int) -> None:
@@ -99,14 +101,12 @@ def refit(
     return loaded, inboxes
 
 
-def check(
-    settings: ModelSettings, fleet: EngineSizes, loaded: list[dict[str, torch.Tensor]]
-) -> None:
+def check(settings: ModelSettings, fleet: EngineSizes, loaded: list[Loaded]) -> None:
     whole, rank = numbered(settings), 0
     for size in fleet.engines:
         for place in range(size):
             for name, box in needed(settings, size, place, fleet.expert_parallel):
-                assert np.array_equal(loaded[rank][name].numpy(), whole[name][at(box)])
+                assert np.array_equal(loaded[rank][name, box].numpy(), whole[name][at(box)])
             rank += 1
 
 

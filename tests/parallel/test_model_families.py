@@ -8,8 +8,10 @@ from transformers import AutoConfig
 
 from parallel.families import FAMILIES, architecture, family_violations
 from parallel.hugging_face.config import contradictions, expected_tensors, hugging_face_config
+from parallel.memory import parameter_count
 from parallel.model.policy import Policy
 from parallel.settings import InitializationSettings, LayoutSettings, ModelSettings
+from tests.layouts.real_models import real_model
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -28,7 +30,7 @@ GROUPS = {"first_k_dense_replace": 1, "n_group": 4, "topk_group": 2}
 
 
 def model(family: str, **changes: object) -> ModelSettings:
-    further = {} if family in ("qwen3_moe", "mixtral", "gpt_oss") else GROUPS
+    further = GROUPS if family in ("glm4_moe", "deepseek_v3") else {}
     return ModelSettings.model_validate(
         {**BASE, "family": family, "architecture": further, **changes}
     )
@@ -37,12 +39,13 @@ def model(family: str, **changes: object) -> ModelSettings:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_defaults_are_those_of_transformers(family: str) -> None:
     theirs = AutoConfig.for_model(family)
+    theirs.partial_rotary_factor = theirs.rope_parameters.get("partial_rotary_factor", 0.5)
     theirs.rope_scaling = (
         {key: value for key, value in theirs.rope_parameters.items() if key != "rope_theta"}
         if family == "gpt_oss"
         else None
     )
-    theirs.partial_rotary_factor = 0.5
+    theirs.full_attention_interval = 4  # transformers makes its layer_types of it
     further = FAMILIES[family].further()
     assert further.model_dump() == {name: getattr(theirs, name) for name in further.model_dump()}
 
@@ -66,8 +69,34 @@ def test_a_model_agrees_with_its_own_configuration(family: str) -> None:
     assert contradictions(settings, given) == []
     older = {key: value for key, value in given.items() if key != "rope_parameters"}
     assert contradictions(settings, older) == []  # as transformers 4 writes it
-    assert config.architectures[0].lower().startswith(family.replace("_", ""))
+    plain = config.architectures[0].lower().replace("_", "")
+    assert plain.startswith(family.removesuffix("_text").replace("_", ""))
     assert len(expected_tensors(config)) > 60
+
+
+def test_a_published_configuration_of_a_vision_language_model_agrees() -> None:
+    """Qwen3.5-35B-A3B's, with what else is in its text_config."""
+    settings = real_model("qwen3.5-35b-a3b")
+    inner = hugging_face_config(settings).to_dict() | {
+        "attn_output_gate": True,
+        "mamba_ssm_dtype": "float32",
+        "mtp_num_hidden_layers": 1,
+        "rope_parameters": {
+            "mrope_interleaved": True,
+            "mrope_section": [11, 11, 10],
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 10000000,
+            "rope_type": "default",
+        },
+    }
+    given = {"model_type": "qwen3_5_moe", "text_config": inner, "vision_config": {"depth": 27}}
+    assert contradictions(settings, given) == []
+    whole, used = parameter_count(settings)
+    assert (round(whole / 1e9, 1), round(used / 1e9, 1)) == (34.7, 3.5)
+    del inner["layer_types"]
+    inner["full_attention_interval"] = 5
+    [found] = contradictions(settings, given)
+    assert found.startswith("config.json: layer_types is ['linear_attention', ")
 
 
 @pytest.mark.parametrize(
@@ -125,6 +154,26 @@ def test_rules_of_gpt_oss() -> None:
 def test_a_key_of_another_family_is_unknown(family: str) -> None:
     with pytest.raises(ValidationError, match="use_qk_norm"):
         architecture(model(family, architecture={"use_qk_norm": True}))
+
+
+@pytest.mark.parametrize(
+    ("further", "key"),
+    [
+        ({"full_attention_interval": 5}, "full_attention_interval: 5 leaves none of model.layers"),
+        ({"linear_num_value_heads": 24}, "linear_num_value_heads: 24 is not a multiple of 16"),
+        ({"linear_num_key_heads": 1}, "linear_num_key_heads: 1 is not a multiple of 2"),
+        (
+            {"shared_expert_intermediate_size": 15},
+            "shared_expert_intermediate_size: 15 is not a multiple of 2",
+        ),
+        ({"partial_rotary_factor": 0.4}, "partial_rotary_factor: rotates 3.2 of model.head_dim"),
+    ],
+)
+def test_rules_of_delta_nets(further: dict[str, object], key: str) -> None:
+    layout, family = LayoutSettings(ranks=2, tensor=2), "qwen3_5_moe_text"
+    assert list(family_violations(model(family), layout)) == []
+    [(where, message)] = family_violations(model(family, architecture=further), layout)
+    assert f"{where}: {message}".startswith(f"model.architecture.{key}")
 
 
 @pytest.mark.parametrize(

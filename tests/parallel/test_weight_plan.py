@@ -36,9 +36,17 @@ FURTHER: dict[str, list[dict[str, Any]]] = {
     "glm4_moe": [{}, {"attention_bias": True, "use_qk_norm": True, "n_shared_experts": 2}],
     "deepseek_v3": [{"q_lora_rank": 24}, {"q_lora_rank": None}],
     "gpt_oss": [{}],
+    "qwen3_5_moe_text": [{"full_attention_interval": 3}, {"linear_num_value_heads": 8}],
 }
 VARIANTS = [(family, number) for family in FAMILIES for number in range(len(FURTHER[family]))]
 LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 6, "v_head_dim": 10}
+DELTA_NET = {
+    "shared_expert_intermediate_size": 24,
+    "linear_num_key_heads": 8,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 3,
+    "linear_value_head_dim": 5,
+}
 
 
 def model(family: str, variant: int = 0, **changes: Any) -> ModelSettings:
@@ -48,6 +56,8 @@ def model(family: str, variant: int = 0, **changes: Any) -> ModelSettings:
         further |= {"first_k_dense_replace": 1, "intermediate_size": 48}
     if family == "deepseek_v3":
         further |= LATENT
+    if family == "qwen3_5_moe_text":
+        further = {**DELTA_NET, **further}
     settings = {
         "family": family,
         "vocabulary_size": 80,
@@ -155,7 +165,8 @@ class Execution:
                 else:
                     self.sends[rank].append(message)
         self.buckets = [plan.receive(rank) for rank in engine_ranks]
-        self.loaded: list[dict[str, np.ndarray]] = [{} for _ in engine_ranks]
+        # Of each engine rank: the contents of its boxes.
+        self.loaded: list[dict[tuple[str, Box], np.ndarray]] = [{} for _ in engine_ranks]
         self.received = [0 for _ in engine_ranks]
         self.done: list[set[int]] = [set() for _ in engine_ranks]
 
@@ -212,13 +223,13 @@ class Execution:
         assert rank in theirs.forward_to
         assert theirs.needs == bucket.needs
         for name, box in theirs.needs:
-            self.load(rank, bucket, name, box, self.loaded[source][name])
+            self.load(rank, bucket, name, box, self.loaded[source][name, box])
         return True
 
     def load(self, rank: int, bucket: Bucket, name: str, box: Box, values: np.ndarray) -> None:
-        need = dict(bucket.needs)[name]
-        assert intersect(need, box) == box
-        target = self.loaded[rank].setdefault(name, np.full(need[1], -1))
+        boxes = [need for tensor, need in bucket.needs if tensor == name]
+        [need] = [each for each in boxes if intersect(each, box) == box]
+        target = self.loaded[rank].setdefault((name, need), np.full(need[1], -1))
         inner = tuple(start - first for start, first in zip(box[0], need[0], strict=True))
         assert (target[at((inner, box[1]))] == -1).all(), "sent twice"
         target[at((inner, box[1]))] = values
@@ -239,9 +250,10 @@ def test_every_engine_rank_receives_what_it_needs_once(
     for size in fleet.engines:
         for place in range(size):
             needs = needed(settings, size, place, fleet.expert_parallel)
-            assert sorted(execution.loaded[rank]) == sorted(name for name, _ in needs)
+            assert sorted(execution.loaded[rank]) == sorted(needs)
             for name, box in needs:
-                assert np.array_equal(execution.loaded[rank][name], execution.whole[name][at(box)])
+                loaded = execution.loaded[rank][name, box]
+                assert np.array_equal(loaded, execution.whole[name][at(box)])
             assert execution.received[rank] == sum(prod(box[1]) for _, box in needs)
             listed = [name for each in execution.buckets[rank] for name in each.tensors]
             assert sorted(listed) == sorted(name for name, _, _ in loaded_tensors(settings))

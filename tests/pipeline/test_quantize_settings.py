@@ -100,6 +100,13 @@ def test_gpt_oss_is_not_quantized(quantized: Path) -> None:
     )
 
 
+def test_delta_nets_are_not_quantized(quantized: Path) -> None:
+    assert violation(quantized, "model.family=qwen3_5_moe_text").endswith(
+        "stages.small: qwen3_5_moe_text is not quantized: no engine has loaded delta nets"
+        " quantized; remove the stage"
+    )
+
+
 def test_a_quantized_model_is_neither_exported_nor_quantized_again(quantized: Path) -> None:
     assert violation(quantized, "stages.export.from=small") == (
         "command line: stages.export.from: small is quantized, and its stage already leaves the"

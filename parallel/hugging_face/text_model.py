@@ -1,0 +1,44 @@
+"""The text model's tensors in the files of a vision-language model, as Qwen3.5-MoE is published.
+
+Its names have another prefix there, and a layer's experts are stacked: [experts, outputs, inputs],
+the outputs of the gate above those of the up projection. Braid writes the text model alone, as
+transformers does.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+PREFIX = "model.language_model."
+STACK = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
+
+
+class TextTensor(NamedTuple):
+    """A tensor of the text model: the stored one, and the part of its elements, in order, it is."""
+
+    name: str
+    stored: str
+    first: int
+    shape: tuple[int, ...]
+
+
+def text_tensors(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[TextTensor]:
+    """Yield the text model's tensors; none unless `shapes` are a vision-language model's."""
+    for stored, shape in shapes.items():
+        if not stored.startswith(PREFIX):
+            continue
+        name = f"model.{stored.removeprefix(PREFIX)}"
+        stack = STACK.fullmatch(name)
+        if stack is None or len(shape) != 3:
+            yield TextTensor(name, stored, 0, shape)
+            continue
+        experts, rows, columns = shape
+        parts = ("gate_proj", "up_proj") if stack[2] == "gate_up_proj" else ("down_proj",)
+        each = rows // len(parts)
+        for expert in range(experts):
+            for number, part in enumerate(parts):
+                first = (expert * rows + number * each) * columns
+                own = f"{stack[1]}.{expert}.{part}.weight"
+                yield TextTensor(own, stored, first, (each, columns))
