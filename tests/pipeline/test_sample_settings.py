@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.config.rows import MOST_ROWS
 from pipeline.config.validate import load
 from pipeline.launch.runner import report_kept, start_of
 from pipeline.run.directory import RunDirectory
@@ -158,7 +159,7 @@ def test_a_source_s_first_rows_are_checked(sampled: Path, row: str, why: str) ->
     assert f"{key}: chats.jsonl:3: {why}" in error
     assert error.endswith(f"fix it, or skip such rows with {key}.on_bad_row: skip")
     load(sampled, [f"{key}.on_bad_row=skip"])
-    chats.write_text(CHAT * 40 + row)
+    chats.write_text(CHAT * MOST_ROWS + row)
     load(sampled)  # only the first are read: the stage reads all
 
 
