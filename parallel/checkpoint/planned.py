@@ -53,13 +53,14 @@ class StoredTensor:
 class PlannedRead:
     """The box of a stored tensor that fills `target`, a view of a parameter.
 
-    Of the box's last dimension only `every` element: of stacked experts.
+    Of the box's last dimension it has every `step`-th element, from `first` on: of stacked experts.
     """
 
     source: StoredTensor
     box: Box
     target: Tensor
-    every: slice = slice(None)
+    first: int = 0
+    step: int = 1
 
     @property
     def span(self) -> tuple[int, int]:
@@ -79,7 +80,7 @@ class PlannedRead:
             _read(file, start + first * row, held)
             rows = held.view(self.source.dtype).view(count, *self.source.shape[1:])
             found = rows[(slice(None), *columns)]
-            self.target[first : first + count].copy_(found[..., self.every])
+            self.target[first : first + count].copy_(found[..., self.first :: self.step])
 
 
 class WeightPlan:
@@ -189,16 +190,16 @@ def _hugging_face_reads(policy: Policy, directory: Path) -> Iterator[PlannedRead
     files = WeightFiles(directory)
     places = hugging_face_weights.stacked_parts(policy.settings)
     for part, own, target in hugging_face_weights.own_parts(policy.bridge, policy.chunks):
-        name, box, every = part, own, slice(None)
+        name, box, number, step = part, own, 0, 1
         if part in places:
             stack, expert, number = places[part]
             name = stack.tensor
             box = hugging_face_weights.of_member(stack.covering(own), expert)
-            every = slice(number, None, len(stack.parts))
             target = (target.t() if target.ndim == 2 else target)[None]
+            step = len(stack.parts)
         stored = files.stored[name]
         source = StoredTensor(stored.file, stored.start, DTYPES[stored.dtype], stored.shape)
-        yield PlannedRead(source, box, target, every)
+        yield PlannedRead(source, box, target, number, step)
 
 
 class _SavedShards:
@@ -256,11 +257,11 @@ def _without_leading_ones(read: PlannedRead) -> PlannedRead:
     shape, (offsets, sizes), target = read.source.shape, read.box, read.target
     if not shape:
         shape, offsets, sizes, target = (1,), (0,), (1,), target.view(1)
-    least = 1 if read.every == slice(None) else 2
+    least = 1 if read.step == 1 else 2
     while len(shape) > least and shape[0] == 1:
         shape, offsets, sizes, target = shape[1:], offsets[1:], sizes[1:], target[0]
     source = replace(read.source, shape=shape)
-    return PlannedRead(source, (offsets, sizes), target, read.every)
+    return PlannedRead(source, (offsets, sizes), target, read.first, read.step)
 
 
 def _merged(spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:

@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from parallel.files import WEIGHTS_INDEX
+from parallel.hugging_face.text_model import text_tensors
 from parallel.settings import ModelSettings
-from parallel.weights.names import tensors
+from parallel.weights.names import stored_tensors
 
 SHOWN = 3  # tensors in a message
 MOST_BYTES = 100 << 20  # of a header, as safetensors reads it
 LENGTH_BYTES = 8
+PACKED = "_blocks"  # ends the name of a tensor in MXFP4, whose shape the import checks
 
 Shapes = dict[str, tuple[tuple[int, ...], str]]  # of every tensor, with the name of its file
 
@@ -40,7 +42,10 @@ def tensors_violation(directory: Path, model: ModelSettings) -> tuple[Path, str]
             stored |= {name: (shape, path.name) for name, shape in _header(path)}
         except (OSError, HeaderError) as error:
             return path, f"{error}; download or export the file again"
-    if not (differing := [*_differing(stored, tensors(model))]):
+    for own in [*text_tensors({name: shape for name, (shape, _) in stored.items()})]:
+        stored[own.name] = own.shape, stored[own.stored][1]
+    expected = {name: shape for name, shape, _ in stored_tensors(model)}
+    if not (differing := [*_differing(stored, expected)]):
         return None
     more = f"; and {len(differing) - SHOWN} more" if len(differing) > SHOWN else ""
     return directory, (
@@ -53,7 +58,8 @@ def tensors_violation(directory: Path, model: ModelSettings) -> tuple[Path, str]
 def _differing(stored: Shapes, expected: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
     for name, shape in expected.items():
         if name not in stored:
-            yield f"{name} is missing"
+            if f"{name}{PACKED}" not in stored:
+                yield f"{name} is missing"
         elif stored[name][0] != shape:
             found, file = stored[name]
             yield f"{name} is {[*found]} in {file} and should be {[*shape]}"

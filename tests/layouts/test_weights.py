@@ -23,6 +23,7 @@ MATRIX = {
     "CP2 EP2 VPP2": {"ranks": 4, "context": 2, "expert": 2, "pipeline": 2, "virtual_pipeline": 2},
     "DP2 TP2 EP2 PP2": {"ranks": 8, "tensor": 2, "expert": 2, "pipeline": 2},
 }
+BRIDGED = [model for model in MODELS if model != "gpt_oss"]  # mbridge 0.15.1 knows these alone
 KEPT = ("PP2 uneven", "TP2 EP2 PP2", "TP2 EP2 ETP2", "CP2 EP2 VPP2")  # in `make test`
 ONE_DEVICE = [pytest.param("1 rank", marks=pytest.mark.one_device)]
 
@@ -30,7 +31,7 @@ ONE_DEVICE = [pytest.param("1 rank", marks=pytest.mark.one_device)]
 @pytest.fixture(scope="session")
 def converted(on: On, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The files of the models' random weights as converted by mbridge."""
-    files = {model: str(tmp_path_factory.mktemp("converted") / model) for model in MODELS}
+    files = {model: str(tmp_path_factory.mktemp("converted") / model) for model in BRIDGED}
     for model, file in files.items():
         on(LayoutSettings(), write_with_bridge, model, file)
     return files
@@ -42,7 +43,7 @@ def test_ranks_hold_and_stream_what_the_arithmetic_says(
 ) -> None:
     """Pieces cover every element of a rank's state_dict once, with mbridge's value."""
     layout = LayoutSettings(**MATRIX[name])
-    for model in MODELS if layout.ranks == 1 else FAMILIES:
+    for model in [each for each in BRIDGED if layout.ranks == 1 or each in FAMILIES]:
         for faults in on(layout, errors_of_pieces, layout, model, converted[model]):
             assert not faults, model
         for faults in on(layout, errors_of_stream, layout, model, converted[model]):

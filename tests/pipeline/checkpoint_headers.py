@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel.settings import ModelSettings
-from parallel.weights.names import tensors
+from parallel.weights.names import stored_tensors
 
 # The model of the smallest configuration, `conftest.CONFIG`.
 SMALL = ModelSettings(
@@ -40,4 +40,5 @@ def write_tensors(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
 
 def write_checkpoint(directory: Path, model: ModelSettings = SMALL) -> None:
     """Write model.safetensors with all tensors of a model."""
-    write_tensors(directory / "model.safetensors", tensors(model))
+    shapes = {name: shape for name, shape, _ in stored_tensors(model)}
+    write_tensors(directory / "model.safetensors", shapes)
