@@ -9,7 +9,14 @@ from typing import Any
 from pydantic import ValidationError
 
 from parallel.errors import UserError
-from parallel.families import FAMILIES, Family, RopeScaling
+from parallel.families import (
+    FAMILIES,
+    Family,
+    GptOssArchitecture,
+    GptOssRopeScaling,
+    RopeScaling,
+    text_configuration,
+)
 from parallel.files import unreachable
 from parallel.settings import ModelSettings
 from pipeline.config.checkpoints import json_object
@@ -37,6 +44,7 @@ def model_of(directory: Path) -> ModelSettings:
             f"{', '.join(FAMILIES)}. {PAGE} says how to add one"
         )
     family = FAMILIES[kind]
+    config |= _family_keys(config, family)
     _check_fixed(path, config, family)
     values: dict[str, Any] = {"family": kind, "precision": _precision(config)}
     for key, name in {**family.names, **OTHERS}.items():
@@ -66,19 +74,29 @@ def _config(directory: Path) -> dict[str, Any]:
         raise UserError(f"{shown(directory)} {why}")
     if not directory.is_dir():
         raise UserError(f"no such directory: {shown(directory)}; name the one of a model's files")
-    config, problem = json_object(directory / "config.json")
+    given, problem = json_object(directory / "config.json")
     if problem is not None:
         raise UserError(f"{problem}; name the directory of a Hugging Face checkpoint")
+    config = text_configuration(given)
     rope = config.get("rope_parameters")  # of transformers 5
     rope = rope if isinstance(rope, dict) else {}
-    scaling = config.get("rope_scaling") or rope
-    kind = scaling.get("type", scaling.get("rope_type")) if isinstance(scaling, dict) else None
     flat = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
-    known = [key for key in RopeScaling.model_fields if key in scaling]
-    scaled = None
+    return {**config, **flat, "rope_scaling": config.get("rope_scaling") or rope}
+
+
+def _family_keys(config: dict[str, Any], family: Family) -> dict[str, Any]:
+    """Return the keys that a family's settings have in another form than config.json."""
+    scaling, scaled = config["rope_scaling"], None
+    kind = scaling.get("type", scaling.get("rope_type")) if isinstance(scaling, dict) else None
+    form = GptOssRopeScaling if family.further is GptOssArchitecture else RopeScaling
     if kind not in (None, "default"):
-        scaled = {**{key: scaling[key] for key in known}, "type": kind}
-    return {**config, **flat, "rope_scaling": scaled}
+        name = next(key for key in ("type", "rope_type") if key in form.model_fields)
+        scaled = {**{key: scaling[key] for key in form.model_fields if key in scaling}, name: kind}
+    found: dict[str, Any] = {"rope_scaling": scaled}
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list) and "full_attention" in kinds:  # transformers writes them alone
+        found["full_attention_interval"] = kinds.index("full_attention") + 1
+    return found
 
 
 def _check_fixed(path: Path, config: dict[str, Any], family: Family) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from parallel.families import configuration
 from parallel.settings import ModelSettings
 from tests.layouts.real_models import real_model
+from tests.pipeline.checkpoint_headers import write_checkpoint
 
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 TEMPLATE = "{% for each in messages %}{{ each['content'] }}{% endfor %}"
@@ -46,7 +47,7 @@ def published(directory: Path, model: str | ModelSettings, **changes: Any) -> Pa
     directory.mkdir(parents=True, exist_ok=True)
     stated = {key: value for key, value in config.items() if value is not None}
     (directory / "config.json").write_text(json.dumps(stated))
-    (directory / "model.safetensors").touch()
+    write_checkpoint(directory, settings)
     for name, text in _tokenizer().items():
         (directory / name).write_text(text)
     return directory

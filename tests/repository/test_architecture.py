@@ -40,6 +40,7 @@ ARITHMETIC = {f"parallel.weights.{name}" for name in ("names", "holdings", "need
 WITHOUT_TORCH = {
     "parallel.errors",
     "parallel.families",
+    "parallel.hugging_face.text_model",
     "parallel.files",
     "parallel.forkserver",
     "parallel.gpus",
