@@ -27,6 +27,7 @@ def recomputed(plain: LayoutSettings, *modules: str) -> LayoutSettings:
         ("deepseek_v3", WITH_DENSE_LAYERS),
         ("glm4_moe", ("moe", "mlp")),
         ("qwen3_5_moe_text", ("moe",)),
+        ("gpt_oss", ("moe",)),
     ],
 )
 def test_recomputed_modules_change_no_bit_of_a_gradient(
