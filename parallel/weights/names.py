@@ -126,19 +126,19 @@ class ModelWeights:
 
     def stored(self, key: int) -> Iterator[tuple[str, tuple[int, ...], Stack | None]]:
         """Yield the names and shapes of a bucket's tensors in a checkpoint, and what they stack."""
-        prefix, whole = tensor_prefix(key), dict(self.tensors(key))
+        prefix, stacks = tensor_prefix(key), dict[str, Stack]()
         for weight in self.weights[self.kind(key)]:
             if weight.stack is not None:
                 names = tuple(prefix + part.tensor for part in weight.parts)
                 shape = weight.parts[0].shape
                 stack = Stack(prefix + weight.stack, weight.experts, names, shape)
-                yield stack.tensor, stack.stacked_shape, stack
-                continue
-            for expert in range(max(1, weight.experts)):
-                for part in weight.parts:
-                    name = prefix + part.tensor.format(expert=expert)
-                    if name in whole:  # several parts may be rows of one tensor
-                        yield name, whole.pop(name), None
+                every = (name for expert in range(stack.experts) for name in stack.names(expert))
+                stacks |= dict.fromkeys(every, stack)
+        for name, shape in self.tensors(key):
+            if (found := stacks.get(name)) is None:
+                yield name, shape, None
+            elif name == found.names(0)[0]:  # in place of all that it stacks
+                yield found.tensor, found.stacked_shape, found
 
     def loaded(self, key: int) -> Iterator[tuple[str, tuple[int, ...], Member | None]]:
         """Yield the names and shapes of what vLLM's loaders take: of stacks, their slices."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,39 @@ def import_and_compare(layout: LayoutSettings, model: str, directory: str) -> di
         # Without scoping, the device layer once silently zeroed what transformers computes.
         "rotary": theirs.model.rotary_emb.inv_freq.abs().min().item(),
     }
+
+
+def import_mxfp4(directory: str) -> list[str]:
+    """Return the tensors of a model read from experts in MXFP4 that transformers restores else.
+
+    One rank writes the checkpoint, of random blocks, into an empty `directory`, and reads it.
+    """
+    from safetensors.torch import save_file
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    from parallel.hugging_face.config import hugging_face_config
+    from parallel.model.policy import Policy
+
+    model = FAMILIES["gpt_oss"].model_copy(update={"expert_hidden_size": 32})
+    policy, draw = Policy(model, LayoutSettings()), torch.Generator().manual_seed(0)
+    policy.start_fresh(SEED)
+    expected = {name: tensor.clone() for name, tensor in policy.weights()}
+    stored = dict(expected)
+    for name in [each for each in expected if re.search(r"experts\.(gate_up|down)_proj$", each)]:
+        experts, inputs, outputs = stored.pop(name).shape
+        grid = experts, outputs, inputs // 32
+        blocks = torch.randint(256, (*grid, 16), generator=draw, dtype=torch.uint8)
+        scales = torch.randint(110, 130, grid, generator=draw, dtype=torch.uint8)
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        expected[name] = convert_moe_packed_tensors(blocks, scales).float()
+    save_file(stored, Path(directory) / "model.safetensors")
+    config = hugging_face_config(model)
+    config.quantization_config = {"quant_method": "mxfp4"}
+    config.save_pretrained(directory)
+    read = Policy(model.model_copy(update={"initial_weights": Path(directory)}), LayoutSettings())
+    read.start_fresh(seed=99)
+    found = dict(read.weights())
+    return [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)]
 
 
 def difference(policy: Any, theirs: Any) -> float:

@@ -27,6 +27,7 @@ from tests.layouts.hugging_face_cases import (
     gradient_error,
     import_and_compare,
     import_checkpoint,
+    import_mxfp4,
     input_moments,
     save_checkpoint,
     start_from,
@@ -231,6 +232,10 @@ def test_scaled_rotary_positions_equal_those_of_transformers(
     layout = LayoutSettings()
     [found] = on(layout, import_and_compare, layout, "yarn", str(exported["yarn"]))
     assert found["logprobs"] < 1e-5, found
+
+
+def test_experts_in_mxfp4_are_those_that_transformers_restores(on: On, tmp_path: Path) -> None:
+    assert on(LayoutSettings(), import_mxfp4, str(tmp_path)) == [[]]
 
 
 @pytest.mark.parametrize("name", [*ONE_DEVICE, "TP2 EP2 PP2"])
