@@ -226,7 +226,8 @@ def _weight_bytes(
 ) -> int:
     if weight.experts:
         whole = sum(math.prod(part.shape) for part in weight.parts) * weight.experts
-        return whole // engine.ranks * _bytes_of(weight, model, engine, in_layer)
+        shares = 1 if weight.once and not engine.expert_parallel else engine.ranks
+        return whole // shares * _bytes_of(weight, model, engine, in_layer)
     boxes = needed_of((weight,), engine.ranks, 0, engine.expert_parallel, engine.data)
     elements = sum(math.prod(sizes) for _, (_, sizes) in boxes)
     return elements * _bytes_of(weight, model, engine, in_layer)

@@ -103,8 +103,8 @@ def test_every_token_sees_its_own_sequence_up_to_itself(places: list[RankPlace])
             for line in range(grid.queries.shape[0]):
                 for column in range(grid.queries.shape[1]):
                     sees = np.arange(grid.keys.shape[1]) <= column
-                    if grid.sees is not None:
-                        sees = grid.sees[line, 0, column].numpy()
+                    if (mask := grid.sees(None)) is not None:
+                        sees = mask[line, 0, column].numpy()
                     seen.append(gathered[grid.keys[line].numpy()[sees]].tolist())
         for local, index in enumerate(row.own):
             start = row.starts[np.searchsorted(row.starts, index, side="right") - 1]

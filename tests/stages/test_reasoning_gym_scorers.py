@@ -128,7 +128,7 @@ def test_readers_read_what_the_scorers_evaluate() -> None:
 def test_a_slow_scorer_is_killed_and_only_its_answer_earns_nothing(tmp_path: Path) -> None:
     """A fraction of a thousand million digits is parsed by no evaluator, and takes the memory."""
     problem = problem_of("coin_flip")
-    pool = RewardPoolSettings(workers=1, timeout_seconds=3.0, memory_mebibytes=2048)
+    pool = RewardPoolSettings(workers=1, timeout_seconds=15.0, memory_mebibytes=2048)
     answers = [tagged(each, "") for each in ("1e999999999", problem.answer)]
     responses = [Response(each, len(each)) for each in answers]
     with closing(RewardPool({"puzzles": {"exact": ReasoningGymReward()}}, pool, tmp_path)) as made:
