@@ -247,7 +247,7 @@ def demonstration_report(
         what = f"every demonstration is longer than {limit} tokens"
         raise DomainError(domain, "demonstrations.max_tokens", what)
     share = float(learned.sum() / tokens.sum())
-    examples = [(tokenizer.decode(s.prompt), tokenizer.decode(s.response)) for s in first]
+    examples = [(tokenizer.decode_prompt(s.prompt), tokenizer.decode(s.response)) for s in first]
     return DemonstrationReport(*counts, limit, too_long, _spread(tokens), share, examples)
 
 

@@ -83,7 +83,11 @@ class CharacterTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text before the first end token; special ids are shown by name."""
-        return "".join(self._tokens[i] for i in takewhile(lambda i: i != END_TOKEN, ids))
+        return self.decode_prompt(takewhile(lambda i: i != END_TOKEN, ids))
+
+    def decode_prompt(self, ids: Iterable[int]) -> str:
+        """Return the text of all ids, as `decode`: end tokens may end the turns of a prompt."""
+        return "".join(self._tokens[i] for i in ids)
 
     def render(self, messages: Sequence[Message], generation_prompt: bool) -> str:
         """Return the messages as `CHAT_TEMPLATE` renders them.
@@ -156,9 +160,12 @@ class HuggingFaceTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text before the first end token; an id the tokenizer lacks is [UNKNOWN_id]."""
-        until_end = takewhile(lambda i: i != self.end_token, map(int, ids))
+        return self.decode_prompt(takewhile(lambda i: i != self.end_token, map(int, ids)))
+
+    def decode_prompt(self, ids: Iterable[int]) -> str:
+        """Return the text of all ids, as `decode`: end tokens may end the turns of a prompt."""
         pieces = []
-        for known, run in groupby(until_end, self._known.__contains__):
+        for known, run in groupby(map(int, ids), self._known.__contains__):
             if known:
                 pieces.append(self._decode_known(list(run)))
             else:

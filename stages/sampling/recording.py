@@ -47,7 +47,7 @@ def record(
     samples = [sample for update in updates for sample in update]
     if auditable:
         _write_arrays(path.with_suffix(".npz"), samples)
-    prompt = cache(lambda ids: _whole(tokenizer.decode(np.frombuffer(ids, np.int32).tolist())))
+    prompt = cache(lambda ids: _whole(tokenizer.decode_prompt(np.frombuffer(ids, np.int32))))
     lines = [
         {
             "step": step,

@@ -31,6 +31,7 @@ def test_decoding_stops_at_the_end_and_shows_stray_special_ids() -> None:
     ids = [*tokenizer.encode(RESPONSE), tokenizer.end_token, *tokenizer.encode("junk")]
     assert tokenizer.decode(ids) == RESPONSE
     assert tokenizer.decode([*tokenizer.encode("1"), 0, 79]) == "1[PAD][RESERVED_79]"
+    assert tokenizer.decode_prompt(tokenizer.encode("1[END]2")) == "1[END]2"
 
 
 def test_only_its_name_spells_a_special_token() -> None:
@@ -119,6 +120,8 @@ def test_a_directory_s_tokenizer_adds_no_special_tokens(words: Path) -> None:
     assert tokenizer.encode("<bos> one</s>") == [0, 2, 9]
     assert tokenizer.decode([2, 4, 3, 9, 2]) == "one plus two"
     assert tokenizer.decode([0, 2]) == "<bos> one"
+    # Where the end token ends every turn, as Qwen's does, a prompt has several.
+    assert tokenizer.decode_prompt([2, 4, 3, 9, 2]) == "one plus two </s> one"
     assert tokenizer.decode([2, 7, 12, 3]) == "one[UNKNOWN_7][UNKNOWN_12]two"
     with pytest.raises(TokenizerError, match=r"words.* has no chat template, which chat messages"):
         tokenizer.render(CHAT, generation_prompt=True)
