@@ -100,7 +100,10 @@ class Preflight:
             domain, model = domain_of(teacher), self._models[teacher]
             who = f"stages.{self._stage}: the teacher of {domain}, {model},"
             if each.most == 0:
-                report_notice(f"{who} equals the student, and teaches nothing; name another one")
+                report_notice(
+                    f"{who} equals the student, and teaches nothing; name another one, or see why "
+                    "its training changed nothing: no reward, or none that differ"
+                )
             if each.disjoint:
                 common = each.disjoint.most_common(SHOWN)
                 tokens = ", ".join(f"{self._shown(token)} {n} times" for token, n in common)

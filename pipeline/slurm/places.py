@@ -119,5 +119,6 @@ def check_reachable(address: str, nodes: Sequence[str]) -> None:
             f"network_interface: null: the name of {nodes[0]} means {address} there, which the "
             f"other {len(nodes) - 1} nodes cannot reach; in the cluster's profile, name an "
             "interface of a network that all nodes share, such as network_interface: ib0 "
-            "(`ip -brief address` lists them)"
+            "(`ip -brief address` lists them), and submit with --cluster FILE: without it, the "
+            "profile of the last submission is used again"
         )

@@ -37,7 +37,7 @@ def test_the_kl_is_that_of_the_step_and_a_teacher_equal_to_the_student_is_named(
     path = stage.job.teachers["sums"]
     assert warnings == [
         f"stages.merge: the teacher of sums, {path}, equals the student, and teaches nothing;"
-        " name another one"
+        " name another one, or see why its training changed nothing: no reward, or none that differ"
     ]
     assert "merge: KL of the student to its teachers, by domain: sums 0 nats, words " in (
         capsys.readouterr().out
