@@ -1,0 +1,172 @@
+"""Mistakes in real models: their checkpoints, families, simulation and runs."""
+
+from __future__ import annotations
+
+from .mutant import Mutant
+
+CHECKPOINTS = "tests/layouts/test_hugging_face.py"
+ROOFLINE = "tests/parallel/test_roofline.py"
+
+MUTANTS = [
+    Mutant(
+        "an export counts no MTP layer",
+        "stages/export.py",
+        "setattr(config, key, kept.layers)",
+        "setattr(config, key, 0)",
+        CHECKPOINTS,
+    ),
+    Mutant(
+        "MTP tensors are exported in fp32",
+        "parallel/hugging_face/multi_token.py",
+        "self._files.read(name).to(spec.dtype)",
+        "self._files.read(name).float()",
+        CHECKPOINTS,
+    ),
+    Mutant(
+        "MTP layers are quantized, to vLLM",
+        "stages/quantize.py",
+        "ignored(policy.settings, matrices) + drafting",
+        "ignored(policy.settings, matrices)",
+        "tests/stages/test_quantize.py",
+    ),
+    Mutant(
+        "a stack of experts begins with expert 0 on every rank",
+        "parallel/engine/expert_stacks.py",
+        "expert_id=self.first",
+        "expert_id=0",
+        "tests/engine/test_needs.py",
+    ),
+    Mutant(
+        "stacked experts are loaded in reverse",
+        "parallel/engine/expert_stacks.py",
+        "zip(self.names, target.unbind(), strict=True)",
+        "zip(reversed(self.names), target.unbind(), strict=True)",
+        "tests/engine/test_refit.py",
+    ),
+    Mutant(
+        "every row of a tensor is read from its first",
+        "parallel/hugging_face/files.py",
+        "start += offsets[0] *",
+        "start += 0 *",
+        f"tests/parallel/test_block_scales.py {CHECKPOINTS}",
+    ),
+    Mutant(
+        "a block's scales are those of the block before",
+        "parallel/hugging_face/block_scales.py",
+        "// size - start // size",
+        "// size - start // size - 1",
+        "tests/parallel/test_block_scales.py",
+    ),
+    Mutant(
+        "the up projection of a vision-language model is its gate",
+        "parallel/hugging_face/text_model.py",
+        "(expert * rows + number * each) * columns",
+        "(expert * rows) * columns",
+        CHECKPOINTS,
+    ),
+    Mutant(
+        "the higher bits of a byte in MXFP4 come first",
+        "parallel/hugging_face/mxfp4.py",
+        "[blocks & 15, blocks >> 4]",
+        "[blocks >> 4, blocks & 15]",
+        "tests/parallel/test_mxfp4.py",
+    ),
+    Mutant(
+        "gpt-oss sees a token beyond its window",
+        "parallel/model/gpt_oss.py",
+        "(given.sliding_window - 1, 0)",
+        "(given.sliding_window, 0)",
+        CHECKPOINTS,
+    ),
+    Mutant(
+        "every layer of gpt-oss has a window",
+        "parallel/model/gpt_oss.py",
+        "[int(each) for each in windowed]",
+        "[1 for _ in windowed]",
+        CHECKPOINTS,
+    ),
+    Mutant(
+        "context-parallel ranks keep the first tokens' outputs of a delta net",
+        "parallel/model/delta_net.py",
+        "        if grid.split:\n",
+        "        if not grid.split:\n",
+        CHECKPOINTS,
+    ),
+    Mutant(
+        "a delta net's state does not decay between chunks",
+        "parallel/model/delta_net.py",
+        "state = state * kept[:, :, chunk] +",
+        "state = state +",
+        "tests/parallel/test_delta_net.py",
+    ),
+    Mutant(
+        "a delta net's gate is a sigmoid",
+        "parallel/model/delta_net.py",
+        "functional.silu(gate)",
+        "gate.sigmoid()",
+        CHECKPOINTS,
+    ),
+    Mutant(
+        "an engine's cache is whole on each rank",
+        "parallel/roofline/rollout.py",
+        "cache_bytes(model, ranks)",
+        "cache_bytes(model, 1)",
+        ROOFLINE,
+    ),
+    Mutant(
+        "a pipeline has no bubble",
+        "parallel/roofline/training.py",
+        "filling = (layout.pipeline - 1) / layout.virtual_pipeline",
+        "filling = 0.0",
+        ROOFLINE,
+    ),
+    Mutant(
+        "experts are dispatched over linked GPUs whatever their number",
+        "parallel/roofline/training.py",
+        "(near if group <= gpu.linked else far)",
+        "near",
+        ROOFLINE,
+    ),
+    Mutant(
+        "sampling and training overlap where no step is in flight",
+        "parallel/roofline/step.py",
+        "overlapped=work.steps_in_flight > 1",
+        "overlapped=True",
+        ROOFLINE,
+    ),
+    Mutant(
+        "a walltime has no margin",
+        "pipeline/report/budget.py",
+        "min(MARGIN * each + START_SECONDS, longest)",
+        "min(each + START_SECONDS, longest)",
+        "tests/pipeline/test_init.py",
+    ),
+    Mutant(
+        "a budget shortens no stage below its share",
+        "pipeline/report/budget.py",
+        "min(count, LEAST_STEPS)",
+        "0 * min(count, LEAST_STEPS)",
+        "tests/pipeline/test_init.py",
+    ),
+    Mutant(
+        "a tensor of another shape is accepted before a run",
+        "pipeline/config/tensor_headers.py",
+        "elif stored[name][0] != shape:",
+        "elif len(stored[name][0]) != len(shape):",
+        "tests/pipeline/test_weights_checks.py tests/pipeline/test_outside_models.py",
+    ),
+    Mutant(
+        "a scorer's evaluator stays what it was",
+        "stages/data/contained_scorer.py",
+        "changed[last] = READERS[last]",
+        "changed[last] = module.get(last, eval)",
+        "tests/stages/test_reasoning_gym_scorers.py",
+    ),
+    Mutant(
+        "a call with other arguments is the expected one",
+        "stages/rewards/kinds/tool_call.py",
+        "expected is None or _counted(calls) == _counted(expected)",
+        "expected is None or len(calls) == len(expected)",
+        "tests/stages/test_tool_calls.py",
+    ),
+]
