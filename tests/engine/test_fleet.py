@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from parallel.boxes import Box
 from parallel.engine import fleet, refit_extension
 from parallel.engine.client import EngineError
 from parallel.engine.fleet import AllLost, Fleet
@@ -115,7 +116,7 @@ class InProcessEngine:
         self.loaded = {
             name: contents.clone()
             for bucket in self.inbox.buckets
-            for name, contents in self.inbox.take(bucket).items()
+            for (name, _), contents in self.inbox.take(bucket).items()
         }
         if asked.release:
             self.inbox.unmap()
@@ -166,8 +167,8 @@ class LateExtension(RefitExtension):
     def _bracket(self) -> Any:
         return nullcontext()
 
-    def _load(self, each: Any, contents: Weights, landed: Any) -> None:
-        for name, view in contents.items():
+    def _load(self, each: Any, contents: dict[tuple[str, Box], torch.Tensor], landed: Any) -> None:
+        for (name, _), view in contents.items():
             self.loaded[name] = torch.full(view.shape, -1.0)
             self.late.enqueued.append(lambda to=self.loaded[name], view=view: to.copy_(view))
 
