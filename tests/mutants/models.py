@@ -156,7 +156,7 @@ MUTANTS = [
         "tests/pipeline/test_weights_checks.py tests/pipeline/test_outside_models.py",
     ),
     Mutant(
-        "a scorer's evaluator stays what it was",
+        "a scorer evaluates the answer itself",
         "stages/data/contained_scorer.py",
         "changed[last] = READERS[last]",
         "changed[last] = module.get(last, eval)",
