@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,13 @@ from parallel.families import (
     FAMILIES,
     Family,
     GptOssArchitecture,
-    GptOssRopeScaling,
-    RopeScaling,
+    architecture,
     text_configuration,
 )
 from parallel.files import unreachable
 from parallel.settings import ModelSettings
 from pipeline.config.checkpoints import json_object
+from pipeline.config.read import LONGEST_VALUE, shortened
 from pipeline.text import shown
 
 PAGE = "docs/how-to/model-family.md"
@@ -27,6 +28,9 @@ PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "bf16"}
 OTHERS = {"max_position_embeddings": "max_positions"}  # of every family
 # transformers 5 writes another family's name of it than publishers have.
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+ROPE = ("rope_theta", "partial_rotary_factor")  # that transformers 5 has in rope_parameters
+NEEDED = ("factor", "original_max_position_embeddings", "mscale", "mscale_all_dim")  # of YaRN
+NEEDED_BY_GPT_OSS = ("factor", "original_max_position_embeddings", "truncate")
 UNUSED = {"sliding_window": "use_sliding_window"}  # a key, and the one that says whether it counts
 
 
@@ -46,6 +50,7 @@ def model_of(directory: Path) -> ModelSettings:
     family = FAMILIES[kind]
     config |= _family_keys(config, family)
     _check_fixed(path, config, family)
+    _check_scaling(path, config, family)
     values: dict[str, Any] = {"family": kind, "precision": _precision(config)}
     for key, name in {**family.names, **OTHERS}.items():
         value = config.get(key)
@@ -60,12 +65,28 @@ def model_of(directory: Path) -> ModelSettings:
         key: config[key] for key in family.further.model_fields if config.get(key) is not None
     }
     try:
-        return ModelSettings.model_validate(values)
+        model = ModelSettings.model_validate(values, strict=True)
+        architecture(model)
     except ValidationError as error:
-        first = error.errors()[0]
-        name = str(first["loc"][0])
-        key = next((key for key, each in family.names.items() if each == name), name)
-        raise UserError(f"{shown(path)}: {key}: {first['msg']}, not {first['input']!r}") from error
+        raise UserError(f"{shown(path)}: {_message(error, family)}") from error
+    scaling = config["rope_scaling"] or {}
+    numbers = {key: config.get(key) for key in family.names} | values["architecture"]
+    numbers |= {f"rope_scaling.{key}": value for key, value in scaling.items()}
+    if infinite := [key for key, value in numbers.items() if value == math.inf]:
+        raise UserError(f"{shown(path)}: {infinite[0]}: must be a finite number, not Infinity")
+    return model
+
+
+def _message(error: ValidationError, family: Family) -> str:
+    """Return the first error of settings by the key that config.json has."""
+    first = error.errors(include_url=False)[0]
+    keys = {name: key for key, name in {**family.names, **OTHERS}.items()}
+    name, *below = map(str, first["loc"])
+    where = ".".join([keys.get(name, name), *below])
+    if first["type"] == "missing":
+        return f"{where}: missing; download it again"
+    given = shortened(json.dumps(first["input"], default=str), LONGEST_VALUE)
+    return f"{where}: {first['msg']}, not {given}"
 
 
 def _config(directory: Path) -> dict[str, Any]:
@@ -79,24 +100,44 @@ def _config(directory: Path) -> dict[str, Any]:
         raise UserError(f"{problem}; name the directory of a Hugging Face checkpoint")
     config = text_configuration(given)
     rope = config.get("rope_parameters")  # of transformers 5
-    rope = rope if isinstance(rope, dict) else {}
-    flat = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
-    return {**config, **flat, "rope_scaling": config.get("rope_scaling") or rope}
+    flat = {key: rope[key] for key in ROPE if key in rope} if isinstance(rope, dict) else {}
+    scaling = config.get("rope_scaling")
+    return {**config, **flat, "rope_scaling": rope if scaling is None else scaling}
 
 
 def _family_keys(config: dict[str, Any], family: Family) -> dict[str, Any]:
     """Return the keys that a family's settings have in another form than config.json."""
-    scaling, scaled = config["rope_scaling"], None
-    kind = scaling.get("type", scaling.get("rope_type")) if isinstance(scaling, dict) else None
-    form = GptOssRopeScaling if family.further is GptOssArchitecture else RopeScaling
-    if kind not in (None, "default"):
-        name = next(key for key in ("type", "rope_type") if key in form.model_fields)
-        scaled = {**{key: scaling[key] for key in form.model_fields if key in scaling}, name: kind}
-    found: dict[str, Any] = {"rope_scaling": scaled}
+    found: dict[str, Any] = {"rope_scaling": _rope_scaling(config["rope_scaling"], family)}
     kinds = config.get("layer_types")
     if isinstance(kinds, list) and "full_attention" in kinds:  # transformers writes them alone
         found["full_attention_interval"] = kinds.index("full_attention") + 1
     return found
+
+
+def _rope_scaling(scaling: Any, family: Family) -> Any:
+    """Return the scaling of positions with its type under the family's key; None where none is.
+
+    A wrong value is returned as it is, for the family's settings to refuse.
+    """
+    if not isinstance(scaling, dict):
+        return scaling
+    of_gpt_oss = family.further is GptOssArchitecture  # which scales unless config.json says not to
+    stated = {key: value for key, value in scaling.items() if value is not None}
+    kind = stated.get("rope_type", stated.get("type"))
+    own = {key: value for key, value in stated.items() if key not in (*ROPE, "rope_type", "type")}
+    if (kind == "default" and not of_gpt_oss) or (kind is None and not own):
+        return None
+    return {**own, "rope_type" if of_gpt_oss else "type": kind}
+
+
+def _check_scaling(path: Path, config: dict[str, Any], family: Family) -> None:
+    """Raise UserError where a scaling lacks a key for which transformers has another default."""
+    scaling, form = config["rope_scaling"], family.further.model_fields.get("rope_scaling")
+    if form is None or not isinstance(scaling, dict) or "yarn" not in scaling.values():
+        return
+    for key in NEEDED_BY_GPT_OSS if family.further is GptOssArchitecture else NEEDED:
+        if key not in scaling:
+            raise UserError(f"{shown(path)}: rope_scaling.{key}: missing; download it again")
 
 
 def _check_fixed(path: Path, config: dict[str, Any], family: Family) -> None:

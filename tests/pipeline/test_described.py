@@ -1,0 +1,61 @@
+"""config.json with a wrong value: one line that names the key, and no guess."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parallel.errors import UserError
+from parallel.families import architecture
+from pipeline.config.described import model_of
+from tests.pipeline.hugging_face_directories import published
+
+YARN = {
+    "type": "yarn",
+    "factor": 40,
+    "original_max_position_embeddings": 4096,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "message"),
+    [
+        ("glm-4.5-air", {"n_group": -1}, "n_group: Input should be greater than 0, not -1"),
+        ("glm-4.5-air", {"max_position_embeddings": -1}, "max_position_embeddings: Input should"),
+        ("qwen3-30b-a3b", {"rope_theta": float("inf")}, "rope_theta: must be a finite number"),
+        ("qwen3-30b-a3b", {"rope_theta": True}, "rope_theta: Input should be a valid number"),
+        ("qwen3-30b-a3b", {"rms_norm_eps": True}, "rms_norm_eps: Input should be a valid number"),
+        ("qwen3-30b-a3b", {"rope_scaling": "yarn"}, 'rope_scaling: "yarn" is not implemented'),
+        ("deepseek-v3", {"rope_scaling": "yarn"}, "rope_scaling: Input should be a valid"),
+        ("deepseek-v3", {"rope_scaling": -1}, "rope_scaling: Input should be a valid"),
+        ("deepseek-v3", {"rope_scaling": {"type": "yarn"}}, "rope_scaling.factor: missing"),
+        ("deepseek-v3", {"rope_scaling": {"factor": 40}}, "rope_scaling.type: Input"),
+        ("deepseek-v3", {"rope_scaling": {**YARN, "type": None}}, "rope_scaling.type: Input"),
+        ("deepseek-v3", {"rope_scaling": {**YARN, "type": "linear"}}, 'yarn\', not "linear"'),
+        ("deepseek-v3", {"rope_scaling": {**YARN, "factor": "big"}}, "rope_scaling.factor: Input"),
+        ("deepseek-v3", {"rope_scaling": {**YARN, "factor": 1e999}}, "factor: must be a finite"),
+        ("deepseek-v3", {"routed_scaling_factor": 1e999}, "routed_scaling_factor: must be a fini"),
+        ("gpt-oss-20b", {"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling.factor: missing"),
+        ("gpt-oss-20b", {"rope_scaling": {"rope_type": "default"}}, "rope_scaling.rope_type: Inp"),
+    ],
+)
+def test_one_line_names_config_json_and_the_key(
+    model: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    path = published(tmp_path, model, **changes)
+    with pytest.raises(UserError) as caught:
+        model_of(path)
+    text = str(caught.value)
+    assert text.startswith(f"{path}/config.json: ") and "\n" not in text
+    assert message in text
+
+
+def test_yarn_is_read_whole(tmp_path: Path) -> None:
+    found = model_of(published(tmp_path, "deepseek-v3", rope_scaling=YARN))
+    assert architecture(found).rope_scaling.factor == 40
+    found = model_of(published(tmp_path, "deepseek-v3", rope_scaling={"rope_type": "default"}))
+    assert architecture(found).rope_scaling is None
