@@ -10,7 +10,7 @@ from parallel.roofline.hardware import GPUS
 from pipeline.commands import common
 from pipeline.commands.common import CONFIG, CONFIG_HELP, JSON, Argument, command, print_json
 from pipeline.config.validate import load_cluster
-from pipeline.report.capacity import check_capacity
+from pipeline.report.capacity import check_capacity, check_searched
 from pipeline.report.gpu_memory import NodeGpus
 from pipeline.report.layout_search import best_layouts, search_json, search_text
 from pipeline.report.memory import memory_report
@@ -91,6 +91,8 @@ def _ratio(text: str) -> float:
 )
 def simulate(arguments: Namespace) -> None:
     """Show the seconds of every stage, or the layouts with the fewest."""
+    if arguments.search is not None:
+        check_searched("--search", arguments.search)
     settings = common.load_config(arguments, to_start=False)
     stages, assumed = compile_graph(settings), _assumed(arguments)
     if arguments.search is not None:

@@ -64,6 +64,12 @@ def check_capacity(settings: RunSettings, stages: Iterable[Stage], gpus_of: Gpus
         raise UserError("\n".join(["more memory than a GPU has:", *lines]))
 
 
+def check_searched(option: str, gpus: int) -> None:
+    """Raise UserError for more GPUs than layouts are searched for, which would take minutes."""
+    if gpus > MOST_RANKS:
+        raise UserError(f"{option} {gpus}: layouts are searched for at most {MOST_RANKS:,} GPUs")
+
+
 def _overflows(stage: Stage, settings: RunSettings, gpus_of: GpusOf) -> list[Overflow]:
     if (gpus := gpus_of(stage.kind)) is None:
         return []

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from parallel.errors import UserError, hint
-from parallel.roofline.hardware import GPUS, REACHED, DataSheet
+from parallel.roofline.hardware import GIB, GPUS, REACHED, DataSheet
 from parallel.roofline.step import StepSeconds, step_seconds
 from parallel.roofline.weight_sync import sync_seconds, synced_bytes
 from parallel.roofline.work import StepWorkload
@@ -74,6 +74,8 @@ class Assumptions:
 def data_sheet(gpu: str | None, profile: ClusterSettings | None) -> DataSheet:
     """Return a GPU's data sheet, of a profile's type where none is named.
 
+    Its memory is the profile's `gpu_memory_gib` where that is stated, as in `braid plan --memory`.
+
     Raises:
         UserError: no GPU is named, or an unknown one.
     """
@@ -82,7 +84,8 @@ def data_sheet(gpu: str | None, profile: ClusterSettings | None) -> DataSheet:
         raise UserError("name the GPU: --gpu h100, or gpu_type in the profile of --cluster")
     if (found := GPUS.get(name.lower())) is None:
         raise UserError(f"no GPU {name} is known; {hint(name, GPUS)}")
-    return found
+    stated = profile.gpu_memory_gib if profile else None
+    return found if stated is None else replace(found, memory_bytes=round(stated * GIB))
 
 
 def simulated(

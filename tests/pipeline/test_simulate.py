@@ -230,3 +230,20 @@ def _all(descriptor: int) -> bytes:
             found += part
     os.close(descriptor)
     return found
+
+
+def test_memory_is_what_the_profile_states(braid: Braid, tmp_path: Path) -> None:
+    path, profile = config(tmp_path), tmp_path / "cluster.yaml"
+    profile.write_text("gpus_per_node: 8\ngpu_type: h100\ngpu_memory_gib: 20\n")
+    code, out, err = braid("simulate", path, "--cluster", profile)
+    assert code == 1
+    assert "a GPU has 20.00" in out
+    assert "more than its 20.00" in err
+
+
+def test_more_gpus_than_are_searched(braid: Braid, tmp_path: Path) -> None:
+    code, _, err = braid("simulate", config(tmp_path), "--gpu", "h100", "--search", 100_000)
+    assert (code, err) == (
+        1,
+        "braid: --search 100000: layouts are searched for at most 1,024 GPUs\n",
+    )
