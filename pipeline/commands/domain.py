@@ -16,6 +16,7 @@ from parallel.errors import UserError, hint
 from parallel.settings import CHARACTERS
 from pipeline.commands import common
 from pipeline.commands.common import GROUPS, JSON, TRUST, Argument, command, positive, print_json
+from pipeline.config.rules import DOMAIN_NAME
 from pipeline.config.validate import (
     dump_differing,
     is_run,
@@ -134,7 +135,7 @@ def domain_check(arguments: Namespace) -> None:
 def domain_new(arguments: Namespace) -> None:
     """Write a new domain's file."""
     name, source = arguments.name, arguments.source
-    if not re.fullmatch(r"[A-Za-z0-9_-]{1,100}", name):
+    if not re.fullmatch(DOMAIN_NAME, name):
         raise UserError(f"{name!r} is not a domain's name: use 1 to 100 letters, digits, _ and -")
     path = DIRECTORY / f"{name}.yaml"
     starter = "_starter.yaml" if source == "reasoning_gym" else "_starter_files.yaml"

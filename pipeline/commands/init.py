@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import shlex
 import sys
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Iterable
@@ -16,12 +16,17 @@ from parallel.roofline.hardware import GIB, GPUS
 from pipeline.commands import common
 from pipeline.commands.common import JSON, Argument, command, print_json
 from pipeline.commands.init_inputs import (
-    distinct,
+    check_given,
+    check_names,
+    check_output,
+    column_named,
     domain_named,
     model_named,
+    profile_of,
     shipped_kinds,
     shipped_models,
 )
+from pipeline.config.checkpoints import has_weights
 from pipeline.config.cluster import FORMS, WALLTIME, ClusterSettings, seconds_of
 from pipeline.config.read import CONFIGS
 from pipeline.config.validate import load_cluster
@@ -36,7 +41,6 @@ from pipeline.text import say, shown
 EXAMPLE = CONFIGS / "clusters" / "example.yaml"
 USABLE = 0.99  # of a data sheet's memory, as nvidia-smi shows it
 RANKS = 2  # on CPU cores
-NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 
 
 def _hours(text: str) -> float:
@@ -69,7 +73,8 @@ def _walltime(text: str) -> float:
     "anything is wrong, nothing is written.\n\n"
     'JSON: {"written": [FILE], "name", "layout", "engine", "steps": {STAGE: N}, "gpu_hours",\n'
     '"full_gpu_hours", "walltimes": {KIND: TIME}, "rows": {DOMAIN: {"rows", "trained",\n'
-    '"held_out", "longest"}}, "notes": [TEXT], "commands": [COMMAND]}.',
+    '"held_out", "for_gates", "repeated", "unusable", "longest", "passes"}}, "notes": [TEXT],\n'
+    '"commands": [COMMAND]}.',
     Argument(
         "--model",
         metavar="MODEL",
@@ -87,6 +92,14 @@ def _walltime(text: str) -> float:
         metavar="NAME=ROWS",
         help="a domain of configs/domains and its rows: math=/data/math.jsonl; NAME:KIND=ROWS names"
         " it otherwise (algebra:math=rows.jsonl), NAME=FILE.yaml is a domain of yours",
+    ),
+    Argument(
+        "--columns",
+        nargs="+",
+        type=column_named,
+        default=[],
+        metavar="KEY=COLUMN",
+        help="columns of all rows, where they have other names: prompt=question answer=solution",
     ),
     Argument("--gpus", type=common.positive, metavar="N", help="GPUs (default: CPU cores)"),
     Argument("--gpu", metavar="NAME", help=f"{', '.join(GPUS)} (default: the profile's gpu_type)"),
@@ -134,13 +147,14 @@ def init(arguments: Namespace) -> None:
     asks = sys.stdin.isatty() and not arguments.yes and not arguments.json
     if asks:
         _ask(arguments)
-    _check_given(arguments)
+    check_given(arguments)
+    check_names(arguments.domains)
     output: Path = arguments.target
-    files = [output, _profile_of(arguments)]
+    files = [output, profile_of(arguments)]
     if not arguments.dry_run:
-        _check_output(files if arguments.gpus else files[:1], arguments.force)
+        check_output(files if arguments.gpus else files[:1], arguments.force)
     profile = load_cluster(arguments.cluster) if arguments.cluster else None
-    found = prepare(_wanted(arguments, profile))
+    found = prepare(_wanted(arguments, profile), _quiet if arguments.json else _announce)
     texts = {output: found.run.text(output.absolute().parent)}
     if arguments.gpus:
         texts[files[1]] = _profile(arguments, profile, found, files[1].absolute().parent)
@@ -155,9 +169,17 @@ def init(arguments: Namespace) -> None:
     say(f"{'wrote' if write else 'would write'} {_named(texts)}")
     say("continue with:", *(f"  {each}" for each in commands))
     if arguments.gpus and arguments.cluster is None:
-        say(f"or, where this machine has the GPUs: braid run {shown(output)}")
+        say(f"or, where this machine has the GPUs: braid run {shlex.quote(shown(output))}")
     if arguments.json:
         print_json(arguments, _as_json(found, texts if write else {}, commands))
+
+
+def _announce(text: str) -> None:
+    say(text, file=sys.stderr, flush=True)
+
+
+def _quiet(_: str) -> None:
+    """Say nothing: a program reads the output."""
 
 
 @dataclass(frozen=True)
@@ -210,41 +232,9 @@ def _line(prompt: str) -> str:
         raise UserError("no answer; nothing is written") from None
 
 
-def _profile_of(arguments: Namespace) -> Path:
-    """Return the file of the profile that is written beside the run."""
-    target: Path = arguments.target
-    return target.with_suffix(".cluster.yaml")
-
-
-def _check_given(arguments: Namespace) -> None:
-    """Raise UserError where options are missing, or contradict each other."""
-    needed = {"model": "--model", "domains": "--domains", "target": "--output"}
-    if missing := [flag for name, flag in needed.items() if getattr(arguments, name) is None]:
-        raise UserError(f"missing: {', '.join(missing)}; braid init --help has an example")
-    name = arguments.name or arguments.target.stem
-    if not re.fullmatch(NAME, name):
-        option = f"--name {name}" if arguments.name else f"--output {arguments.target}"
-        raise UserError(f"{option}: a run's name has letters, digits, '.', '_' and '-' only")
-    if arguments.cluster and arguments.cluster.resolve() == _profile_of(arguments).resolve():
-        raise UserError(f"--cluster {arguments.cluster}: this run's profile would replace it")
-    if arguments.gpus is None:
-        for name in ("gpu", "gpus_per_node", "budget"):
-            if getattr(arguments, name) is not None:
-                option = name.replace("_", "-")
-                raise UserError(f"--{option} needs --gpus N, the number of GPUs")
-
-
-def _check_output(files: Iterable[Path], force: bool) -> None:
-    """Raise UserError where a file exists already or could not be written."""
-    for path in files:
-        if not path.parent.is_dir():
-            raise UserError(f"--output: no such directory: {shown(path.parent)}")
-        if path.exists() and not force:
-            raise UserError(f"{shown(path)} exists already; choose another --output, or --force")
-
-
 def _wanted(arguments: Namespace, profile: ClusterSettings | None) -> Wanted:
-    model, described, weights = model_named(arguments.model, arguments.weights)
+    dry_run = arguments.dry_run
+    model, described, weights = model_named(arguments.model, arguments.weights, dry_run=dry_run)
     per_node = arguments.gpus_per_node or (profile and profile.gpus_per_node) or PER_NODE
     gpus = arguments.gpus
     if gpus is not None and gpus > per_node and gpus % per_node:
@@ -260,12 +250,14 @@ def _wanted(arguments: Namespace, profile: ClusterSettings | None) -> Wanted:
         model=model,
         described=described,
         weights=weights,
-        domains=dict(map(domain_named, distinct(arguments.domains))),
+        domains=dict(map(domain_named, arguments.domains)),
         ranks=gpus or arguments.ranks,
         gpus=Assumptions(sheet, per_node, FILLED, 1.0) if sheet else None,
         gpu=arguments.gpu or (profile and profile.gpu_type) or "",
         budget=arguments.budget,
         longest_walltime=arguments.longest_walltime,
+        columns=dict(arguments.columns),
+        has_weights=not dry_run or has_weights(weights),
     )
 
 
@@ -278,21 +270,25 @@ def _profile(
     per_node = arguments.gpus_per_node or (profile and profile.gpus_per_node) or PER_NODE
     if profile is None or profile.gpus_per_node != per_node:
         keys |= {"ranks_per_node": per_node, "gpus_per_node": per_node}
+    if profile is None:  # a cluster's own may ask Slurm for GPUs without a type
+        keys["gpu_type"] = arguments.gpu.lower()
     if profile is None or profile.gpu_memory_gib is None:
         keys["gpu_memory_gib"] = round(USABLE * sheet.memory_bytes / GIB, 1)
-    fill_in = "" if profile else "\nFILL IN: account, partition and network, as in that file."
+    fill_in = "\nFILL IN: account, partition and network, as in that file, and gpu_type as Slurm\n"
+    fill_in += "names it: null where its GPUs have no types."
     head = (
         f"The walltimes of {shown(arguments.target)}: {MARGIN:g} times the longest simulated stage "
         f"of a kind and\nhalf an hour, at most --longest-walltime; a stage that takes longer is "
-        f"requeued.{fill_in}"
+        f"requeued.{'' if profile else fill_in}"
     )
     return profile_text(arguments.cluster or EXAMPLE, directory, keys, found.walltimes, head)
 
 
 def _commands(arguments: Namespace, found: Prepared, profile: Path | None) -> list[str]:
-    run = shown(arguments.target)
-    cluster = f" --cluster {shown(profile)}" if profile else ""
-    simulate = f"braid simulate {run} --gpu {arguments.gpu}{cluster}"
+    run = shlex.quote(shown(arguments.target))
+    cluster = f" --cluster {shlex.quote(shown(profile))}" if profile else ""
+    gpu = f" --gpu {arguments.gpu}" if arguments.gpu else ""  # else the profile's gpu_type
+    simulate = f"braid simulate {run}{gpu}{cluster}"
     if profile:
         start = [f"braid submit {run}{cluster} --dry-run", f"braid submit {run}{cluster}"]
     else:

@@ -1,41 +1,103 @@
-"""The model and the domains that `braid init` is given."""
+"""The options of `braid init`: their checks, the model and the domains."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import re
+import stat
+import tempfile
+from argparse import ArgumentTypeError, Namespace
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from parallel.errors import UserError, hint
 from parallel.families import architecture
 from parallel.settings import ModelSettings
-from pipeline.config.checkpoints import ANY_VALUE, weights_violation
+from pipeline.config.checkpoints import ANY_VALUE, has_weights, weights_violation
 from pipeline.config.described import model_of
 from pipeline.config.read import CONFIGS, Reader, find, plain
+from pipeline.config.rules import DOMAIN_NAME, DOMAIN_RULE
+from pipeline.report.capacity import check_searched
 from pipeline.text import shown
 
 MODELS, DOMAINS = CONFIGS / "models", CONFIGS / "domains"
+NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 
 
-def model_named(given: str, weights: Path | None) -> tuple[ModelSettings, Path | None, Path]:
+def profile_of(arguments: Namespace) -> Path:
+    """Return the file of the profile that is written beside the run."""
+    target: Path = arguments.target
+    return target.with_suffix(".cluster.yaml")
+
+
+def check_given(arguments: Namespace) -> None:
+    """Raise UserError where options are missing, or contradict each other."""
+    needed = {"model": "--model", "domains": "--domains", "target": "--output"}
+    if missing := [flag for name, flag in needed.items() if getattr(arguments, name) is None]:
+        raise UserError(f"missing: {', '.join(missing)}; braid init --help has an example")
+    name = arguments.name or arguments.target.stem
+    if not re.fullmatch(NAME, name):
+        option = f"--name {name}" if arguments.name else f"--output {arguments.target}"
+        raise UserError(f"{option}: a run's name has letters, digits, '.', '_' and '-' only")
+    if arguments.cluster and arguments.cluster.resolve() == profile_of(arguments).resolve():
+        raise UserError(f"--cluster {arguments.cluster}: this run's profile would replace it")
+    if arguments.gpus is None:
+        for name in ("gpu", "gpus_per_node", "budget"):
+            if getattr(arguments, name) is not None:
+                option = name.replace("_", "-")
+                raise UserError(f"--{option} needs --gpus N, the number of GPUs")
+    else:
+        check_searched("--gpus", arguments.gpus)
+
+
+def check_output(files: Iterable[Path], force: bool) -> None:
+    """Raise UserError where a file exists already or could not be written.
+
+    What is there and is no file is never replaced: a device, a pipe, or a link such as /dev/stdout.
+    """
+    for path in files:
+        try:
+            if not path.parent.is_dir():
+                raise UserError(f"--output: no such directory: {shown(path.parent)}")
+            if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
+                raise UserError(f"{shown(path)} is not a regular file; choose another --output")
+            with tempfile.TemporaryFile(dir=path.parent):  # /proc and read-only mounts refuse it
+                pass
+        except OSError as error:
+            where = shown(path.parent)
+            raise UserError(f"--output: cannot write in {where}: {error.strerror}") from error
+        if path.exists() and not force:
+            raise UserError(f"{shown(path)} exists already; choose another --output, or --force")
+
+
+def model_named(
+    given: str, weights: Path | None, *, dry_run: bool
+) -> tuple[ModelSettings, Path | None, Path]:
     """Return the model, the shipped file that describes it, and its weights' directory.
+
+    A `dry_run` needs no weights: those that are there are checked.
 
     Raises:
         UserError: there is no such model, or the directory is no checkpoint of it.
     """
     named = next((each for each in shipped_models() if each.stem == given), None)
     if named is None:
-        weights = Path(given).expanduser()
+        weights = _expanded(given, f"--model {given}")
         if not weights.is_dir() and "/" not in given:
             names = [each.stem for each in shipped_models()]
             raise UserError(f"--model {given}: no such directory, and none of {', '.join(names)}")
         model = model_of(weights)
         alike = (each for each in shipped_models() if _sizes(_shipped(each)) == _sizes(model))
         named = next(alike, None)
-    elif weights is None:
+    elif weights is None and not dry_run:
         raise UserError(f"--model {given}: name the directory of its weights too: --weights PATH")
     else:
         model = _shipped(named)
+        if weights is None:
+            return model, named, Path("/path/to") / given
+    if dry_run and not has_weights(weights):
+        return model, named, weights
     if problem := weights_violation(weights, model):
         raise UserError(problem)
     return model, named, weights
@@ -63,12 +125,30 @@ def shipped_kinds() -> list[str]:
     return [name for name, tree in trees.items() if find(tree, ("prompts", "prompt")) is not None]
 
 
-def distinct(given: Sequence[str]) -> Sequence[str]:
-    """Return the domains as they are given; raise UserError where two have one name."""
+def check_names(given: Sequence[str]) -> None:
+    """Raise UserError where a domain's name is no name, or two domains have one."""
     names = [each.partition("=")[0].partition(":")[0] for each in given]
+    for name, each in zip(names, given, strict=True):
+        if "=" in each and not re.fullmatch(DOMAIN_NAME, name):
+            raise UserError(f"--domains {each}: {DOMAIN_RULE}")
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise UserError(f"--domains: {', '.join(repeated)} named twice; NAME:KIND=ROWS renames one")
-    return given
+
+
+def column_named(text: str) -> tuple[str, str]:
+    """Return a key of `prompts` and its column; raise ArgumentTypeError for anything else."""
+    key, _, column = text.partition("=")
+    if key not in ("prompt", "answer") or not column:
+        raise ArgumentTypeError(f"{text} is neither prompt=COLUMN nor answer=COLUMN")
+    return key, column
+
+
+def _expanded(path: str, option: str) -> Path:
+    """Return a path with the home directory for `~`; raise UserError where there is none."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise UserError(f"{option}: no such user: {Path(path).parts[0]}") from None
 
 
 def domain_named(given: str) -> tuple[str, tuple[Path, Path | None]]:
@@ -77,7 +157,7 @@ def domain_named(given: str) -> tuple[str, tuple[Path, Path | None]]:
     name, _, kind = name.partition(":")
     if not equals or not rows:
         raise UserError(f"--domains {given}: write NAME=ROWS, such as math=/data/math.jsonl")
-    path = Path(rows).expanduser()
+    path = _expanded(rows, f"--domains {given}")
     if not path.exists():
         raise UserError(f"--domains {given}: no such file: {shown(path)}")
     if path.suffix in (".yaml", ".yml"):

@@ -126,14 +126,19 @@ def weights_violation(directory: Path, model: ModelSettings) -> str | None:
     return found and f"{shown(found[0])}: {found[1]}"
 
 
+def has_weights(directory: Path) -> bool:
+    """Return whether a directory has a file of weights, or names one."""
+    return any(directory.glob("*.safetensors")) or (directory / WEIGHTS_INDEX).exists()
+
+
 def _files_violation(directory: Path) -> str | None:
     path = directory / WEIGHTS_INDEX
     if not path.exists() and not path.is_symlink():
         if found := sorted(directory.glob("*.safetensors")):
             return next(filter(None, map(_not_a_file, found)), None)
         return (
-            f"{shown(directory)} has neither a *.safetensors file nor {WEIGHTS_INDEX}; convert "
-            "other formats with transformers' save_pretrained"
+            f"{shown(directory)} has neither a *.safetensors file nor {WEIGHTS_INDEX}; download "
+            "the weights, or convert other formats with transformers' save_pretrained"
         )
     index, problem = json_object(path)
     if problem is not None:

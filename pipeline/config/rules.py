@@ -45,6 +45,8 @@ from stages.rewards.reward import RewardContext, RewardPoolSettings
 from stages.settings import RunSettings
 
 BOUNDS = ("max_mismatch", "min_router_agreement", "max_drift", "max_router_movement", "max_kl")
+DOMAIN_NAME = r"[A-Za-z0-9_-]{1,100}"
+DOMAIN_RULE = "a domain's name must be 1 to 100 letters, digits, _ or -, since it names a directory"
 
 Found = Iterator[tuple[str, str]]
 
@@ -245,11 +247,8 @@ def _domain_rules(
     use: _Use,
 ) -> Found:
     key = f"domains.{name}"
-    if not re.fullmatch(r"[A-Za-z0-9_-]{1,100}", name):
-        yield (
-            key,
-            "a domain's name must be 1 to 100 letters, digits, _ or -, since it names a directory",
-        )
+    if not re.fullmatch(DOMAIN_NAME, name):
+        yield key, DOMAIN_RULE
     yield from _reward_rules(f"{key}.rewards", domain, pool)
     for where, objective in {key: domain.objective, **use.objectives}.items():
         if objective.advantage.needs_step_rewards:

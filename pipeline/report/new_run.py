@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from pipeline.report.fit import FittedRun, fitted, gpus_that_fit
 from pipeline.report.run_blocks import Blocks, Wanted, check_size, first_blocks, put
 from pipeline.report.run_file import NewDomain, NewRun
 from pipeline.report.simulation import SimulatedStage, simulated
-from pipeline.report.starting_data import StartingData, read_rows, scored_data
+from pipeline.report.starting_data import StartingData, estimated_data, read_rows, scored_data
 from pipeline.run.graph import compile_graph
 from pipeline.text import clock, shown
 from stages.data.settings import FilePromptSettings
@@ -27,6 +28,7 @@ HELD_OUT = 200, 500  # problems of an evaluation: wanted, and the most
 FRACTIONS = (0.02, 0.05, 0.1, 0.2, 0.25)  # of the prompts that may be held out
 OF_EVALUATION = 0.8  # of the held-out prompts; the others are for gates
 CPU_PROBLEMS = 20
+MOST_PASSES = 20  # over the training rows, without a note
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,10 @@ class Prepared:
         return sum(each.gpu_hours for each in self.times)
 
 
-def prepare(wanted: Wanted) -> Prepared:
+def prepare(wanted: Wanted, announce: Callable[[str], None]) -> Prepared:
     """Return the run, after its tokenizer, data, layout and cost have been checked.
+
+    `announce` gets a line before each part that takes long.
 
     Raises:
         UserError: one of them is wrong, in one message.
@@ -59,18 +63,29 @@ def prepare(wanted: Wanted) -> Prepared:
     check_size(wanted)
     blocks = first_blocks(wanted)
     draft = _load(_new_run(wanted, blocks), wanted.output, to_start=False)
+    announce(f"reading the rows of {', '.join(wanted.domains)} ...")
     counts, chats = _read_all(wanted, draft)
-    if problem := missing_files(wanted.weights, chats=chats):
-        raise UserError(problem)
     on_gpus = wanted.gpus is not None
     least, most = HELD_OUT if on_gpus else (CPU_PROBLEMS, CPU_PROBLEMS)
-    data = _scored(wanted, blocks, fraction := _fraction(counts, least))
-    if len(counts) < len(data):  # rows of Parquet are counted only now
-        chats = True  # perhaps
-        better = _fraction([each.rows for each in data.values()], least)
-        data = data if better == fraction else _scored(wanted, blocks, better)
-    notes = [*_notes_on_data(draft, data, chats, wanted)]
+    fraction, notes = _fraction(counts, least), []
+    if not wanted.has_weights:
+        notes.append(f"weights are not checked: {shown(wanted.weights)} has no *.safetensors yet")
+    if (problem := missing_files(wanted.weights, chats=chats)) is None:
+        announce("scoring the answers of some of them with the domains' rewards ...")
+        data = _scored(wanted, blocks, fraction)
+        if len(counts) < len(data):  # rows of Parquet are counted only now
+            chats = True  # perhaps
+            better = _fraction([each.rows for each in data.values()], least)
+            data = data if better == fraction else _scored(wanted, blocks, better)
+    elif wanted.has_weights or len(counts) < len(wanted.domains):  # the rest is Parquet
+        raise UserError(problem)
+    else:
+        notes.append(f"answers are not scored, and uses of rows are estimates: {problem}")
+        data = _estimated(wanted, blocks, dict(zip(draft.domains, counts, strict=True)), fraction)
+    notes += _notes_on_data(draft, data, chats, wanted)
     blocks["evaluation"] = {"problems": _problems(data, most)}
+    if on_gpus:
+        announce(f"searching the layouts of {wanted.ranks} GPUs ...")
     found = _on_gpus(wanted, blocks, data) if on_gpus else _on_cores(wanted, blocks, data)
     return replace(found, notes=[*notes, *found.notes])
 
@@ -101,11 +116,20 @@ def _scored(wanted: Wanted, blocks: Blocks, fraction: float) -> dict[str, Starti
     """Return the counts of every domain's rows with this share held out, which `blocks` get."""
     for name in wanted.domains:
         put(blocks, f"domains.{name}.prompts.held_out_fraction", fraction)
-    draft = _load(_new_run(wanted, blocks), wanted.output, to_start=True)
+    draft = _load(_new_run(wanted, blocks), wanted.output, to_start=wanted.has_weights)
     return {
         name: scored_data(name, domain, str(wanted.weights), draft.rewards)
         for name, domain in draft.domains.items()
     }
+
+
+def _estimated(
+    wanted: Wanted, blocks: Blocks, counts: Mapping[str, int], fraction: float
+) -> dict[str, StartingData]:
+    """Return what `_scored` does where the model's tokenizer is not there yet."""
+    for name in wanted.domains:
+        put(blocks, f"domains.{name}.prompts.held_out_fraction", fraction)
+    return {name: estimated_data(rows, fraction, OF_EVALUATION) for name, rows in counts.items()}
 
 
 def _problems(data: Mapping[str, StartingData], most: int) -> int:
@@ -164,8 +188,9 @@ def _on_gpus(wanted: Wanted, blocks: Blocks, data: Mapping[str, StartingData]) -
             f"all {max(each.steps for each in times)} steps of an expert would cost {hours:,.0f} "
             f"GPU hours; the budget of {wanted.budget:,.0f} pays for {share:.0%} of them"
         )
-    run = _new_run(wanted, blocks, data)
-    settings = _load(run, wanted.output, to_start=True)
+    settings = _load(_new_run(wanted, blocks), wanted.output, to_start=wanted.has_weights)
+    data, repeats = _used(settings, data)
+    notes += repeats
     times = simulated(compile_graph(settings), settings, assumed)
     cut = walltimes(times, wanted.longest_walltime)
     spent = sum(each.gpu_hours for each in times)
@@ -181,7 +206,7 @@ def _on_gpus(wanted: Wanted, blocks: Blocks, data: Mapping[str, StartingData]) -
         "of training by `braid simulate`. Every key: docs/reference/run.md.",
         *(f"{each[0].upper()}{each[1:]}." for each in notes if "budget" in each),
     )
-    run = replace(run, head=head, about_layout=_about_layout(found))
+    run = replace(_new_run(wanted, blocks, data), head=head, about_layout=_about_layout(found))
     return Prepared(run, settings, data, times, cut, hours, notes)
 
 
@@ -204,13 +229,34 @@ def _on_cores(wanted: Wanted, blocks: Blocks, data: Mapping[str, StartingData]) 
     """Return the run on CPU cores: ranks that share the experts, and one engine."""
     experts = wanted.ranks if wanted.model.experts % wanted.ranks == 0 else 1
     blocks["layout"] = LayoutSettings(ranks=wanted.ranks, expert=experts)
-    run = _new_run(wanted, blocks, data)
+    settings = _load(_new_run(wanted, blocks), wanted.output, to_start=wanted.has_weights)
+    data, notes = _used(settings, data)
     head = (
         f"Written by `braid init` for {wanted.ranks} ranks on CPU cores: a few small steps, which",
         "show that everything fits together and teach nothing. Every key: docs/reference/run.md.",
     )
-    run = replace(run, head=head)
-    return Prepared(run, _load(run, wanted.output, to_start=True), data)
+    run = replace(_new_run(wanted, blocks, data), head=head)
+    return Prepared(run, settings, data, notes=notes)
+
+
+def _used(
+    settings: RunSettings, data: Mapping[str, StartingData]
+) -> tuple[dict[str, StartingData], list[str]]:
+    """Return the data with how often the experts use each row, and a note where that is often."""
+    used, notes = dict(data), []
+    for stage in compile_graph(settings):
+        if stage.domain is None or not stage.steps:
+            continue
+        each, prompts = data[stage.domain], settings.domains[stage.domain].sampling.prompts_per_step
+        used[stage.domain] = replace(each, passes=round(stage.steps * prompts / each.trained, 2))
+        passes, where = used[stage.domain].passes or 0.0, f"domains.{stage.domain}"
+        if passes > MOST_PASSES or prompts > each.trained:
+            notes.append(
+                f"{where}: {stage.steps} steps of {prompts} prompts use each of its "
+                f"{each.trained:,} training rows {passes:,.1f} times; give it more rows, or lower "
+                f"{where}.loop.steps or {where}.sampling.prompts_per_step"
+            )
+    return used, notes
 
 
 def _new_run(
@@ -222,10 +268,7 @@ def _new_run(
     model = wanted.model
     if wanted.gpus is None:
         model = model.model_copy(update={"precision": "fp32"})
-    about = {
-        name: f"{each.rows:,} rows: {each.trained:,} to train on, {each.held_out:,} held out"
-        for name, each in (data or {}).items()
-    }
+    about = {name: each.described() for name, each in (data or {}).items()}
     return NewRun(
         name=wanted.name,
         model=model,
@@ -246,7 +289,7 @@ def _load(run: NewRun, output: Path, *, to_start: bool) -> RunSettings:
     """Return the settings of a run that is not written yet.
 
     Raises:
-        UserError: it is not valid; the message names the file that it would be.
+        UserError: it is not valid; the message has its keys and no lines, which nobody has seen.
     """
     with tempfile.TemporaryDirectory(prefix="braid-") as temporary:
         path = Path(temporary) / output.name
@@ -254,4 +297,6 @@ def _load(run: NewRun, output: Path, *, to_start: bool) -> RunSettings:
         try:
             return load(path, to_start=to_start)
         except ConfigError as error:
-            raise UserError(str(error).replace(str(path), shown(output))) from error
+            place = rf"{re.escape(shown(path))}(:\d+)?"
+            message = re.sub(f"^{place}: ", "", str(error), flags=re.MULTILINE)
+            raise UserError(re.sub(place, lambda _: shown(output), message)) from error

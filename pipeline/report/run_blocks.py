@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import floor
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,11 @@ Blocks = dict[str, Any]
 
 @dataclass(frozen=True)
 class Wanted:
-    """The request for a new run; `gpus` is None where ranks run on CPU cores."""
+    """The request for a new run; `gpus` is None where ranks run on CPU cores.
+
+    `columns` are those of the prompt and the answer of rows that are given without a domain's file.
+    Without `has_weights` a dry run plans what is not downloaded yet.
+    """
 
     name: str
     output: Path
@@ -43,6 +47,8 @@ class Wanted:
     gpu: str = ""
     budget: float | None = None
     longest_walltime: float = 24 * HOUR
+    columns: Mapping[str, str] = field(default_factory=dict)
+    has_weights: bool = True
 
 
 def check_size(wanted: Wanted) -> None:
@@ -64,7 +70,7 @@ def first_blocks(wanted: Wanted) -> Blocks:
         own: Blocks = {"prompts": {}}
         blocks["domains"][name] = own
         if rows is not None:
-            own["prompts"]["path"] = str(rows.absolute())
+            own["prompts"] |= {"path": str(rows.absolute()), **wanted.columns}
             if rows.suffix == ".parquet":
                 own["prompts"]["source"] = "parquet"
         if wanted.gpus is None:

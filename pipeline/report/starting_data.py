@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from io import StringIO
 from typing import Any
 
 from parallel.errors import UserError
-from pipeline.config.rows import row_report
+from pipeline.config.rows import RowReport, row_report
 from pipeline.launch import one_off
 from pipeline.text import shown, visible
 from stages.data.settings import FilePromptSettings
@@ -19,17 +20,38 @@ from stages.rewards.reward import RewardPoolSettings
 MOST_ROWS = 100_000  # read before anything is written: a second
 SCORED = 64  # prompts whose answers the rewards score
 SHOWN_ROWS = 3
+NO_COLUMN = re.compile(r": no column ('[^']*'); columns: (.*)")  # of stages.data.row_forms
 LONGEST = 60  # characters of a text in a message
 
 
 @dataclass(frozen=True)
 class StartingData:
-    """A domain's distinct rows by their use, and the tokens of its longest prompt."""
+    """A domain's rows by their use, and the tokens of its longest prompt.
+
+    `repeated` rows have the prompt of an earlier one. `passes` are how often the domain's own
+    stage samples each row that is `trained`, once its steps are known.
+    """
 
     rows: int
     trained: int
     held_out: int
+    for_gates: int
+    repeated: int
+    unusable: int
     longest: int
+    passes: float | None = None
+
+    def described(self) -> str:
+        """Return the rows by their use, in a line."""
+        others = {
+            "held out": self.held_out,
+            "for gates": self.for_gates,
+            "repeated": self.repeated,
+            "unusable": self.unusable,
+        }
+        listed = "".join(f", {count:,} {use}" for use, count in others.items() if count)
+        passes = "" if self.passes is None else f"; each trained on {self.passes:,.1f} times"
+        return f"{self.rows:,} rows: {self.trained:,} to train on{listed}{passes}"
 
 
 def read_rows(name: str, source: FilePromptSettings) -> tuple[int, bool] | None:
@@ -48,11 +70,28 @@ def read_rows(name: str, source: FilePromptSettings) -> tuple[int, bool] | None:
     report, where = row_report(source, most=MOST_ROWS), shown(source.path)
     if not report.checked:
         raise UserError(f"domains.{name}: {where} has no rows")
+    if len(report.unusable) == report.checked and (why := _other_columns(name, source, report)):
+        raise UserError(f"domains.{name}: {where}: {why}")
     if report.unusable:
         raise UserError(
             f"domains.{name}: {report.described(report.unusable)}; fix the rows, or remove them"
         )
     return report.checked, report.chats
+
+
+def _other_columns(name: str, source: FilePromptSettings, report: RowReport) -> str | None:
+    """Return the fix where every row lacks one and the same column, else None."""
+    found = [NO_COLUMN.search(each) for each in report.unusable]
+    columns = {each and each[1] for each in found}
+    if len(columns) > 1 or (first := found[0]) is None:
+        return None
+    keys = ["prompt", *(["answer"] if source.answer else [])]
+    options = " ".join(f"{key}=COLUMN" for key in keys)
+    block = ", ".join(f"{key}: COLUMN" for key in keys)
+    return (
+        f"no row has a column {first[1]}; columns: {first[2]}; name the columns: --columns "
+        f"{options}, which a run has as domains.{name}.prompts: {{{block}}}"
+    )
 
 
 def scored_data(
@@ -83,7 +122,22 @@ def scored_data(
         )
     held_out, gates = lengths["held_out"], lengths["for_gates"]
     trained = lengths["prompts"] - held_out - gates
-    return StartingData(lengths["rows"], trained, held_out, lengths["tokens"]["100"])
+    return StartingData(
+        rows=lengths["rows"],
+        trained=trained,
+        held_out=held_out,
+        for_gates=gates,
+        repeated=lengths["duplicates"],
+        unusable=lengths["bad"],
+        longest=lengths["tokens"]["100"],
+    )
+
+
+def estimated_data(rows: int, fraction: float, for_evaluation: float) -> StartingData:
+    """Return the likely counts of rows of which a share is held out, without a tokenizer."""
+    apart = round(fraction * rows)
+    held_out = round(for_evaluation * apart)
+    return StartingData(rows, rows - apart, held_out, apart - held_out, 0, 0, longest=0)
 
 
 def _misread(prompt: Mapping[str, Any]) -> str | None:

@@ -94,13 +94,21 @@ def test_what_it_writes_is_accepted(name: str, braid: Braid, tmp_path: Path) -> 
 def test_a_model_by_name_needs_the_directory_of_its_weights(braid: Braid, tmp_path: Path) -> None:
     options = given(tmp_path, "qwen3-30b-a3b", ("math",))
     weights, options[1] = options[1], "qwen3-30b-a3b"
-    on = ("--gpus", 32, "--gpu", "h100", "--dry-run")
+    on = ("--gpus", 8, "--gpu", "h100")
     code, _, err = braid("init", *options, *on)
     assert (code, err) == (
         1,
         "braid: --model qwen3-30b-a3b: name the directory of its weights too: --weights PATH\n",
     )
-    assert said(braid, *options, "--weights", weights, *on)["written"] == []
+    planned = said(braid, *options, *on, "--dry-run")
+    assert planned["written"] == []
+    assert planned["notes"][0] == (
+        "weights are not checked: /path/to/qwen3-30b-a3b has no *.safetensors yet"
+    )
+    assert "answers are not scored, and uses of rows are estimates: " in planned["notes"][1]
+    known = said(braid, *options, "--weights", weights, *on, "--dry-run")
+    assert known["written"] == []
+    assert known["layout"] == planned["layout"]
     assert not (tmp_path / "mine.yaml").exists()
 
 
@@ -159,7 +167,9 @@ def refused(braid: Braid, directory: Path, options: list[Any], *messages: str) -
     before = sorted(directory.iterdir())
     code, out, err = braid("init", *options)
     assert (code, out) == (1, "")
-    assert err.startswith("braid: ") and "Traceback" not in err
+    progress, found, _ = err.partition("braid: ")
+    assert found and "Traceback" not in err
+    assert all(line.endswith(" ...") for line in progress.splitlines())
     for message in messages:
         assert message in err
     assert sorted(directory.iterdir()) == before
@@ -275,7 +285,8 @@ def test_a_run_is_written_without_torch(tmp_path: Path) -> None:
     )
     *shown, last = found.stdout.splitlines()
     code, *loaded = json.loads(last)
-    assert (code, found.stderr) == (0, "")
+    assert code == 0
+    assert [line.partition(" ")[0] for line in found.stderr.splitlines()] == ["reading", "scoring"]
     assert not {name.partition(".")[0] for name in loaded} & HEAVY
     assert shown[-1] == f"  braid run {tmp_path / 'mine.yaml'}"
 

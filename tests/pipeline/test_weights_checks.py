@@ -17,8 +17,8 @@ from tests.pipeline.violations import errors
 INDEX = "model.safetensors.index.json"
 SEVERAL = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
 OTHER_FORMATS = (
-    f"start has neither a *.safetensors file nor {INDEX}; convert other formats with "
-    "transformers' save_pretrained"
+    f"start has neither a *.safetensors file nor {INDEX}; download the weights, or convert other "
+    "formats with transformers' save_pretrained"
 )
 
 
