@@ -7,6 +7,7 @@ import sys
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from pipeline.commands import common
 from pipeline.commands.common import JSON, Argument, command, print_json
 from pipeline.commands.init_inputs import (
     check_given,
+    check_kept,
     check_names,
     check_output,
     column_named,
@@ -153,8 +155,11 @@ def init(arguments: Namespace) -> None:
     files = [output, profile_of(arguments)]
     if not arguments.dry_run:
         check_output(files if arguments.gpus else files[:1], arguments.force)
+    check_kept("--cluster", [arguments.cluster], files)
     profile = load_cluster(arguments.cluster) if arguments.cluster else None
-    found = prepare(_wanted(arguments, profile), _quiet if arguments.json else _announce)
+    wanted = _wanted(arguments, profile)
+    check_kept("--domains", chain(*wanted.domains.values()), files)
+    found = prepare(wanted, _quiet if arguments.json else _announce)
     texts = {output: found.run.text(output.absolute().parent)}
     if arguments.gpus:
         texts[files[1]] = _profile(arguments, profile, found, files[1].absolute().parent)

@@ -40,8 +40,6 @@ def check_given(arguments: Namespace) -> None:
     if not re.fullmatch(NAME, name):
         option = f"--name {name}" if arguments.name else f"--output {arguments.target}"
         raise UserError(f"{option}: a run's name has letters, digits, '.', '_' and '-' only")
-    if arguments.cluster and arguments.cluster.resolve() == profile_of(arguments).resolve():
-        raise UserError(f"--cluster {arguments.cluster}: this run's profile would replace it")
     if arguments.gpus is None:
         for name in ("gpu", "gpus_per_node", "budget"):
             if getattr(arguments, name) is not None:
@@ -69,6 +67,14 @@ def check_output(files: Iterable[Path], force: bool) -> None:
             raise UserError(f"--output: cannot write in {where}: {error.strerror}") from error
         if path.exists() and not force:
             raise UserError(f"{shown(path)} exists already; choose another --output, or --force")
+
+
+def check_kept(option: str, given: Iterable[Path | None], files: Sequence[Path]) -> None:
+    """Raise UserError where the new files, a run and its profile, would replace a given one."""
+    for path in filter(None, given):
+        for file, what in zip(files, ("file", "profile"), strict=True):
+            if path.resolve() == file.resolve():
+                raise UserError(f"{option} {shown(path)}: this run's {what} would replace it")
 
 
 def model_named(

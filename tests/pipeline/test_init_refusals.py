@@ -122,6 +122,16 @@ def test_the_memory_of_a_gpu_is_the_profile_s() -> None:
     assert data_sheet(None, stated) == replace(GPUS["h100"], memory_bytes=70 * GIB)
 
 
+@pytest.mark.parametrize("option", ["--cluster", "--domains"])
+def test_a_run_does_not_replace_what_it_is_of(option: str, braid: Braid, tmp_path: Path) -> None:
+    options, own = given(tmp_path, "tiny", ("math",)), tmp_path / "mine.yaml"
+    own.write_text("ranks_per_node: 1\n")
+    more = [option, str(own) if option == "--cluster" else f"math={own}", "--force"]
+    message = f"{option} {own}: this run's file would replace it\n"
+    refused(braid, tmp_path, [*options, *more], message)
+    assert own.read_text() == "ranks_per_node: 1\n"
+
+
 def renamed(directory: Path, **columns: str) -> None:
     """Write rows of mathematics whose columns have other names."""
     path = rows(directory / "math.jsonl", "math")
