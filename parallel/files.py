@@ -84,6 +84,12 @@ def keep_steps(log: Path, last: int) -> None:
     write_atomically(log, "".join(kept))
 
 
+def is_file_name(name: object) -> bool:
+    """Return whether a value is the bare name of a file, so that its path stays in a directory."""
+    text = name if isinstance(name, str) and name.isprintable() else ""
+    return Path(text).name == text and text not in ("", ".", "..")
+
+
 def unreachable(path: Path) -> str | None:
     """Return why stat fails on a path that may exist, such as a name too long, or None."""
     try:

@@ -18,11 +18,11 @@ from safetensors import SafetensorError, safe_open
 
 from parallel.boxes import Box, within
 from parallel.errors import UserError
-from parallel.files import WEIGHTS_INDEX, naming, write_atomically
+from parallel.files import HUGGING_FACE, WEIGHTS_INDEX, is_file_name, naming, write_atomically
 from parallel.hugging_face import mxfp4
 from parallel.hugging_face.block_scales import CODE, SUFFIX, BlockScales, block_scales
 from parallel.hugging_face.config import TensorSpec
-from parallel.hugging_face.text_model import text_tensors
+from parallel.hugging_face.text_model import StackError, text_tensors
 
 SHARD_BYTES = 4 << 30  # of a file at most, unless a single tensor is larger
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -61,16 +61,19 @@ class WeightFiles:
 
     def __init__(self, directory: Path) -> None:
         """Read the index and every file's header; `errors` lists what is wrong with them."""
-        self._scales: BlockScales | None = None
-        with suppress(OSError, ValueError, TypeError):  # a directory without a config.json has none
-            self._scales = block_scales(directory)
         self.stored: dict[str, Stored] = {}
         self.errors: list[str] = []
+        self._scales: BlockScales | None = None
+        with suppress(OSError, ValueError, TypeError):  # a directory without a config.json has none
+            try:
+                self._scales = block_scales(directory)
+            except RecursionError as error:
+                self.errors.append(f"{HUGGING_FACE}: {error!r}")
         index: dict[str, str] = {}  # a checkpoint of one file has none
         try:
             with suppress(FileNotFoundError):
-                index = dict(json.loads((directory / WEIGHTS_INDEX).read_text())["weight_map"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+                index = _index(directory / WEIGHTS_INDEX)
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             self.errors.append(f"{WEIGHTS_INDEX}: {error!r}")
         files = {directory / name for name in index.values()} or directory.glob("*.safetensors")
         for path in sorted(files):
@@ -93,7 +96,10 @@ class WeightFiles:
             if name in self.stored and (found := self.stored[name].file.name) != expected:
                 misplaced = f"{name} should be in {expected}, but is in {found}"
                 self.errors.append(f"{WEIGHTS_INDEX}: {misplaced}")
-        self._show_text_tensors()
+        try:
+            self._show_text_tensors()
+        except StackError as error:
+            self.errors.append(str(error))
 
     def _show_text_tensors(self) -> None:
         """Name the text model's tensors in `stored`, instead of those that hold them."""
@@ -308,6 +314,19 @@ def _create(path: Path, tensors: Mapping[str, TensorSpec]) -> dict[str, tuple[Pa
         first = file.tell()
         file.truncate(first + end)
     return {name: (path, first + begin) for name, begin in begins.items()}
+
+
+def _index(path: Path) -> dict[str, str]:
+    """Return the file of each tensor of an index.
+
+    Raises:
+        OSError: it cannot be read.
+        KeyError, RecursionError, TypeError, ValueError: it is none, or names other than files.
+    """
+    found = dict(json.loads(path.read_text())["weight_map"])
+    if others := [name for name in found.values() if not is_file_name(name)]:
+        raise ValueError(f"{others[0]!r} is no name of a file in the same directory")
+    return found
 
 
 def _header(path: Path) -> tuple[int, dict[str, Any]]:

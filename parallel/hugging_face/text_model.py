@@ -12,7 +12,12 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 PREFIX = "model.language_model."
+MOST_EXPERTS = 10_000  # of a layer: a header may state any number, and each is a tensor
 STACK = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
+
+
+class StackError(ValueError):
+    """A tensor with the name of a layer's experts that is no stack of them."""
 
 
 class TextTensor(NamedTuple):
@@ -25,7 +30,10 @@ class TextTensor(NamedTuple):
 
 
 def text_tensors(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[TextTensor]:
-    """Yield the text model's tensors; none unless `shapes` are a vision-language model's."""
+    """Yield the text model's tensors; none unless `shapes` are a vision-language model's.
+
+    Raises StackError for a stack of experts of an impossible shape.
+    """
     for stored, shape in shapes.items():
         if not stored.startswith(PREFIX):
             continue
@@ -36,7 +44,11 @@ def text_tensors(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[TextTensor]:
             continue
         experts, rows, columns = shape
         parts = ("gate_proj", "up_proj") if stack[2] == "gate_up_proj" else ("down_proj",)
-        each = rows // len(parts)
+        each, odd = divmod(rows, len(parts))
+        if not 0 < experts <= MOST_EXPERTS or odd or min(rows, columns) <= 0:
+            raise StackError(
+                f"{stored} is {[*shape]}, which is no stack of 1 to {MOST_EXPERTS} experts"
+            )
         for expert in range(experts):
             for number, part in enumerate(parts):
                 first = (expert * rows + number * each) * columns

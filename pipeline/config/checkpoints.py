@@ -18,7 +18,7 @@ from parallel.families import (
     is_readable,
     text_configuration,
 )
-from parallel.files import CHECKSUMS, WEIGHTS_INDEX, read_text, unreachable
+from parallel.files import CHECKSUMS, WEIGHTS_INDEX, is_file_name, read_text, unreachable
 from parallel.settings import ModelSettings
 from pipeline.config.tensor_headers import tensors_violation
 from pipeline.text import shown
@@ -147,6 +147,8 @@ def _files_violation(directory: Path) -> str | None:
     named = files.values() if isinstance(files, dict) else ()
     if not named or not all(isinstance(name, str) for name in named):
         return f"{shown(path)}: weight_map: must name the file of every tensor"
+    if paths := sorted(name for name in set(named) if not is_file_name(name)):
+        return f"{shown(path)}: weight_map: {paths[0]!r} is no name of a file in the same directory"
     absent = sorted(name for name in set(named) if not (directory / name).is_file())
     if not absent:
         return None

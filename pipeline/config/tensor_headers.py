@@ -7,18 +7,28 @@ the file. No tensor is read, and no library of arrays is imported.
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from parallel.files import WEIGHTS_INDEX
-from parallel.hugging_face.text_model import text_tensors
+from parallel.hugging_face.text_model import StackError, text_tensors
 from parallel.settings import ModelSettings
 from parallel.weights.names import stored_tensors
 
 SHOWN = 3  # tensors in a message
+LONGEST_NAME = 200  # characters of a tensor's name in a message
 MOST_BYTES = 100 << 20  # of a header, as safetensors reads it
 LENGTH_BYTES = 8
+MOST_DIMENSIONS, LONGEST_DIMENSION = 16, 1 << 63
+# Bits of an element, by the dtypes that safetensors reads.
+BITS = (
+    {"BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64, "I64": 64}
+    | {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8}
+    | {"F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F16": 16, "BF16": 16, "F32": 32, "F64": 64, "C64": 64}
+)
 PACKED = "_blocks"  # ends the name of a tensor in MXFP4, whose shape the import checks
 
 Shapes = dict[str, tuple[tuple[int, ...], str]]  # of every tensor, with the name of its file
@@ -42,8 +52,11 @@ def tensors_violation(directory: Path, model: ModelSettings) -> tuple[Path, str]
             stored |= {name: (shape, path.name) for name, shape in _header(path)}
         except (OSError, HeaderError) as error:
             return path, f"{error}; download or export the file again"
-    for own in [*text_tensors({name: shape for name, (shape, _) in stored.items()})]:
-        stored[own.name] = own.shape, stored[own.stored][1]
+    try:
+        for own in [*text_tensors({name: shape for name, (shape, _) in stored.items()})]:
+            stored[own.name] = own.shape, stored[own.stored][1]
+    except StackError as error:
+        return directory, f"{error}; download or export the file again"
     expected = {name: shape for name, shape, _ in stored_tensors(model)}
     if not (differing := [*_differing(stored, expected)]):
         return None
@@ -77,7 +90,7 @@ def _header(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield the name and the shape of every tensor.
 
     Raises:
-        HeaderError: there is no header, or the file is shorter than it says.
+        HeaderError: there is no header, it is damaged, or the file is shorter than it says.
         OSError: the file cannot be read.
     """
     size = path.stat().st_size
@@ -87,12 +100,49 @@ def _header(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
             raise HeaderError(f"{size} bytes without a header, so no safetensors file")
         text = file.read(length)
     try:
-        found: dict[str, Any] = json.loads(text)
+        found: dict[str, Any] = json.loads(text.decode())
         entries = [(name, each) for name, each in found.items() if name != "__metadata__"]
-        ends = [each["data_offsets"][1] for _, each in entries]
-        shapes = [(name, tuple(map(int, each["shape"]))) for name, each in entries]
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         raise HeaderError(f"its header cannot be read: {error!r}") from error
-    if size < (whole := LENGTH_BYTES + length + max(ends, default=0)):
+    places = sorted((*_place(name, each), name) for name, each in entries)
+    end = 0
+    for begin, after, name in places:
+        if begin != end:
+            raise HeaderError(f"{_short(name)} begins at byte {begin}, and must at {end}")
+        end = after
+    if size < (whole := LENGTH_BYTES + length + end):
         raise HeaderError(f"{size} bytes, and its header says {whole}")
-    yield from shapes
+    yield from ((name, tuple(each["shape"])) for name, each in entries)
+
+
+def _place(name: str, entry: Any) -> tuple[int, int]:
+    """Return the first byte of a tensor, and the byte after its last.
+
+    Raises HeaderError where the entry of a header is none, or its parts disagree.
+    """
+    given = entry if isinstance(entry, dict) else {}
+    dtype, shape, offsets = (given.get(key) for key in ("dtype", "shape", "data_offsets"))
+    if not isinstance(dtype, str) or dtype not in BITS:
+        raise HeaderError(f"{_short(name)}: unknown dtype {reprlib.repr(dtype)}")
+    if not _are_lengths(shape):
+        raise HeaderError(f"{_short(name)}: {reprlib.repr(shape)} is no shape")
+    if not _are_lengths(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise HeaderError(f"{_short(name)}: {reprlib.repr(offsets)} are no data_offsets")
+    begin, end = offsets
+    if 8 * (end - begin) != prod(shape) * BITS[dtype]:
+        stated = f"{end - begin} bytes, which {dtype} of shape {shape} does not take"
+        raise HeaderError(f"{_short(name)} has {stated}")
+    return begin, end
+
+
+def _are_lengths(value: Any) -> TypeGuard[list[int]]:
+    """Return whether a value of JSON is a list of whole numbers from 0, as of bytes or elements."""
+    return (
+        isinstance(value, list)
+        and len(value) <= MOST_DIMENSIONS
+        and all(type(each) is int and 0 <= each < LONGEST_DIMENSION for each in value)
+    )
+
+
+def _short(name: str) -> str:
+    return reprlib.repr(name) if len(name) > LONGEST_NAME else name

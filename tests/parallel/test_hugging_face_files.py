@@ -120,6 +120,39 @@ def test_an_index_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
     assert WEIGHTS_INDEX in WeightFiles(tmp_path).errors[0]
 
 
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ('{"weight_map":' * 10_000, "RecursionError"),
+        ('{"weight_map": {"a": 3}}', "3 is no name of a file in the same directory"),
+        ('{"weight_map": {"a": ["b"]}}', "['b'] is no name of a file in the same directory"),
+        ('{"weight_map": {"a": "\\ud800"}}', "'\\\\ud800' is no name of a file in the same dire"),
+        ('{"weight_map": {"a": "../b.safetensors"}}', "'../b.safetensors' is no name of a file"),
+        ('{"weight_map": {"a": "/dev/zero"}}', "'/dev/zero' is no name of a file in the same di"),
+    ],
+)
+def test_an_index_that_names_no_files_is_an_error(text: str, fault: str, tmp_path: Path) -> None:
+    write(tmp_path, EXPECTED, drawn().items())
+    (tmp_path / WEIGHTS_INDEX).write_text(text)
+    [error] = WeightFiles(tmp_path).errors
+    assert error.startswith(f"{WEIGHTS_INDEX}: ")
+    assert fault in error
+
+
+def test_a_config_that_is_nested_too_deeply_is_an_error(tmp_path: Path) -> None:
+    write(tmp_path, EXPECTED, drawn().items())
+    (tmp_path / "config.json").write_text('{"a":' * 10_000)
+    [error] = WeightFiles(tmp_path).errors
+    assert error.startswith("config.json: RecursionError")
+
+
+def test_a_stack_that_is_none_of_experts_is_an_error(tmp_path: Path) -> None:
+    stack = "model.language_model.layers.0.mlp.experts.gate_up_proj"
+    save_file({stack: torch.zeros(2, 3, 1)}, tmp_path / "model.safetensors")
+    [error] = WeightFiles(tmp_path).errors
+    assert error.startswith(f"{stack} is [2, 3, 1], which is no stack of 1 to 10000 experts")
+
+
 def test_a_long_list_of_errors_is_cut_short() -> None:
     error = WeightsError("no", [f"fault {i}" for i in range(25)])
     assert str(error).endswith("fault 19; and 5 more")

@@ -61,6 +61,14 @@ OTHER_FORMATS = (
             "qwen3_moe",
             f"start/{INDEX}: weight_map: no such file: model-1.safetensors and 1 more",
         ),
+        *(
+            (
+                {INDEX: {"weight_map": {"a": name}}},
+                "qwen3_moe",
+                f"start/{INDEX}: weight_map: {name!r} is no name of a file in the same directory",
+            )
+            for name in ("../start/model.safetensors", "/dev/zero", "", "..", "\ud800", "a\0")
+        ),
         (
             {INDEX: {"weight_map": {}}},
             "qwen3_moe",
@@ -189,6 +197,21 @@ def test_tensors_that_are_not_the_models_are_named(
     assert error.startswith(f"command line: model.initial_weights: {message}")
 
 
+STACK = "model.language_model.layers.0.mlp.experts.gate_up_proj"
+
+
+@pytest.mark.parametrize("shape", [(10**12, 2, 0), (0, 2, 2), (2, 3, 2), (10_001, 2, 1)])
+def test_a_stack_that_is_none_of_experts_is_one_error(
+    config: Path, start: Path, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
+) -> None:
+    """A header may state a number of experts that takes for ever to count."""
+    monkeypatch.chdir(start.parent)
+    write_tensors(start / "model.safetensors", {STACK: shape})
+    [error] = errors(config, "model.initial_weights=start")
+    where = f"command line: model.initial_weights: start: {STACK} is {[*shape]}, which is no stack"
+    assert error.startswith(where)
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -203,6 +226,44 @@ def test_a_file_without_tensors_is_one_error(
 ) -> None:
     """A download that was stopped, or git's pointer to a file that was not fetched."""
     monkeypatch.chdir(start.parent)
+    (start / "model.safetensors").write_bytes(content)
+    [error] = errors(config, "model.initial_weights=start")
+    where = "command line: model.initial_weights: start/model.safetensors"
+    assert error.startswith(f"{where}: {message}")
+
+
+def entry(dtype: object = "F32", shape: object = (2,), offsets: object = (0, 8)) -> object:
+    return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        ({"a": entry(shape=[1e999])}, "a: [inf] is no shape; download or export the file again"),
+        ({"a": entry(shape="2")}, "a: '2' is no shape"),
+        ({"a": entry(shape=[-2])}, "a: [-2] is no shape"),
+        ({"a": entry(shape=[True, 2])}, "a: [True, 2] is no shape"),
+        ({"a": entry(offsets=[0, "a"])}, "a: [0, 'a'] are no data_offsets"),
+        ({"a": entry(offsets=[0, None])}, "a: [0, None] are no data_offsets"),
+        ({"a": entry(offsets=[0, float("nan")])}, "a: [0, nan] are no data_offsets"),
+        ({"a": entry(offsets=[-8, 0])}, "a: [-8, 0] are no data_offsets"),
+        ({"a": entry(offsets=[8, 0])}, "a: [8, 0] are no data_offsets"),
+        ({"a": entry(offsets=[8])}, "a: [8] are no data_offsets"),
+        ({"a": entry(dtype="F33")}, "a: unknown dtype 'F33'"),
+        ({"a": entry(dtype=[])}, "a: unknown dtype []"),
+        ({"a": 1}, "a: unknown dtype None"),
+        ({"a": entry(shape=[3])}, "a has 8 bytes, which F32 of shape [3] does not take"),
+        ({"a": entry(), "b": entry()}, "b begins at byte 0, and must at 8"),
+        ({"a": entry(), "b": entry(offsets=(12, 20))}, "b begins at byte 12, and must at 8"),
+        ({"a" * 300: 1}, f"'{'a' * 12}...{'a' * 13}': unknown"),
+    ],
+)
+def test_a_damaged_header_is_one_error(
+    config: Path, start: Path, monkeypatch: pytest.MonkeyPatch, header: object, message: str
+) -> None:
+    monkeypatch.chdir(start.parent)
+    text = json.dumps(header).encode()
+    content = len(text).to_bytes(8, "little") + text + bytes(32)
     (start / "model.safetensors").write_bytes(content)
     [error] = errors(config, "model.initial_weights=start")
     where = "command line: model.initial_weights: start/model.safetensors"
