@@ -11,11 +11,15 @@ from __future__ import annotations
 
 import ast
 import math
+import re
+from fractions import Fraction
 from typing import Any
 
 LONGEST = 20_000  # characters of an answer: a board of 100 x 100 as a list of lists
 LONGEST_EXPRESSION = 2000
 MOST_BITS = 4096.0  # of a number in an expression
+MOST_EXPONENT = 308  # of a literal: Python reads 1e-999 as 0, sympy reads all its digits
+EXPONENT = re.compile(r"(?<=[\d._])[eE][+-]?([\d_]+)")
 FUNCTIONS = frozenset(
     [
         "sin",
@@ -45,6 +49,7 @@ FUNCTIONS = frozenset(
         "erf",
     ]
 )
+ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.Div)
 EXPONENTIALS = ("exp", "sinh", "cosh")
 
 
@@ -68,32 +73,46 @@ def read_expression(text: str, local_dict: dict[str, Any] | None = None) -> Any:
 
     if not isinstance(text, str) or len(text) > LONGEST_EXPRESSION:
         raise ValueError(f"not an expression of at most {LONGEST_EXPRESSION} characters")
+    if any(int(each.replace("_", "") or 0) > MOST_EXPONENT for each in EXPONENT.findall(text)):
+        raise ValueError(f"a number with an exponent above {MOST_EXPONENT}")
     _bits(ast.parse(text.strip(), mode="eval").body)
     return parse_expr(text, local_dict=local_dict)
 
 
-def _bits(node: ast.expr) -> float:
-    """Return a bound on the base-2 logarithm of a number's numerator and denominator.
+def _bits(node: ast.expr) -> tuple[float, float]:
+    """Return bounds on the base-2 logarithms of a number's numerator and denominator.
 
-    Symbols count as 1. Raises ValueError for anything but numbers, symbols, arithmetic and
-    FUNCTIONS, and above MOST_BITS.
+    They bound the number and its inverse too. Symbols count as 2. Raises ValueError for anything
+    but numbers, symbols, arithmetic and FUNCTIONS, and above MOST_BITS.
     """
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
-            bits = math.log2(abs(number) + 1)
+            exact = Fraction(repr(number)) if isinstance(number, float) else Fraction(number)
+            above, below = math.log2(abs(exact.numerator) + 1), math.log2(exact.denominator)
         case ast.Name(id=name) if not name.startswith("_") and name.isascii():
-            bits = 1.0
+            above, below = 1.0, 0.0
         case ast.UnaryOp(op=ast.USub() | ast.UAdd(), operand=operand):
-            bits = _bits(operand)
-        case ast.BinOp(left=left, op=ast.Add() | ast.Sub() | ast.Mult() | ast.Div(), right=right):
-            bits = _bits(left) + _bits(right) + 1
+            above, below = _bits(operand)
         case ast.BinOp(left=left, op=ast.Pow(), right=right):
-            bits = max(_bits(left), 1.0) * 2 ** min(_bits(right), 64.0)
+            above = below = max(*_bits(left), 1.0) * 2 ** min(_bits(right)[0], 64.0)
+        case ast.BinOp(left=left, op=operator, right=right) if isinstance(operator, ARITHMETIC):
+            above, below = _combined(operator, _bits(left), _bits(right))
         case ast.Call(func=ast.Name(id=name), args=[argument], keywords=[]) if name in FUNCTIONS:
             bits = _bits(argument)
-            bits = 2 ** min(bits, 64.0) if name in EXPONENTIALS else bits
+            above = below = 2 ** min(bits[0], 64.0) if name in EXPONENTIALS else max(bits)
         case _:
             raise ValueError(f"no part of an expression: {ast.unparse(node)[:60]}")
-    if not bits <= MOST_BITS:
+    if not max(above, below) <= MOST_BITS:
         raise ValueError(f"a number of more than {MOST_BITS:.0f} bits: {ast.unparse(node)[:60]}")
-    return bits
+    return above, below
+
+
+def _combined(
+    operator: ast.operator, left: tuple[float, float], right: tuple[float, float]
+) -> tuple[float, float]:
+    """Return the bounds of `_bits` for one of the operators ARITHMETIC on two numbers."""
+    if isinstance(operator, ast.Mult):
+        return left[0] + right[0], left[1] + right[1]
+    if isinstance(operator, ast.Div):
+        return left[0] + right[1], left[1] + right[0]
+    return max(left[0] + right[1], right[0] + left[1]) + 1, left[1] + right[1]

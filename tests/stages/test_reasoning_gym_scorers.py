@@ -119,6 +119,30 @@ def test_what_is_no_expression_is_not_read(text: str) -> None:
         read_expression(text)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "1e-10000000",
+        "0e99999999",
+        "1.5E-1_000_000",
+        "x**1e-999999999",
+        "sin(1e-9999999)",
+        "2**(1/1e-300)",
+        "exp(1/1e-300)",
+        "2**(x/(1/10**300))",
+    ],
+)
+def test_a_number_that_takes_for_ever_to_compute_is_not_read(text: str) -> None:
+    with pytest.raises(ValueError, match="a number "):
+        read_expression(text)
+
+
+def test_small_numbers_are_read() -> None:
+    assert str(read_expression("x**0.0001")) == "x**0.0001"
+    assert str(read_expression("exp(0.001*x)")) == "exp(0.001*x)"
+    assert abs(read_expression("1e-300/1e-308") - 10**8) < 1
+
+
 def test_readers_read_what_the_scorers_evaluate() -> None:
     assert read_literal("[['Q', '_'], [1, -2.5]]") == [["Q", "_"], [1, -2.5]]
     assert read_expression("2*(3 + 4)**2/7") == 14
