@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from pathlib import Path
@@ -197,6 +198,25 @@ def test_an_invalid_schema_is_an_error() -> None:
         score(reward("json_schema"), "{}", problem(schema={"$ref": "http://127.0.0.1:9/x"}))
     with pytest.raises(DomainError, match=r"domains\.math\.rewards\.it: not a JSON schema"):
         reward("json_schema", default_schema={"type": "objekt"})
+
+
+NESTED: Any = functools.reduce(lambda inner, _: {"items": inner}, range(400), {})
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "message"),
+    [
+        ("[" * 5000, "1", "JSON nested too deeply"),
+        ("{", "1", "Expecting property name enclosed in double quotes"),
+        (NESTED, "1", "not a JSON schema: nested too deeply"),
+        ({"patternProperties": {"a{99999999999}": {}}}, '{"a": 1}', "not a JSON schema: Overflow"),
+        ({"$ref": "#/default", "default": 3}, "1", "the schema cannot be used: TypeError"),
+        ({"$ref": "#/default", "default": [3]}, "1", "the schema cannot be used: AttributeError"),
+    ],
+)
+def test_a_schema_that_cannot_be_used_is_an_error(schema: Any, text: str, message: str) -> None:
+    with pytest.raises(RewardError, match=message):
+        score(reward("json_schema"), text, problem(schema=schema))
 
 
 # Instructions

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,41 @@ def test_calls_have_no_order_and_may_be_one_value_of_json() -> None:
     assert score(tagged(CALL), problem(), form="json")[0] == 0.0
 
 
+DEEP = {"name": "now", "arguments": {"a": json.loads("[" * 500 + "]" * 500)}}
+
+
+def test_a_response_cannot_end_its_stage_or_take_long() -> None:
+    """A reward that raises stops a stage, which a policy could learn."""
+    begun = time.process_time()
+    for asked in (problem((NOW,)), problem([])):
+        for form, many in (
+            ("tagged", tagged(*[NOW] * 3000)),
+            ("json", json.dumps([NOW] * 3000)),
+        ):
+            most = 16 + 4 * len(asked.fields["calls"])
+            assert score(many, asked, form=form) == (0.0, f"more than {most} calls")
+        deep = "arguments nested more than 50 deep"
+        assert score(tagged(DEEP), asked) == (0.0, deep)
+        assert score(json.dumps(DEEP), asked, form="json") == (0.0, deep)
+    assert score(tagged(*[NOW] * 1001), problem(), calls_field=None)[0] == 0.0
+    assert score(tagged(*[NOW] * 900), problem(), calls_field=None)[0] == 1.0
+    long = {**NOW, "arguments": {"a": "a" * (1 << 18)}}
+    assert score(tagged(long), problem((NOW,))) == (0.0, "more than 262144 characters")
+    assert score("a" * (1 << 19), problem([])) == (1.0, "")
+    assert time.process_time() - begun < 3
+
+
+def test_equal_elements_are_found_at_once() -> None:
+    unique = {"type": "array", "uniqueItems": True}
+    tools = [{"name": "set", "parameters": {"properties": {"to": unique}}}]
+    found = [{"a": each} for each in range(3000)]
+    begun = time.process_time()
+    for more, right in (([], 1.0), ([{"a": 7.0}], 0.0), ([{"a": True}, 1, "1", "true"], 1.0)):
+        call = {"name": "set", "arguments": {"to": [*found, *more]}}
+        assert score(tagged(call), problem(tools=tools), calls_field=None)[0] == right
+    assert time.process_time() - begun < 3
+
+
 def test_true_is_not_one() -> None:
     tools = [{"name": "set", "parameters": {"type": "object"}}]
     asked = problem(({"name": "set", "arguments": {"to": 1}},), tools)
@@ -141,6 +177,12 @@ def test_thoughts_may_be_required_or_forbidden(
         (problem(calls=None), "the problem has no field 'calls'; calls_field: null wants none"),
         (problem(calls=["weather"]), "field 'calls' must be a list of calls: name and arguments"),
         (problem(({"name": "rain", "arguments": {}},)), "the expected call of 'rain' has no such"),
+        (problem("[" * 5000), "JSON nested too deeply"),
+        (problem("[1"), "Expecting ',' delimiter"),
+        (problem((DEEP,)), "field 'calls' has arguments nested more than 50 deep"),
+        (problem(tools="[" * 5000), "JSON nested too deeply"),
+        (problem(tools=[DEEP["arguments"]]), "field 'tools' has a tool without a name"),
+        (problem(tools=[{"name": "now", "parameters": "[" * 5000}]), "JSON nested too deeply"),
     ],
 )
 def test_a_row_that_cannot_be_scored_is_found_without_a_library(asked: Problem, why: str) -> None:

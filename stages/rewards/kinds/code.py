@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ from pydantic import Field
 from parallel.settings import Count
 from stages.data.problem import Problem
 from stages.rewards import sandbox
+from stages.rewards.kinds.json_schema import field_value
 from stages.rewards.reward import (
     Explained,
     Response,
@@ -85,11 +85,11 @@ class CodeReward(RewardBase):
         return None
 
     def tests_of(self, row: Mapping[str, Any]) -> sandbox.Tests:
-        """Return a row's tests. Raises RewardError without any, ValueError for text not JSON."""
+        """Return a row's tests. Raises RewardError without any, and for text that is not JSON."""
         if (field := self.tests_field) not in row:
             raise RewardError(f"the problem has no field {field!r} with its tests")
-        tests: sandbox.Tests | str = row[field]  # a file may hold them as JSON text
-        return json.loads(tests) if isinstance(tests, str) else tests
+        tests: sandbox.Tests = field_value(row[field])
+        return tests
 
     def check_machine(self) -> None:
         """Raise RewardError where programs cannot be contained on this machine."""

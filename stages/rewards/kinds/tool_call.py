@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import reprlib
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,11 +17,21 @@ from pydantic import Field
 
 from stages.data.problem import Problem
 from stages.rewards.kinds.format import unfenced
-from stages.rewards.kinds.json_schema import check_schema, parsed, value_violation
+from stages.rewards.kinds.json_schema import (
+    DEEPEST,
+    canonical,
+    check_schema,
+    checked_violation,
+    field_value,
+    is_deep,
+    parsed,
+)
 from stages.rewards.reward import Explained, Response, Reward, RewardBase, RewardError, register
 
 THOUGHT_END = "</think>"
 BEGIN, END = "<tool_call>", "</tool_call>"
+# A response with more characters or calls earns 0 before they are checked, which takes seconds.
+LONGEST, MOST_CALLS = 1 << 18, 1000
 THOUGHT = re.compile(r"\s*<think>.*\S.*", re.DOTALL)
 Call = dict[str, Any]  # `{"name": ..., "arguments": {...}}`
 
@@ -29,7 +40,8 @@ class ToolCallReward(RewardBase):
     """1 where the response's tool calls are valid and equal the row's, in any order; else 0.
 
     Each is `{"name": ..., "arguments": {...}}`. Nothing but thoughts may stand beside them. Where a
-    row expects no call, a response without any is right.
+    row expects no call, a response without any is right. Arguments nested more than 50 deep earn 0,
+    as do more calls than 16 and 4 for each expected one.
     """
 
     kind: Literal["tool_call"] = "tool_call"
@@ -57,7 +69,7 @@ class ToolCallReward(RewardBase):
             for call in self.expected(row) or []:
                 if call["name"] not in tools:
                     raise RewardError(f"the expected call of {call['name']!r} has no such tool")
-        except (RewardError, ValueError) as error:
+        except RewardError as error:
             return str(error)
         return None
 
@@ -91,16 +103,17 @@ class ToolCallReward(RewardBase):
     def expected(self, row: Mapping[str, Any]) -> list[Call] | None:
         """Return the calls that a row expects; None where any valid call is right.
 
-        Raises RewardError where the row has none, ValueError for text that is not JSON.
+        Raises RewardError where the row has none, or text that is not JSON.
         """
         if (field := self.calls_field) is None:
             return None
         if row.get(field) is None:
             raise RewardError(f"the problem has no field {field!r}; calls_field: null wants none")
-        given = row[field]
-        calls = json.loads(given) if isinstance(given, str) else given
+        calls = field_value(row[field])
         if not isinstance(calls, list) or not all(map(_is_call, calls)):
             raise RewardError(f"field {field!r} must be a list of calls: name and arguments")
+        if any(is_deep(each["arguments"]) for each in calls):
+            raise RewardError(f"field {field!r} has arguments nested more than {DEEPEST} deep")
         return calls
 
 
@@ -117,12 +130,15 @@ def make(settings: ToolCallReward, _directory: Path) -> Reward:
             return 0.0, "thoughts that do not begin with <think>"
         if settings.thoughts != "optional" and thinks != (settings.thoughts == "required"):
             return 0.0, f"thoughts are {settings.thoughts}"
+        if expected != [] and len(said) > LONGEST:
+            return 0.0, f"more than {LONGEST} characters"
         calls = read_calls(said, settings.form)
         if isinstance(calls, str):
             if expected != [] or BEGIN in said:
                 return 0.0, calls
             return (1.0, "") if said.strip() else (0.0, "an empty response")
-        if wrong := calls_violation(calls, tools):
+        most = MOST_CALLS if expected is None else 16 + 4 * len(expected)
+        if wrong := _excess(calls, most) or calls_violation(calls, tools):
             return 0.0, wrong
         if expected is None or _counted(calls) == _counted(expected):
             return 1.0, ""
@@ -134,11 +150,11 @@ def make(settings: ToolCallReward, _directory: Path) -> Reward:
 def tools_of(row: Mapping[str, Any], field: str) -> dict[str, Any]:
     """Return the JSON schema of the parameters of a row's tools, by name.
 
-    Raises RewardError where the row has none, ValueError for text that is not JSON.
+    Raises RewardError where the row has none, or text that is not JSON.
     """
     if field not in row:
         raise RewardError(f"the problem has no field {field!r} with its tools")
-    given = json.loads(row[field]) if isinstance(row[field], str) else row[field]
+    given = field_value(row[field])
     if not isinstance(given, list):
         raise RewardError(f"field {field!r} must be a list of tools")
     found = {}
@@ -147,8 +163,9 @@ def tools_of(row: Mapping[str, Any], field: str) -> dict[str, Any]:
         name = tool.get("name") if isinstance(tool, dict) else None
         schema = tool.get("parameters") if name else None
         if not isinstance(name, str) or not isinstance(schema, dict | str | None):
-            raise RewardError(f"field {field!r} has a tool without a name or a schema: {each!r}")
-        found[name] = json.loads(schema) if isinstance(schema, str) else schema or {}
+            what = f"a tool without a name or a schema: {reprlib.repr(each)}"
+            raise RewardError(f"field {field!r} has {what}")
+        found[name] = field_value(schema or {})
     return found
 
 
@@ -171,15 +188,28 @@ def read_calls(text: str, form: str) -> list[Call] | str:
     return calls
 
 
+def _excess(calls: list[Call], most: int) -> str:
+    """Return why calls are too many or too deep to compare; "" where they are not."""
+    if len(calls) > most:
+        return f"more than {most} calls"
+    if any(is_deep(each["arguments"]) for each in calls):
+        return f"arguments nested more than {DEEPEST} deep"
+    return ""
+
+
 def calls_violation(calls: list[Call], tools: Mapping[str, Any]) -> str:
     """Return why the first invalid call is no call of one of the tools; "" where all are.
 
     Raises RewardError where a tool's schema cannot be used.
     """
+    checked = set()
     for call in calls:
         if (name := call["name"]) not in tools:
             return f"no tool {name!r}; known: {', '.join(tools)}"
-        if wrong := value_violation(call["arguments"], tools[name]):
+        if name not in checked:
+            check_schema(tools[name])
+            checked.add(name)
+        if wrong := checked_violation(call["arguments"], tools[name]):
             return f"{name}: {wrong}"
     return ""
 
@@ -195,13 +225,4 @@ def _is_call(value: Any) -> bool:
 
 def _counted(calls: list[Call]) -> Counter[str]:
     """Return calls without their order; 1 equals 1.0, as in JSON, and true does not equal 1."""
-    return Counter(json.dumps(_plain(each), sort_keys=True) for each in calls)
-
-
-def _plain(value: Any) -> Any:
-    """Return a value of JSON whose whole numbers are integers."""
-    if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_plain(each) for each in value]
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    return Counter(map(canonical, calls))
