@@ -18,6 +18,7 @@ from stages.domains import DomainSettings
 
 READING_SECONDS = 20.0  # of all rows; the rows left are not checked
 ROW_SECONDS = 5.0  # of one answer, which a library may read for ever
+MOST_SLOW = 3  # answers that take longer; the rows left are not checked
 SHOWN = 3
 
 
@@ -39,13 +40,14 @@ def answer_report(settings: DomainSettings, tokenizer: Tokenizer, domain: str) -
     if isinstance(settings.prompts, ReasoningGymPromptSettings):
         return AnswerReport(0, 0, 0, [])
     index = prompt_index(settings.prompts, domain)
-    checked, bad, first = 0, 0, list[str]()
+    checked, bad, slow, first = 0, 0, 0, list[str]()
     deadline = time.monotonic() + READING_SECONDS
     for row in range(len(index.keys)):
-        if time.monotonic() > deadline:
+        if time.monotonic() > deadline or slow == MOST_SLOW:
             break
         checked += 1
-        why = _violation(problem_at(index, tokenizer, row, row), settings)
+        why, was_slow = _violation(problem_at(index, tokenizer, row, row), settings)
+        slow += was_slow
         if why is not None:
             bad += 1
             if len(first) < SHOWN:
@@ -53,19 +55,24 @@ def answer_report(settings: DomainSettings, tokenizer: Tokenizer, domain: str) -
     return AnswerReport(len(index.keys), checked, bad, first)
 
 
-def _violation(problem: Problem, settings: DomainSettings) -> str | None:
-    """Return why the first of the rewards that cannot use a problem cannot, or None."""
+def _violation(problem: Problem, settings: DomainSettings) -> tuple[str | None, bool]:
+    """Return why the first of the rewards that cannot use a problem cannot, or None.
+
+    And True where that is the time it takes.
+    """
     for name, reward in settings.rewards.items():
+        slow = False
         try:
             with _limited(ROW_SECONDS):
                 why = reward.problem_violation(problem)
         except TimeoutError:
+            slow = True
             why = f"reading its answer {problem.answer!r} takes more than {ROW_SECONDS:g} s"
         except Exception as error:  # a library may raise anything on an answer
             why = repr(error)
         if why is not None:
-            return f"reward {name}: {why}"
-    return None
+            return f"reward {name}: {why}", slow
+    return None, False
 
 
 @contextmanager

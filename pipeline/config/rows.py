@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from pipeline.text import shown
 from stages.data.row_forms import (
@@ -24,6 +25,7 @@ from stages.kinds.dpo import FilePairSettings
 from stages.rewards.reward import RewardBase
 
 MOST_ROWS, MOST_BYTES = 10_000, 16 << 20  # that are checked: a fraction of a second
+MOST_ROW_BYTES = 4 << 20  # a million tokens, more than any context
 SHOWN = 3
 Rewards = Mapping[str, RewardBase]
 
@@ -62,6 +64,10 @@ def row_report(
     checked, chats = 0, False
     for file, number, line in _lines(source, most):
         checked += 1
+        if len(line) > MOST_ROW_BYTES:
+            big = f"a row of more than {MOST_ROW_BYTES >> 20} MiB"
+            report.unusable.append(f"{shown(file)}:{number}: {big}")
+            continue
         try:
             has_messages = read_row(line, source)
         except RowError as error:
@@ -108,9 +114,17 @@ def _lines(source: FileSettings, most: int) -> Iterator[tuple[Path, int, bytes]]
     left, left_bytes = most, MOST_BYTES
     for file in source.files() if source.source == "jsonl" else ():
         with file.open("rb") as lines:
-            for number, line in enumerate(lines, 1):
+            for number, line in enumerate(_starts(lines), 1):
                 if left <= 0 or left_bytes <= 0:
                     return
                 if line.strip():
                     left, left_bytes = left - 1, left_bytes - len(line)
                     yield file, number, line
+
+
+def _starts(lines: BinaryIO) -> Iterator[bytes]:
+    """Yield the lines of a file; of one with more than MOST_ROW_BYTES, its first bytes."""
+    while line := lines.readline(MOST_ROW_BYTES + 1):
+        yield line
+        while line and not line.endswith(b"\n"):
+            line = lines.readline(MOST_ROW_BYTES)

@@ -139,7 +139,9 @@ def missing_column(column: str, known: Sequence[str]) -> RowError:
 def parsed_line(line: bytes) -> Row | RowError:
     """Return the row of a line of JSONL, or the error for one that has none."""
     try:
-        row = json.loads(line.decode("utf-8-sig"))  # json.loads(bytes) would accept UTF-16 too
+        # json.loads(bytes) would accept UTF-16 too. Without its end, at which an error's column
+        # would be the first of a next line.
+        row = json.loads(line.decode("utf-8-sig").rstrip("\r\n"))
         if SURROGATE.search(line):  # JSON allows half a pair, tokenizers do not
             json.dumps(row, ensure_ascii=False).encode()
     except UnicodeEncodeError:

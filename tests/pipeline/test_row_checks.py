@@ -8,21 +8,32 @@ from typing import Any
 
 import pytest
 
-from pipeline.config.rows import MOST_ROWS, row_report
+from pipeline.config.rows import MOST_ROW_BYTES, MOST_ROWS, row_report
 from pipeline.config.validate import load
 from stages.data.settings import JsonlPromptSettings
 from tests.pipeline.violations import edited, errors, from_weights
 
 MATH = "{kind: math}"
 PAIR = {"input": "1", "output": "2"}
+TOOLS: dict[str, Any] = {"tools": [{"name": "a"}], "calls": []}
 CASES = [
-    (MATH, {"answer": 2}, {"answer": " "}, "no answer to compare with: prompts.answer names none"),
+    (MATH, {"answer": 2}, {"answer": " "}, "no answer to compare with: the row's answer is empty"),
     ("{kind: code}", {"tests": [PAIR]}, {}, "the problem has no field 'tests' with its tests"),
     ("{kind: code}", {"tests": ["assert f"]}, {"tests": []}, "there are no tests"),
     ("{kind: code}", {"tests": json.dumps([PAIR])}, {"tests": "[1"}, "Expecting ',' delimiter: "),
     ("{kind: code}", {"tests": [PAIR]}, {"tests": [PAIR, 3]}, "a test must be a mapping of input"),
     ("{kind: json_schema}", {"schema": {}}, {}, "the problem has no field 'schema', and default"),
     ("{kind: json_schema}", {"schema": "{}"}, {"schema": "{"}, "Expecting property name enclosed"),
+    ("{kind: json_schema}", {"schema": {}}, {"schema": "[" * 5000}, "JSON nested too deeply"),
+    ("{kind: code}", {"tests": [PAIR]}, {"tests": "[" * 5000}, "JSON nested too deeply"),
+    ("{kind: tool_call}", TOOLS, {**TOOLS, "calls": "[" * 5000}, "JSON nested too deeply"),
+    ("{kind: tool_call}", TOOLS, {**TOOLS, "tools": "[" * 5000}, "JSON nested too deeply"),
+    (
+        "{kind: tool_call}",
+        TOOLS,
+        {**TOOLS, "tools": [{"name": "a", "parameters": "[" * 5000}]},
+        "JSON nested too deeply",
+    ),
     (
         "{kind: instruction}",
         {"instruction_id_list": ["punctuation:no_comma"]},
@@ -72,7 +83,10 @@ def test_an_answer_that_a_reward_cannot_read_is_found_by_validate(
 def test_all_bad_rows_are_counted_and_three_are_shown(config: Path, start: Path) -> None:
     of_files(config, start, MATH, [{"answer": each} for each in (1, "", None, "", 2, "", "")])
     [error] = errors(config, "domains.sums.prompts.on_bad_row=skip")
-    blank = "reward sum: no answer to compare with: prompts.answer names none"
+    blank = (
+        "reward sum: no answer to compare with: the row's answer is empty (prompts.answer names "
+        "its column)"
+    )
     assert error.endswith(
         f"domains.sums.prompts: 4 of the first 7 rows: rows.jsonl:2: {blank}; rows.jsonl:4: {blank}"
         f"; rows.jsonl:6: {blank}; and 1 more; fix the rows, or remove them"
@@ -97,6 +111,25 @@ def test_rows_of_all_files_are_checked_up_to_a_number(tmp_path: Path) -> None:
     assert row_report(source).unusable == []
     [bad] = row_report(source, most=MOST_ROWS + 1).unusable
     assert bad == f"{tmp_path}/b.jsonl:3: not a JSON object"
+
+
+def test_a_row_that_is_cut_off_is_an_error_at_its_end(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt":\n')
+    [bad] = row_report(JsonlPromptSettings(path=tmp_path)).unusable
+    assert bad == f"{tmp_path}/a.jsonl:1: not valid JSON: Expecting value at column 11"
+
+
+def test_a_row_of_many_megabytes_is_not_read(tmp_path: Path) -> None:
+    row = '{"prompt": "a"}\n'
+    with (tmp_path / "a.jsonl").open("w") as file:
+        file.writelines([row, "[" * (MOST_ROW_BYTES + 1), "\n", row, "[" * (9 << 20)])
+    report = row_report(JsonlPromptSettings(path=tmp_path))
+    where = f"{tmp_path}/a.jsonl"
+    assert report.checked == 4
+    assert report.unusable == [
+        f"{where}:2: a row of more than 4 MiB",
+        f"{where}:4: a row of more than 4 MiB",
+    ]
 
 
 CHAT = [{"role": "user", "content": "1+1"}]

@@ -49,6 +49,21 @@ def test_an_answer_that_is_read_for_ever_is_one_of_them(
     assert "reading its answer '2' takes more than 0.1 s" in found.first[0]
 
 
+def test_no_more_than_three_answers_are_read_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def endless(_self: MathReward, problem: Any) -> str | None:
+        while problem.answer != "2":
+            time.sleep(0.01)
+        return None
+
+    monkeypatch.setattr(MathReward, "problem_violation", endless)
+    monkeypatch.setattr(row_check, "ROW_SECONDS", 0.1)
+    answers = ["1", "2", "3", "4", "5", "6"]
+    found = answer_report(domain(tmp_path / "slow.jsonl", answers), TOKENIZER, "sums")
+    assert (found.rows, found.checked, found.bad) == (6, 4, 3)
+
+
 def test_the_rows_left_when_the_time_is_up_are_not_checked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,7 +36,8 @@ class MathReward(RewardBase):
     timeout_seconds: Seconds | None = 10.0
 
     def row_violation(self, row: Mapping[str, Any], answer: str) -> str | None:
-        return None if answer.strip() else "no answer to compare with: prompts.answer names none"
+        empty = "the row's answer is empty (prompts.answer names its column)"
+        return None if answer.strip() else f"no answer to compare with: {empty}"
 
     def problem_violation(self, problem: Problem) -> str | None:
         """Return why math-verify cannot read the problem's answer, or None."""
