@@ -11,22 +11,11 @@ from typing import Any
 from parallel.families import configuration
 from parallel.settings import ModelSettings
 from tests.layouts.real_models import real_model
-from tests.pipeline.checkpoint_headers import write_checkpoint
+from tests.pipeline.checkpoint_headers import SMALL, write_checkpoint
 
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 TEMPLATE = "{% for each in messages %}{{ each['content'] }}{% endfor %}"
-TINY = ModelSettings(
-    vocabulary_size=258,
-    hidden_size=96,
-    layers=4,
-    attention_heads=4,
-    key_value_heads=2,
-    head_dim=32,
-    experts=8,
-    experts_per_token=2,
-    expert_hidden_size=96,
-    max_positions=256,
-)
+TINY = SMALL.model_copy(update={"vocabulary_size": 258, "max_positions": 256})
 
 Published = Callable[..., Path]
 
