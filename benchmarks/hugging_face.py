@@ -4,8 +4,9 @@
 
 One rank and a random Qwen3-MoE of some 700 MiB. With --layers, files of that many layers of
 Qwen3-30B-A3B instead, without a model beside them (24 layers: 30 GB): they are written and verified
-as an export does, and read as the ranks of an import do, one after another, beside the disk's own
-speed with one plain file of the same size. The memory is the kernel's own high-water mark of
+as an export does, and read as the 8 ranks of an import do, one rank on each core at a time,
+beside the disk's own speed with one plain file of the same size. All are flushed to the disk, and
+read when the page cache has none of them. The memory is the kernel's own high-water mark of
 what is resident (VmHWM), so that nothing between two samples is missed and pages of files that are
 mapped count too. From it is taken what was resident before, the model's own weights among it.
 Prints JSON.
@@ -21,6 +22,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -76,8 +78,9 @@ def measure_files(layers: int) -> dict[str, Any]:
     import yaml
 
     from parallel.hugging_face.config import expected_tensors, hugging_face_config
-    from parallel.hugging_face.files import WeightFiles, verify, write
-    from parallel.weights.holdings import Piece, held
+    from parallel.hugging_face.files import WeightFiles
+    from parallel.hugging_face.writer import verify, write
+    from parallel.weights.holdings import held
 
     published = Path(__file__).parent.parent / "configs/models/qwen3-30b-a3b.yaml"
     settings = yaml.safe_load(published.read_text()) | {"layers": layers}
@@ -90,8 +93,9 @@ def measure_files(layers: int) -> dict[str, Any]:
         for name, spec in expected.items():
             yield name, noise[: math.prod(spec.shape)].view(spec.shape)
 
-    def read(piece: Piece) -> None:
-        files.read(piece.tensor, piece.box).clone()
+    def read(rank: int) -> None:
+        for piece in held(model, layout, rank):
+            files.read(piece.tensor, piece.box).clone()  # a rank copies it into its model
 
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as directory:
@@ -106,9 +110,8 @@ def measure_files(layers: int) -> dict[str, Any]:
         files = WeightFiles(folder)
         for path in folder.glob("*.safetensors"):
             _drop(path)
-        pieces = [piece for rank in range(8) for piece in held(model, layout, rank)]
-        boxes = [2 * math.prod(piece.box[1]) for piece in pieces]
-        found["read by 8 ranks"] = rate(lambda: [read(piece) for piece in pieces], boxes)
+        with ThreadPoolExecutor(os.cpu_count()) as ranks:
+            found["read by 8 ranks"] = rate(lambda: list(ranks.map(read, range(8))), sizes)
     return {**measured(), "gibibytes": round(sum(sizes) / 2**30, 1), **found}
 
 

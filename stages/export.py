@@ -17,9 +17,10 @@ from parallel.batch import RankPlace, Responses, split
 from parallel.checkpoint import load
 from parallel.distributed import barrier, broadcast, is_main, max_over_ranks
 from parallel.hugging_face.config import expected_tensors, hugging_face_config
-from parallel.hugging_face.files import SHARD_BYTES, WeightFiles, WeightsError, verify, write
+from parallel.hugging_face.files import WeightFiles, WeightsError
 from parallel.hugging_face.multi_token import MultiTokenTensors
 from parallel.hugging_face.weights import fill_weights, forget_weights
+from parallel.hugging_face.writer import SHARD_BYTES, verify, write
 from parallel.model.policy import Policy
 from parallel.model.vocabulary import HeadLogits
 from parallel.sample import Sample

@@ -18,10 +18,11 @@ from parallel.checkpoint.save import Saver
 from parallel.device import DTYPES
 from parallel.distributed import barrier, is_main, max_over_ranks
 from parallel.hugging_face.config import TensorSpec, expected_tensors, hugging_face_config
-from parallel.hugging_face.files import WeightsError, verify, write
+from parallel.hugging_face.files import WeightsError
 from parallel.hugging_face.multi_token import MultiTokenTensors
 from parallel.hugging_face.quantized import QuantizedFiles, Scheme, quantized
 from parallel.hugging_face.weights import fill_weights, forget_weights
+from parallel.hugging_face.writer import verify, write
 from parallel.model.moments import InputMoments
 from parallel.model.policy import Policy
 from parallel.settings import ModelSettings

@@ -1,14 +1,12 @@
-"""The files of a Hugging Face checkpoint, read, written and verified tensor by tensor."""
+"""The files of a Hugging Face checkpoint, read tensor by tensor."""
 
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import math
-import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,13 +16,13 @@ from safetensors import SafetensorError, safe_open
 
 from parallel.boxes import Box, within
 from parallel.errors import UserError
-from parallel.files import HUGGING_FACE, WEIGHTS_INDEX, is_file_name, naming, write_atomically
+from parallel.files import HUGGING_FACE, WEIGHTS_INDEX, is_file_name, naming
 from parallel.hugging_face import mxfp4
 from parallel.hugging_face.block_scales import CODE, SUFFIX, BlockScales, block_scales
 from parallel.hugging_face.config import TensorSpec
 from parallel.hugging_face.text_model import StackError, text_tensors
 
-SHARD_BYTES = 4 << 30  # of a file at most, unless a single tensor is larger
+PART_BYTES = 8 << 20  # of a part of a tensor; 1 MiB at a time reads a disk at half its speed
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 # Of quantized tensors, which no model is loaded from.
 PACKED = {
@@ -135,14 +133,23 @@ class WeightFiles:
         offsets, sizes = box or ((0,) * len(shape), shape)
         rows = torch.empty((*sizes[:1], *shape[1:]), dtype=(DTYPES | PACKED)[dtype])
         start += offsets[0] * math.prod(shape[1:]) * rows.itemsize if shape else 0
-        memory = _bytes(rows)
-        with naming(path), path.open("rb", buffering=0) as file:
-            file.seek(start)
-            while len(memory):
-                if not (count := file.readinto(memory)):
-                    raise OSError(errno.EIO, "the file ends within a tensor")
-                memory = memory[count:]
+        _read(path, start, rows)
         return rows[(slice(None), *within((offsets[1:], sizes[1:])))] if shape else rows
+
+    def parts(self, name: str) -> Iterator[torch.Tensor]:
+        """Yield a tensor as it is stored, flat, in parts of `PART_BYTES` at most.
+
+        All are in the same memory: a part is gone when the next is asked for.
+        """
+        path, dtype, shape, start = self.stored[name]
+        kind, left = (DTYPES | PACKED)[dtype], math.prod(shape)
+        memory = torch.empty(min(left, PART_BYTES // kind.itemsize), dtype=kind)
+        while left:
+            part = memory[:left]
+            _read(path, start, part)
+            yield part
+            start += part.nbytes
+            left -= len(part)
 
     def blocks_of(self, name: str) -> BlockScales | None:
         """Return the blocks of a tensor in FP8 that share a scale, None for any other tensor."""
@@ -204,118 +211,6 @@ class WeightFiles:
         return errors
 
 
-def write(
-    directory: Path,
-    expected: Mapping[str, TensorSpec],
-    stream: Iterable[tuple[str, torch.Tensor]],
-    shard_bytes: int = SHARD_BYTES,
-) -> dict[str, str]:
-    """Write the expected tensors as they arrive, in any order; return the SHA-256 of each.
-
-    Positions are fixed beforehand, so that only one tensor is held at a time.
-
-    Raises:
-        WeightsError: a tensor arrives twice, or not at all, or has another dtype or shape.
-        OSError: such as a full disk.
-    """
-    refused = f"cannot write {directory}"
-    places = _lay_out(directory, expected, shard_bytes)
-    digests: dict[str, str] = {}
-    for name, tensor in stream:
-        if name not in places:
-            raise WeightsError(refused, [f"{name} is no tensor of this model"])
-        path, begin = places[name]
-        if name in digests:
-            raise WeightsError(refused, [f"{name} arrived twice, for {path.name}"])
-        if (given := TensorSpec(tensor.dtype, tuple(tensor.shape))) != (spec := expected[name]):
-            wrong = f"{name} is {given}, but should be {spec}, in {path.name}"
-            raise WeightsError(refused, [wrong])
-        data = _bytes(tensor)
-        digests[name] = hashlib.sha256(data).hexdigest()
-        with naming(path), path.open("r+b") as file:
-            file.seek(begin)
-            file.write(data)
-    if absent := [f"{name} is missing" for name in expected if name not in digests]:
-        raise WeightsError(refused, absent)
-    for path in {path for path, _ in places.values()}:
-        # Flushed to the disk and dropped from the page cache, so that `verify` reads the disk.
-        with naming(path), path.open("rb") as file:
-            os.fsync(file.fileno())
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    return digests
-
-
-def verify(directory: Path, expected: Mapping[str, TensorSpec], digests: Mapping[str, str]) -> None:
-    """Read every tensor back and compare it with what `write` was given.
-
-    Raises:
-        WeightsError: a tensor is missing, duplicate, unknown, of another shape or dtype, not
-            finite, or has other bytes.
-    """
-    files = WeightFiles(directory)
-    errors = files.errors + files.check(expected)
-    for name, spec in {} if errors else expected.items():
-        file, dtype, *_ = files.stored[name]
-        tensor = files.read(name)
-        if dtype != CODES[spec.dtype]:
-            errors.append(f"{file.name}: {name} is {dtype}, not {spec.dtype}")
-        elif hashlib.sha256(_bytes(tensor)).hexdigest() != digests[name]:
-            errors.append(f"{file.name}: {name} is not what was written")
-        elif dtype in DTYPES and not is_finite(tensor):
-            errors.append(f"{file.name}: {name} has NaN or infinite elements")
-    if errors:
-        raise WeightsError(f"{directory} was not written right", errors)
-
-
-def _lay_out(
-    directory: Path, expected: Mapping[str, TensorSpec], shard_bytes: int
-) -> dict[str, tuple[Path, int]]:
-    """Create the files, with headers and empty contents, and the index if there are several.
-
-    Returns the file and offset of each tensor.
-    """
-    shards: list[dict[str, TensorSpec]] = [{}]
-    filled = 0
-    for name, spec in expected.items():
-        if shards[-1] and filled + _size(spec) > shard_bytes:
-            shards.append({})
-            filled = 0
-        shards[-1][name] = spec
-        filled += _size(spec)
-    places: dict[str, tuple[Path, int]] = {}
-    for number, shard in enumerate(shards, start=1):
-        one_of = f"-{number:05}-of-{len(shards):05}" if len(shards) > 1 else ""
-        places.update(_create(directory / f"model{one_of}.safetensors", shard))
-    if len(shards) > 1:
-        index = {
-            "metadata": {"total_size": sum(map(_size, expected.values()))},
-            "weight_map": {name: path.name for name, (path, _) in places.items()},
-        }
-        write_atomically(directory / WEIGHTS_INDEX, json.dumps(index, indent=2) + "\n")
-    return places
-
-
-def _create(path: Path, tensors: Mapping[str, TensorSpec]) -> dict[str, tuple[Path, int]]:
-    """Create a safetensors file of the right size; return the file and offset of each tensor.
-
-    It has the header's length in 8 bytes, the header as JSON padded to a multiple of 8, and room
-    for one tensor after another, the widest dtypes first so that all are aligned.
-    """
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    begins, end = {}, 0
-    for name, spec in sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize):
-        begins[name], end = end, end + _size(spec)
-        offsets = [begins[name], end]
-        header[name] = {"dtype": CODES[spec.dtype], "shape": spec.shape, "data_offsets": offsets}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with naming(path), path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        first = file.tell()
-        file.truncate(first + end)
-    return {name: (path, first + begin) for name, begin in begins.items()}
-
-
 def _index(path: Path) -> dict[str, str]:
     """Return the file of each tensor of an index.
 
@@ -336,14 +231,22 @@ def _header(path: Path) -> tuple[int, dict[str, Any]]:
         return 8 + size, json.loads(file.read(size))
 
 
+def _read(path: Path, start: int, tensor: torch.Tensor) -> None:
+    """Fill a tensor with the bytes of a file that begin at `start`."""
+    memory = bytes_of(tensor)
+    with naming(path), path.open("rb", buffering=0) as file:
+        file.seek(start)
+        while len(memory):
+            if not (count := file.readinto(memory)):
+                raise OSError(errno.EIO, "the file ends within a tensor")
+            memory = memory[count:]
+
+
 def is_finite(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has neither NaN nor infinite elements."""
     return bool(torch.stack(tensor.aminmax()).isfinite().all())  # without a mask of its size
 
 
-def _size(spec: TensorSpec) -> int:
-    return spec.dtype.itemsize * torch.Size(spec.shape).numel()
-
-
-def _bytes(tensor: torch.Tensor) -> memoryview:
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a tensor, which are its own memory where it is contiguous on the CPU."""
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from parallel.files import WEIGHTS_INDEX
 from parallel.hugging_face.config import TensorSpec
-from parallel.hugging_face.files import WeightFiles, WeightsError, verify, write
+from parallel.hugging_face.files import WeightFiles, WeightsError
+from parallel.hugging_face.writer import verify, write
 
 SHARD_BYTES = 100
 EXPECTED = {
@@ -91,6 +92,11 @@ def damaged(directory: Path, tensors: dict[str, torch.Tensor]) -> Iterator[str]:
     yield f"{third.name}: more is no tensor of this model"
 
 
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("parallel.hugging_face.files.PART_BYTES", 8)  # of all tensors but norm
+
+
 def test_damage_is_named(tmp_path: Path) -> None:
     tensors = drawn()
     digests = write(tmp_path, EXPECTED, tensors.items(), SHARD_BYTES)
@@ -99,10 +105,10 @@ def test_damage_is_named(tmp_path: Path) -> None:
             verify(tmp_path, EXPECTED, digests)
 
 
-@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
-def test_a_non_finite_tensor_is_named(poison: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("poison", "row"), [(torch.nan, 0), (torch.inf, 3)])
+def test_a_non_finite_tensor_is_named(poison: float, row: int, tmp_path: Path) -> None:
     tensors = drawn()
-    tensors["last"][1, 1] = poison
+    tensors["last"][row, 1] = poison
     digests = write(tmp_path, EXPECTED, tensors.items(), SHARD_BYTES)
     with pytest.raises(
         WeightsError, match=r"model-00003-of-00003\.safetensors: last has NaN or inf"
