@@ -61,8 +61,12 @@ def model_of(directory: Path) -> ModelSettings:
         if value is None:
             raise UserError(f"{shown(path)}: no {key}, which a {kind} has; download it again")
         values[name] = value
+    # A stated null is no default: `q_lora_rank: null` compresses no queries. Only the null of a
+    # scaling, which `_config` and `_rope_scaling` set where none is stated, is one.
     values["architecture"] = {
-        key: config[key] for key in family.further.model_fields if config.get(key) is not None
+        key: config[key]
+        for key in family.further.model_fields
+        if key in config and not (key == "rope_scaling" and config[key] is None)
     }
     try:
         model = ModelSettings.model_validate(values, strict=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from parallel.errors import UserError
 from parallel.families import architecture
+from parallel.weights.names import tensors
 from pipeline.config.described import model_of
 from tests.pipeline.hugging_face_directories import published
 
@@ -59,3 +61,20 @@ def test_yarn_is_read_whole(tmp_path: Path) -> None:
     assert architecture(found).rope_scaling.factor == 40
     found = model_of(published(tmp_path, "deepseek-v3", rope_scaling={"rope_type": "default"}))
     assert architecture(found).rope_scaling is None
+
+
+def test_a_null_is_no_default(tmp_path: Path) -> None:
+    """`q_lora_rank: null`: queries are not compressed, where the default is a rank of 1536."""
+    path = published(tmp_path, "deepseek-v3")
+    file = path / "config.json"
+    stated = json.loads(file.read_text())
+    file.write_text(json.dumps({**stated, "q_lora_rank": None}))
+    found = model_of(path)
+    assert architecture(found).q_lora_rank is None
+    names = "\n".join(tensors(found))
+    assert "self_attn.q_proj" in names and "self_attn.q_a_proj" not in names
+    file.write_text(json.dumps({**stated, "n_group": None}))
+    with pytest.raises(UserError, match=r"config\.json: n_group: Input .*, not null"):
+        model_of(path)
+    file.write_text(json.dumps({key: stated[key] for key in stated if key != "q_lora_rank"}))
+    assert architecture(model_of(path)).q_lora_rank == 1536
