@@ -42,7 +42,7 @@ from pipeline.run.select import (
 )
 from pipeline.slurm import queue
 from pipeline.slurm import submit as submitting
-from pipeline.slurm.queue import adopt, job_numbers, queue_of
+from pipeline.slurm.queue import SlurmError, adopt, job_numbers, queue_of
 from pipeline.slurm.stage import run_stage, stage_of_task
 from pipeline.text import say, shown, warn
 
@@ -114,7 +114,7 @@ def submit(arguments: Namespace) -> None:
         states = _settled(asked)
         jobs = _submissions(asked, states)
         if jobs or arguments.prepare:
-            submitting.write_scripts(run, asked.cluster, jobs)
+            submitting.write_scripts(run, asked.cluster, asked.profile, jobs)
         if arguments.prepare:
             write_atomically(run.submitting, "")
             say(f"nothing is submitted; the commands are in {shown(run.submission)}")
@@ -122,10 +122,15 @@ def submit(arguments: Namespace) -> None:
                 print_json(arguments, {"run": str(run.path), "script": str(run.submission)})
             return
         numbers = {}
-        for stage, number in submitting.submit(run, jobs, asked.cluster, asked.profile, lock):
-            numbers[stage.name] = number
-            with suppress(BrokenPipeError):  # a closed pipe must not stop the other submissions
-                say(f"{stage.name}: job {number}", flush=True)
+        try:
+            for stage, number in submitting.submit(run, jobs, asked.cluster, asked.profile, lock):
+                numbers[stage.name] = number
+                with suppress(BrokenPipeError):  # a closed pipe must not stop the other submissions
+                    say(f"{stage.name}: job {number}", flush=True)
+        except SlurmError as error:
+            only = "".join(f" --only {name}" for name in arguments.only)
+            error.add_note(f"once that is fixed, continue with: {run.resume_command()}{only}")
+            raise
     for stage in asked.wanted:
         state = states[stage.name]
         if state.state in ("done", *IN_FLIGHT):

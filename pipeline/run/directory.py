@@ -6,6 +6,7 @@ import fcntl
 import glob
 import os
 import pwd
+import shlex
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from parallel.errors import UserError
-from parallel.files import naming, open_file
+from parallel.files import naming, open_file, read_text
 from pipeline.run.ledger import Ledger
 from pipeline.text import shown, warn
 from stages.directory import Below, EngineDirectory, StageDirectory
@@ -49,6 +50,7 @@ class RunDirectory:
     setup_script = Below("setup.sh")  # which stage scripts source before they run a stage
     slurm = Below("slurm")  # the output of Slurm's jobs, and what submits them
     submission = Below("slurm/submit.sh")  # the sbatch commands
+    profile_source = Below("slurm/profile")  # the path of the file that `cluster` was read from
     submitting = Below("slurm/submitting")  # exists while Slurm may have jobs not in the ledger
     renaming = Below("renaming.json")  # exists while `braid mv` has not finished
     lock_file = Below("run.lock")
@@ -71,8 +73,19 @@ class RunDirectory:
         if self.cluster.exists():
             directory = shown(self.path.parent)
             elsewhere = f" --runs-dir {directory}" if directory != "runs" else ""
-            return f"braid submit {shown(self.settings_file)}{elsewhere}"
+            return f"braid submit {shown(self.settings_file)}{self._profile()}{elsewhere}"
         return f"braid resume {shown(self.path)}"
+
+    def _profile(self) -> str:
+        """Return the option of the profile's file, "" where it is not known or gone.
+
+        `cluster` is a copy of it, and a profile that Slurm refused is fixed in the file.
+        """
+        try:
+            source = Path(read_text(self.profile_source))
+            return f" --cluster {shlex.quote(shown(source))}" if source.is_file() else ""
+        except (OSError, ValueError):  # or it has no path's text
+            return ""
 
     def engine(self, member: int | str) -> EngineDirectory:
         return EngineDirectory(self.engines / str(member))

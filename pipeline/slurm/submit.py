@@ -177,10 +177,15 @@ def shell_commands(submissions: Sequence[Submission]) -> list[str]:
 
 
 def write_scripts(
-    run: RunDirectory, cluster: ClusterSettings, submissions: Sequence[Submission]
+    run: RunDirectory, cluster: ClusterSettings, profile: Path, submissions: Sequence[Submission]
 ) -> None:
-    """Write the cluster's profile and setup for the stage scripts, and `script_of` beside them."""
+    """Write the cluster's profile and setup for the stage scripts, and `script_of` beside them.
+
+    `profile` is the file that the profile was read from: the run's own copy, or another.
+    """
     write_atomically(run.cluster, dump(cluster.model_dump(mode="json")))
+    if profile.resolve() != run.cluster.resolve():
+        write_atomically(run.profile_source, str(profile.absolute()))
     here = shlex.quote(str(Path(sys.executable).parent))
     setup = ["# Sourced by the stage scripts.", f"export PATH={here}:$PATH", *cluster.setup]
     write_atomically(run.setup_script, "\n".join(setup) + "\n")

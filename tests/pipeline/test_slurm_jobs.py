@@ -231,7 +231,7 @@ def test_the_script_of_the_commands_is_shell_that_passes_the_numbers_on(
     cluster = ClusterSettings(setup=("module load cuda",), options=("--licenses=two words",))
     whole = Run(run.path, settings)
     jobs = submissions(whole, cluster, stages, whole.states)
-    write_scripts(run, cluster, jobs)
+    write_scripts(run, cluster, run.cluster, jobs)
     script = run.submission.read_text()
     assert '"--dependency=afterok:${job_0}:${job_1}_0:${job_1}_1"' in script
     assert "'--licenses=two words'" in script

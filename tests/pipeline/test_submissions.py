@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from pipeline.run.directory import RunDirectory
 from pipeline.run.ledger import Ledger
 
 Braid = Callable[..., tuple[int, str, str]]
@@ -287,10 +289,36 @@ def test_a_refusal_of_sbatch_names_the_keys_it_is_about(
     (slurm / "refuses").write_text(f"{said}\n")
     code, _, err = braid("submit", config, "--cluster", profile)
     assert code == 1
-    first, *lines = err.splitlines()
+    first, *lines, last = err.splitlines()
     assert first == f"braid: sbatch failed: {said}"
+    assert last.startswith("once that is fixed, continue with: braid submit ")
     if said in REFUSED:
         heading, *lines = lines
         assert heading == "the cluster's profile sets:"
     expected = [f"  {profile.parent}/{line}" for line in REFUSED.get(said, [])]
     assert lines == expected
+
+
+@pytest.mark.parametrize("first", ["the file", "the run's copy"])
+def test_after_a_refusal_the_printed_command_takes_the_fixed_profile(
+    first: str, braid: Braid, config: Path, profile: Path, runs: Path, slurm: Path
+) -> None:
+    """The run has a copy of the refused profile, which nobody thinks of when fixing the file."""
+    profile.write_text("ranks_per_node: 2\naccount: wrong\n")
+    (slurm / "refuses").write_text("sbatch: error: Invalid account\n")
+    code, _, err = braid("submit", config, "--cluster", profile, "--only", "cold_start")
+    if first == "the run's copy":
+        code, _, err = braid("submit", runs / "small" / "run.yaml", "--only", "cold_start")
+    assert code == 1
+    fixed, printed = err.splitlines()[-1].split(" continue with: braid ")
+    assert fixed == "once that is fixed,"
+    profile.write_text("ranks_per_node: 2\naccount: mine\n")
+    (slurm / "refuses").unlink()
+    code, _, err = braid(*shlex.split(printed))
+    assert (code, err) == (0, "")
+    [job] = (slurm / "submitted").read_text().splitlines()
+    assert "--account=mine" in job
+    run = RunDirectory(runs / "small")
+    assert run.resume_command().startswith(f"braid submit {run.settings_file} --cluster {profile} ")
+    profile.unlink()
+    assert run.resume_command() == f"braid submit {run.settings_file} --runs-dir {runs}"
