@@ -27,6 +27,7 @@ from pipeline.launch.processes import (
     wait_for_all,
 )
 from pipeline.slurm.places import Places, check_reachable
+from stages.data.reasoning_gym_options import HASH_SEED
 
 END_SECONDS = 15.0  # how long Slurm may take to end a step before its srun is killed
 TASKS_ENDED = re.compile(r"(\S+): tasks? ([\d,-]+): (.+)")
@@ -263,11 +264,11 @@ def local_caches(directory: str | None) -> str:
 def passed_on(environment: Mapping[str, str]) -> list[str]:
     """Return the names of variables that must reach a container although its image has values.
 
-    NCCL's are a cluster's, set in `setup`; NCCL_VERSION is the image's.
+    NCCL's are a cluster's, set in `setup`; NCCL_VERSION is the image's. Some domains draw their
+    problems by the hash seed.
     """
-    return sorted(
-        name for name in environment if name.startswith("NCCL_") and name != "NCCL_VERSION"
-    )
+    nccl = {name for name in environment if name.startswith("NCCL_")} - {"NCCL_VERSION"}
+    return sorted(nccl | ({HASH_SEED} & environment.keys()))
 
 
 def contained(

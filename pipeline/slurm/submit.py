@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from pipeline.run.run import Run, StageState
 from pipeline.slurm.places import SLOTS_OF_A_NODE, size_options
 from pipeline.slurm.queue import SlurmError, call, comment_of
 from pipeline.text import shown
+from stages.data.reasoning_gym_options import HASH_SEED
 from stages.settings import RunSettings, check_turns
 
 SCRIPTS = Path(__file__).parents[2] / "slurm"
@@ -187,8 +189,11 @@ def write_scripts(
     if profile.resolve() != run.cluster.resolve():
         write_atomically(run.profile_source, str(profile.absolute()))
     here = shlex.quote(str(Path(sys.executable).parent))
-    setup = ["# Sourced by the stage scripts.", f"export PATH={here}:$PATH", *cluster.setup]
-    write_atomically(run.setup_script, "\n".join(setup) + "\n")
+    setup = ["# Sourced by the stage scripts.", f"export PATH={here}:$PATH"]
+    if (seed := os.environ.get(HASH_SEED)) is not None:
+        # sbatch hands its environment on, but not with --export=NONE, nor from another shell.
+        setup.append(f"export {HASH_SEED}={shlex.quote(seed)}")
+    write_atomically(run.setup_script, "\n".join([*setup, *cluster.setup]) + "\n")
     write_atomically(run.submission, script_of(submissions))
 
 

@@ -273,9 +273,10 @@ def test_steps_enter_one_container_root_with_its_own_python(
     assert contained(None, command) == command
 
 
-def test_a_cluster_s_nccl_variables_reach_a_container() -> None:
+def test_a_cluster_s_nccl_variables_and_the_hash_seed_reach_a_container() -> None:
     environment = {"NCCL_IB_HCA": "mlx5", "NCCL_VERSION": "2.29", "NCCL_DEBUG": "", "HOME": "/"}
     assert passed_on(environment) == ["NCCL_DEBUG", "NCCL_IB_HCA"]
+    assert passed_on({**environment, "PYTHONHASHSEED": "0"})[-1] == "PYTHONHASHSEED"
 
 
 @pytest.fixture
@@ -323,6 +324,7 @@ def test_tasks_on_gpus_choose_their_slots_behind_srun(
     recorded_srun: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NCCL_IB_HCA", "mlx5")
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
     apptainer = ContainerSettings(runtime="apptainer", image="/i.sif")
     cluster = ClusterSettings(
         gpus_per_node=8, network_interface="lo", local_directory="/local", container=apptainer
@@ -345,6 +347,7 @@ def test_tasks_on_gpus_choose_their_slots_behind_srun(
     assert f"/i.sif python3 -m parallel.on_gpus 6,7 {caches} -m server\n" in record
     assert f"/i.sif python3 -m parallel.on_gpus rank {caches} -m main\n" in record
     assert "APPTAINERENV_NCCL_IB_HCA=mlx5" in record
+    assert record.count("APPTAINERENV_PYTHONHASHSEED=7\n") == 2
     assert "APPTAINERENV_MASTER_ADDR=127.0.0.1" in record
     for name in environment_of("lo"):  # of the ranks and the engine, which meet in a refit
         assert record.count(f"APPTAINERENV_{name}=lo\n") == len(started) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from parallel.errors import UserError
 from pipeline import cli
 from pipeline.slurm.stage import stage_of_task
 from pipeline.slurm.submit import SCRIPTS
+from tests.pipeline.conftest import Braid
+from tests.runs import REPOSITORY
 
 ALL = sorted(SCRIPTS.glob("*.sbatch"), key=lambda path: path.stem)
 PREPARE = "braid submit CONFIG --cluster PROFILE --prepare"
@@ -30,7 +33,7 @@ def run(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def braid(tmp_path: Path) -> Path:
+def printing(tmp_path: Path) -> Path:
     """The directory of a `braid` that prints its arguments."""
     program = tmp_path / "bin" / "braid"
     program.parent.mkdir()
@@ -58,13 +61,13 @@ def test_all_scripts_do_the_same() -> None:
 
 
 @pytest.mark.parametrize("script", ALL, ids=lambda path: path.stem)
-def test_a_script_runs_its_stage(script: Path, run: Path, braid: Path) -> None:
+def test_a_script_runs_its_stage(script: Path, run: Path, printing: Path) -> None:
     said = f"stage|--trust-run|{run}|merge|"
-    assert bash(script, run, "merge", path=braid) == (0, said, "")
-    (run / "setup.sh").write_text(f"export PATH={braid}:$PATH\n")
+    assert bash(script, run, "merge", path=printing) == (0, said, "")
+    (run / "setup.sh").write_text(f"export PATH={printing}:$PATH\n")
     assert bash(script, run, "merge") == (0, said, "")
     stages = ("experts.a", "experts.b")
-    found = bash(script, run, *stages, path=braid)
+    found = bash(script, run, *stages, path=printing)
     assert found == (0, f"stage|--trust-run|{run}|experts.a|experts.b|", "")
 
 
@@ -111,6 +114,66 @@ def test_several_stages_are_an_array(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stage_of_task(stages) == "experts.b"
 
 
-def test_a_setup_that_fails_ends_the_job(run: Path, braid: Path) -> None:
+def test_a_setup_that_fails_ends_the_job(run: Path, printing: Path) -> None:
     (run / "setup.sh").write_text("echo no such module; false\n")
-    assert bash(ALL[0], run, "merge", path=braid) == (1, "no such module\n", "")
+    assert bash(ALL[0], run, "merge", path=printing) == (1, "no such module\n", "")
+
+
+STAND_IN = f"""\
+#!{sys.executable}
+# The part of `braid stage` that starts the ranks.
+import sys
+from pathlib import Path
+sys.path.insert(0, {str(REPOSITORY)!r})
+from parallel.settings import EngineSettings, LayoutSettings
+from pipeline.config.validate import load_cluster
+from pipeline.launch.processes import wait_for_all
+from pipeline.slurm.places import place
+from pipeline.slurm.steps import SlurmJob
+run = Path(sys.argv[-2])
+cluster = load_cluster(run / "cluster.yaml")
+places = place(["n1"], LayoutSettings(ranks=2), EngineSettings(), cluster, samples=False)
+show = "import os; print('seed', os.environ.get('PYTHONHASHSEED'), hash('a set'))"
+[ranks] = SlurmJob(places, cluster).start_ranks([sys.executable, "-c", show], 2, run, False)
+wait_for_all([ranks], seconds=60)
+print((run / "srun.log").read_text())
+"""
+SRUN = """\
+#!/bin/bash
+# Two tasks of a step, with the environment that --export gives them.
+clean="env -i"
+while [[ "$1" == --* ]]; do
+    if [ "$1" = --export=ALL ]; then clean=env; fi
+    shift
+done
+for task in 0 1; do $clean "$@"; done
+"""
+
+
+@pytest.mark.parametrize("seed", ["0", "7"])
+def test_the_hash_seed_reaches_the_ranks(
+    seed: str,
+    braid: Braid,
+    config: Path,
+    profile: Path,
+    runs: Path,
+    slurm: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Six datasets draw by it. Here sbatch hands no environment on, as with --export=NONE."""
+    monkeypatch.setenv("PYTHONHASHSEED", seed)
+    code, _, err = braid("submit", config, "--cluster", profile, "--prepare")
+    assert code == 0, err
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    for name, text in (("braid", STAND_IN), ("srun", SRUN)):
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    setup = runs / "small" / "setup.sh"
+    setup.write_text(setup.read_text() + f"export PATH={programs}:$PATH\n")
+    code, out, err = bash(SCRIPTS / "grpo.sbatch", runs / "small", "experts.sums")
+    assert (code, err) == (0, "")
+    first, second = [line for line in out.splitlines() if line.startswith("seed ")]
+    assert first.startswith(f"seed {seed} ")
+    assert first == second
