@@ -172,6 +172,8 @@ def init(arguments: Namespace) -> None:
     for path, text in texts.items() if write else ():
         write_atomically(path, text)
     say(f"{'wrote' if write else 'would write'} {_named(texts)}")
+    if arguments.gpus and arguments.cluster is None:
+        say(f"fill in your cluster's keys, commented out in {shown(files[1])}")
     say("continue with:", *(f"  {each}" for each in commands))
     if arguments.gpus and arguments.cluster is None:
         say(f"or, where this machine has the GPUs: braid run {shlex.quote(shown(output))}")
@@ -279,14 +281,13 @@ def _profile(
         keys["gpu_type"] = arguments.gpu.lower()
     if profile is None or profile.gpu_memory_gib is None:
         keys["gpu_memory_gib"] = round(USABLE * sheet.memory_bytes / GIB, 1)
-    fill_in = "\nFILL IN: account, partition and network, as in that file, and gpu_type as Slurm\n"
-    fill_in += "names it: null where its GPUs have no types."
     head = (
         f"The walltimes of {shown(arguments.target)}: {MARGIN:g} times the longest simulated stage "
         f"of a kind and\nhalf an hour, at most --longest-walltime; a stage that takes longer is "
-        f"requeued.{'' if profile else fill_in}"
+        "requeued."
     )
-    return profile_text(arguments.cluster or EXAMPLE, directory, keys, found.walltimes, head)
+    base, fill_in = arguments.cluster or EXAMPLE, profile is None
+    return profile_text(base, directory, keys, found.walltimes, head, fill_in=fill_in)
 
 
 def _commands(arguments: Namespace, found: Prepared, profile: Path | None) -> list[str]:

@@ -17,6 +17,18 @@ PARENT = CONFIGS / "runs" / "_experts_merge.yaml"
 # Of a model's settings, what a run's file states of any model.
 PLACES = {"initial_weights", "tokenizer"}
 ASIDE = 27  # the column of a comment after a key
+# Keys of a cluster's profile that only its users know: an example, and what the key is.
+TO_FILL_IN: dict[str, tuple[Any, str]] = {
+    "account": ("my_project", "sbatch --account: whose hours are spent (sacctmgr show assoc)"),
+    "partition": ("gpu", "sbatch --partition: the queue of these nodes (sinfo)"),
+    "memory_per_node": (
+        "900G",
+        'sbatch --mem: of a node (sinfo -o %m), "0" is all; Slurm\'s own default may be a few GB',
+    ),
+    "network_interface": ("ib0", "of the private network that all nodes share (ip -brief address)"),
+    "setup": (["module load cuda"], "shell lines before every stage: modules, NCCL_* variables"),
+}
+GPU_TYPE = "as Slurm names it (sinfo -o %G); null where its GPUs have no types"
 
 
 @dataclass(frozen=True)
@@ -94,12 +106,27 @@ class NewRun:
 
 
 def profile_text(
-    base: Path, directory: Path, keys: Mapping[str, Any], times: Mapping[str, str], head: str
+    base: Path,
+    directory: Path,
+    keys: Mapping[str, Any],
+    times: Mapping[str, str],
+    head: str,
+    *,
+    fill_in: bool,
 ) -> str:
-    """Return the YAML of a cluster's profile that extends `base` with walltimes by kind."""
+    """Return the YAML of a cluster's profile that extends `base` with walltimes by kind.
+
+    To `fill_in` it has the keys that only the cluster's users know, as comments.
+    """
     lines = [f"# {each}" for each in head.splitlines()]
     lines.append(f"extends: {flow(_path(base, directory))}")
-    lines += [f"{key}: {flow(value)}" for key, value in keys.items()]
+    about = {"gpu_type": GPU_TYPE} if fill_in else {}
+    lines += [_aside(f"{key}: {flow(value)}", about.get(key, "")) for key, value in keys.items()]
+    if fill_in:
+        lines += ["", "# FILL IN what your cluster needs: remove the first #, write your value."]
+        examples = TO_FILL_IN.items()
+        lines += [_aside(f"# {key}: {flow(value)}", what) for key, (value, what) in examples]
+        lines.append("")
     if times:
         lines.append("kinds:")
     lines += [f'  {kind}: {{walltime: "{each}"}}' for kind, each in times.items()]

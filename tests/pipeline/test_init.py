@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ from pipeline.config.validate import load, load_cluster
 from pipeline.report.budget import LEAST_STEPS, steps_within, walltimes
 from pipeline.report.fit import fitted
 from pipeline.report.layout_search import best_layouts
+from pipeline.report.run_file import TO_FILL_IN
 from pipeline.report.simulation import Assumptions, simulated
 from pipeline.run.graph import compile_graph
 from stages.settings import RunSettings
@@ -403,3 +405,26 @@ def test_a_profile_adds_walltimes_to_the_one_that_is_given(braid: Braid, tmp_pat
         "10",
     )
     assert found.of_kind("grpo").walltime == "08:00:00"
+
+
+def test_the_keys_to_fill_in_are_examples_that_are_valid(braid: Braid, tmp_path: Path) -> None:
+    options = given(tmp_path, "qwen3-30b-a3b", ("math",))
+    code, out, err = braid("init", *options, "--gpus", 8, "--gpu", "h100")
+    assert code == 0, err
+    run, profile = tmp_path / "mine.yaml", tmp_path / "mine.cluster.yaml"
+    assert f"fill in your cluster's keys, commented out in {profile}\n" in out
+    text = profile.read_text()
+    assert load_cluster(profile).memory_per_node is None
+    profile.write_text(re.sub(r"^# (\w+:)", r"\1", text, flags=re.MULTILINE))
+    found = load_cluster(profile)
+    assert {key: getattr(found, key) for key in TO_FILL_IN} == {
+        "account": "my_project",
+        "partition": "gpu",
+        "memory_per_node": "900G",
+        "network_interface": "ib0",
+        "setup": ("module load cuda",),
+    }
+    assert all(f"{key}: " in text and what in text for key, (_, what) in TO_FILL_IN.items())
+    code, out, err = braid("submit", run, "--cluster", profile, "--dry-run")
+    assert code == 0, err
+    assert "--account=my_project --partition=gpu --mem=900G" in out
