@@ -12,6 +12,7 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from itertools import chain, islice
@@ -45,10 +46,11 @@ from stages.domains import DomainSettings
 from stages.rewards.kinds.math import MathReward
 from stages.rewards.kinds.reasoning_gym import ReasoningGymReward
 from stages.rewards.pool import RewardPool
-from stages.rewards.reward import Response
-from stages.row_check import answer_report
+from stages.rewards.reward import Grade, Response
+from stages.row_check import MOST_SLOW, answer_report
 from stages.settings import DomainCheckJob
 
+LOOK_SECONDS = 0.25  # between two looks at how often scoring has timed out
 DRAWN = 2000  # generated problems or demonstrations: some seconds,
 DRAWING_SECONDS = 20.0  # except of puzzles that are searched for
 GARBAGE = "I do not know"
@@ -95,6 +97,7 @@ def checked(job: DomainCheckJob) -> dict[str, Any]:
                 if text is not None
             ]
             asked.append((problem, graded))
+        _await_grades(pool, [future for _, graded in asked for _, _, future in graded])
         prompts = [
             {
                 "prompt": problem.prompt,
@@ -110,6 +113,17 @@ def checked(job: DomainCheckJob) -> dict[str, Any]:
     shown = demonstration_report(settings, tokenizer, job.domain, job.max_positions)
     found = {"lengths": asdict(lengths), "answers": asdict(answers), "prompts": prompts}
     return {**found, "demonstrations": shown and asdict(shown)}
+
+
+def _await_grades(pool: RewardPool, futures: Iterable[Future[Grade]]) -> None:
+    """Wait for all grades; raise RewardError where scoring times out MOST_SLOW times.
+
+    A reward that hangs on every row would take its time limit for each of up to 192 responses.
+    """
+    left = {*futures}
+    while left:
+        left = wait(left, LOOK_SECONDS).not_done
+        pool.check_timeouts(MOST_SLOW)
 
 
 def reference(problem: Problem, settings: DomainSettings) -> str | None:

@@ -106,7 +106,8 @@ class RewardPool:
         self._error: Exception | None = None
         self._closing = False
         self._workers: list[_Worker] = []
-        self._failures = 0
+        self._failures = self._timeouts = 0
+        self._first_timeout = ""
         self._called = os.eventfd(0, os.EFD_NONBLOCK)
         self._control, theirs = Pipe()
         self._forkserver, printed = _start_forkserver(theirs)
@@ -144,6 +145,14 @@ class RewardPool:
             raise RewardError(
                 f"{len(failures)} of {samples} samples have no reward, which exceeds rewards."
                 f"max_failed_fraction = {limit:g}; first failure: {failures[0]}"
+            )
+
+    def check_timeouts(self, most: int) -> None:
+        """Raise RewardError where scoring has timed out `most` times: the rest may take hours."""
+        if self._timeouts >= most:
+            raise RewardError(
+                f"scoring timed out {self._timeouts} times, and the rest is not scored; fix the"
+                f" reward, or the rows, or raise its timeout_seconds; first: {self._first_timeout}"
             )
 
     def close(self) -> None:
@@ -293,6 +302,9 @@ class RewardPool:
         if status is not None:
             what = f"its process {_ending(status)}"
         line = failure(task.problem, task.response, name, what)
+        if status is None:
+            self._first_timeout = self._first_timeout or line
+            self._timeouts += 1
         if not settings.weight:
             task.known[name] = None
             task.watch_failures.append(line)

@@ -1,0 +1,59 @@
+"""The check of a domain: rewards that hang on its rows."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from parallel.settings import CHARACTERS
+from stages.domain_check import checked
+from stages.rewards.reward import RewardError
+from stages.settings import DomainCheckJob
+
+ROWS = 20
+
+
+def job(directory: Path, slow: int) -> DomainCheckJob:
+    """Return the check of rows of which some have an answer that is scored for a minute."""
+    answers = ["sleep 60" if row < slow else "1" for row in range(ROWS)]
+    rows = ({"prompt": f"say {n}", "answer": answer} for n, answer in enumerate(answers))
+    (directory / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    own = {"kind": "python", "function": "tests.stages.small_rewards:does", "timeout_seconds": 0.3}
+    domain = {
+        "prompts": {"source": "jsonl", "path": f"{directory}/rows.jsonl", "answer": "answer"},
+        "rewards": {"right": own},
+        "optimizer": {"learning_rate": 1},
+        "loop": {"steps": 1},
+    }
+    return DomainCheckJob.model_validate(
+        {
+            "domain": "sums",
+            "settings": domain,
+            "tokenizer": CHARACTERS,
+            "pool": {"workers": 1},
+            "prompts": ROWS,
+            "result": directory / "result.json",
+        }
+    )
+
+
+def test_scoring_stops_after_three_timeouts(tmp_path: Path) -> None:
+    with pytest.raises(RewardError) as caught:
+        checked(job(tmp_path, slow=ROWS))
+    found = re.match(
+        r"scoring timed out (\d+) times, and the rest is not scored; ", str(caught.value)
+    )
+    assert found and 3 <= int(found[1]) < ROWS // 2
+    first = (
+        "first: domains.sums.rewards.right: took more than 0.3 seconds and was killed for problem"
+    )
+    assert first in str(caught.value)
+
+
+def test_two_timeouts_are_scores(tmp_path: Path) -> None:
+    found = checked(job(tmp_path, slow=2))
+    rewards = [each["reward"] for row in found["prompts"] for each in row["responses"]]
+    assert len(rewards) > 2 * ROWS and None not in rewards
