@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,8 @@ class ModelFiles:
 
     def __init__(self, settings: ModelSettings, files: WeightFiles) -> None:
         self._places, self._files = stacked_parts(settings), files
+        # Gate and up projection alternate in an expert's slice, and are asked for in turn.
+        self._slice = lru_cache(1)(files.read)
 
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
         """Return a tensor or a box of it, on the CPU."""
@@ -89,7 +92,7 @@ class ModelFiles:
             return self._files.read(name, box)
         stack, expert, number = self._places[name]
         box = ((0,) * len(stack.shape), stack.shape) if box is None else box
-        member = self._files.read(stack.tensor, of_member(stack.covering(box), expert))
+        member = self._slice(stack.tensor, of_member(stack.covering(box), expert))
         return stack.part(member[0], number)
 
 

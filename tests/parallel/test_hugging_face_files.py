@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from parallel.boxes import Box
 from parallel.files import WEIGHTS_INDEX
 from parallel.hugging_face.config import TensorSpec
 from parallel.hugging_face.files import WeightFiles, WeightsError
+from parallel.hugging_face.weights import ModelFiles
 from parallel.hugging_face.writer import verify, write
+from parallel.weights.names import stored_tensors, tensors
+from tests.layouts.hugging_face_cases import FAMILIES
 
 SHARD_BYTES = 100
 EXPECTED = {
@@ -162,3 +167,32 @@ def test_a_stack_that_is_none_of_experts_is_an_error(tmp_path: Path) -> None:
 def test_a_long_list_of_errors_is_cut_short() -> None:
     error = WeightsError("no", [f"fault {i}" for i in range(25)])
     assert str(error).endswith("fault 19; and 5 more")
+
+
+class CountedFiles(WeightFiles):
+    """Files that count the bytes that are read of their tensors."""
+
+    count = 0
+
+    def _stored(self, name: str, box: Box | None) -> torch.Tensor:
+        found = super()._stored(name, box)
+        self.count += found.untyped_storage().nbytes()
+        return found
+
+
+def test_what_a_checkpoint_stacks_is_read_once(tmp_path: Path) -> None:
+    """gpt-oss interleaves the gate's and the up projection's outputs, which are read in turn."""
+    model = FAMILIES["gpt_oss"]
+    specs = {name: TensorSpec(torch.float32, shape) for name, shape, _ in stored_tensors(model)}
+    drawn = {name: torch.randn(spec.shape) for name, spec in specs.items()}
+    write(tmp_path, specs, drawn.items())
+    counted = CountedFiles(tmp_path)
+    files = ModelFiles(model, counted)
+    read = {name: files.read(name) for name in tensors(model)}
+    assert counted.count == sum(tensor.nbytes for tensor in drawn.values())
+    for name, whole in drawn.items():
+        if name.endswith("gate_up_proj"):
+            experts = name.removesuffix("gate_up_proj")
+            for expert, (part, first) in product(range(model.experts), (("gate", 0), ("up", 1))):
+                found = read[f"{experts}{expert}.{part}_proj.weight"]
+                assert torch.equal(found, whole[expert, :, first::2].T)
