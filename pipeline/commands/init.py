@@ -36,7 +36,14 @@ from pipeline.report.budget import MARGIN
 from pipeline.report.new_run import Prepared, prepare
 from pipeline.report.run_blocks import Wanted
 from pipeline.report.run_file import profile_text
-from pipeline.report.simulation import FILLED, PER_NODE, Assumptions, data_sheet, simulation_text
+from pipeline.report.simulation import (
+    FILLED,
+    PER_NODE,
+    Assumptions,
+    data_sheet,
+    sheets_of_kinds,
+    simulation_text,
+)
 from pipeline.run.graph import compile_graph
 from pipeline.text import say, shown
 
@@ -251,6 +258,7 @@ def _wanted(arguments: Namespace, profile: ClusterSettings | None) -> Wanted:
             f"{below + per_node}, or --gpus-per-node"
         )
     sheet = data_sheet(arguments.gpu, profile) if gpus else None
+    kinds = sheets_of_kinds(arguments.gpu, profile) if gpus else {}
     return Wanted(
         name=arguments.name or arguments.target.stem,
         output=arguments.target,
@@ -259,7 +267,7 @@ def _wanted(arguments: Namespace, profile: ClusterSettings | None) -> Wanted:
         weights=weights,
         domains=dict(map(domain_named, arguments.domains)),
         ranks=gpus or arguments.ranks,
-        gpus=Assumptions(sheet, per_node, FILLED, 1.0) if sheet else None,
+        gpus=Assumptions(sheet, per_node, FILLED, 1.0, kinds) if sheet else None,
         gpu=arguments.gpu or (profile and profile.gpu_type) or "",
         budget=arguments.budget,
         longest_walltime=arguments.longest_walltime,

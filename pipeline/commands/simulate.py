@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentTypeError, Namespace
 from dataclasses import asdict
+from functools import partial
 
 from parallel.errors import UserError
 from parallel.roofline.hardware import GPUS
@@ -11,14 +12,14 @@ from pipeline.commands import common
 from pipeline.commands.common import CONFIG, CONFIG_HELP, JSON, Argument, command, print_json
 from pipeline.config.validate import load_cluster
 from pipeline.report.capacity import check_capacity, check_searched
-from pipeline.report.gpu_memory import NodeGpus
-from pipeline.report.layout_search import best_layouts, search_json, search_text
+from pipeline.report.layout_search import best_layouts, node_of, search_json, search_text
 from pipeline.report.memory import memory_report
 from pipeline.report.simulation import (
     FILLED,
     PER_NODE,
     Assumptions,
     data_sheet,
+    sheets_of_kinds,
     simulated,
     simulation_json,
     simulation_text,
@@ -107,20 +108,24 @@ def simulate(arguments: Namespace) -> None:
         else:
             print(search_text(found, arguments.search))
         return
-    node = NodeGpus(assumed.per_node, assumed.gpu.memory_bytes)
+    node = partial(node_of, assumed)
     times = simulated(stages, settings, assumed)
     if arguments.json:
         held = {each.name: [asdict(r) for r in stage_memory(each, settings)] for each in stages}
         print_json(arguments, {**simulation_json(times), "memory": held})
     else:
         print(simulation_text(times, settings))
-        print(*memory_report(settings, lambda _: node), sep="\n")
-    check_capacity(settings, stages, lambda _: node)
+        print(*memory_report(settings, node), sep="\n")
+    check_capacity(settings, stages, node)
 
 
 def _assumed(arguments: Namespace) -> Assumptions:
     profile = load_cluster(arguments.cluster) if arguments.cluster else None
     per_node = (profile.gpus_per_node if profile else None) or PER_NODE
     return Assumptions(
-        data_sheet(arguments.gpu, profile), per_node, arguments.filled, arguments.imbalance
+        data_sheet(arguments.gpu, profile),
+        per_node,
+        arguments.filled,
+        arguments.imbalance,
+        sheets_of_kinds(arguments.gpu, profile),
     )

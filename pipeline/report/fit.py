@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from parallel.memory import reading_memory
 from parallel.settings import LayoutSettings, ModelSettings
@@ -15,8 +15,8 @@ from pipeline.report.capacity import (
     changed_settings,
     training_changes,
 )
-from pipeline.report.gpu_memory import NodeGpus, stage_phases
-from pipeline.report.layout_search import FoundLayout, best_layouts
+from pipeline.report.gpu_memory import stage_phases
+from pipeline.report.layout_search import FoundLayout, best_layouts, node_of
 from pipeline.report.simulation import Assumptions
 from pipeline.run.graph import Stage, compile_graph
 from stages.settings import RunSettings
@@ -78,7 +78,8 @@ def gpus_that_fit(settings: RunSettings, gpus: int, assumed: Assumptions) -> int
 def _holds(model: ModelSettings, gpus: int, assumed: Assumptions) -> bool:
     """Return false where weights and gradients alone are more than all GPUs, without a search."""
     [rank] = reading_memory(model.model_copy(update={"precision": "bf16"}), LayoutSettings())
-    return TRAINED * rank.parameters < gpus * assumed.gpu.memory_bytes
+    sheets = (assumed.gpu, *assumed.kinds.values())
+    return TRAINED * rank.parameters < gpus * max(sheet.memory_bytes for sheet in sheets)
 
 
 def _changes(stages: Sequence[Stage], settings: RunSettings) -> Iterator[Change]:
@@ -99,11 +100,12 @@ def _trained_share(
     stages: Sequence[Stage], found: FoundLayout, gpus: int, assumed: Assumptions
 ) -> float:
     """Return the share of a GPU that the fullest phase without an awake engine needs."""
-    node = NodeGpus(min(assumed.per_node, gpus), assumed.gpu.memory_bytes)
+    assumed = replace(assumed, per_node=min(assumed.per_node, gpus))
     return max(
         (phase.total + phase.reserve) / node.each
         for stage in stages
         if stage.steps
+        for node in [node_of(assumed, stage.kind)]
         for phase in stage_phases(stage, found.settings, node)
         if phase.phase not in ENGINE_PHASES
     )

@@ -52,6 +52,11 @@ LAYOUT_KEYS = (
 )
 
 
+def node_of(assumed: Assumptions, kind: str, share: float = 1.0) -> NodeGpus:
+    """Return the GPUs of a node of a kind of stage, each with this share of its memory."""
+    return NodeGpus(assumed.per_node, int(share * assumed.sheet(kind).memory_bytes))
+
+
 def best_layouts(
     stages: Sequence[Stage], settings: RunSettings, gpus: int, assumed: Assumptions, most: int
 ) -> list[FoundLayout]:
@@ -60,25 +65,29 @@ def best_layouts(
     Layouts of the policy and of the engines are timed apart: neither changes the other's seconds.
     """
     trained = _distinct(stages, settings, assumed)
-    node = NodeGpus(min(assumed.per_node, gpus), int(FILLED_AT_MOST * assumed.gpu.memory_bytes))
+    checked = _checked(stages, trained, assumed)
+    assumed = replace(assumed, per_node=min(assumed.per_node, gpus))
     found: list[FoundLayout] = []
     for ranks, for_engines in _splits(settings.engine, gpus):
-        found += _of_split(trained, settings, ranks, for_engines, node, assumed, most)
+        found += _of_split(trained, checked, settings, ranks, for_engines, assumed, most)
     return sorted(found, key=lambda each: each.seconds)[:most]
 
 
 def _of_split(
     trained: Sequence[tuple[Stage, int]],
+    checked: Sequence[Stage],
     settings: RunSettings,
     ranks: int,
     for_engines: int,
-    node: NodeGpus,
     assumed: Assumptions,
     most: int,
 ) -> list[FoundLayout]:
-    """Return the fastest layouts with this number of ranks and of the engines' GPUs."""
+    """Return the fastest layouts with this number of ranks and of the engines' GPUs.
+
+    The `checked` stages fit into their memory.
+    """
     layouts = [*_layouts(settings, ranks)]
-    fleets = [*_fleets(settings, for_engines, node.count)]
+    fleets = [*_fleets(settings, for_engines, assumed.per_node)]
     if not layouts or not fleets:
         return []
     by_layout = [_steps(trained, _with(settings, each, fleets[0]), assumed) for each in layouts]
@@ -100,7 +109,7 @@ def _of_split(
     found: list[FoundLayout] = []
     for seconds, layout, fleet in sorted(timed, key=lambda each: each[0]):
         changed = _with(settings, layout, fleet)
-        filled = _filled(trained, changed, node)
+        filled = _filled(checked, changed, assumed)
         if filled <= 1:
             found.append(FoundLayout(changed, seconds, filled * FILLED_AT_MOST))
         if len(found) == most:
@@ -126,11 +135,24 @@ def _steps(
     return [without_sync(stage, settings, assumed).seconds for stage, _ in trained]
 
 
-def _filled(trained: Sequence[tuple[Stage, int]], settings: RunSettings, node: NodeGpus) -> float:
+def _checked(
+    stages: Sequence[Stage], trained: Sequence[tuple[Stage, int]], assumed: Assumptions
+) -> list[Stage]:
+    """Return the stages whose memory is checked: those that train, which need most of any GPU.
+
+    And one of each other kind that has other GPUs.
+    """
+    found = [stage for stage, _ in trained]
+    kinds = assumed.kinds.keys() - {stage.kind for stage in found}
+    return [*found, *{stage.kind: stage for stage in stages if stage.kind in kinds}.values()]
+
+
+def _filled(checked: Sequence[Stage], settings: RunSettings, assumed: Assumptions) -> float:
     """Return the bytes of the fullest phase of all stages over those that may be filled."""
     return max(
         (phase.total + phase.reserve) / node.each
-        for stage, _ in trained
+        for stage in checked
+        for node in [node_of(assumed, stage.kind, FILLED_AT_MOST)]
         for phase in stage_phases(stage, settings, node)
     )
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from parallel.errors import UserError, hint
 from parallel.roofline.hardware import GIB, GPUS, REACHED, DataSheet
 from parallel.roofline.step import StepSeconds, step_seconds
-from parallel.roofline.weight_sync import sync_seconds, synced_bytes
+from parallel.roofline.weight_sync import SyncedBytes, sync_seconds, synced_bytes
 from parallel.roofline.work import StepWorkload
 from parallel.slots import gpus_needed
 from pipeline.config.cluster import ClusterSettings
@@ -62,13 +62,18 @@ class Assumptions:
     """The GPUs of a simulation, and what only a run would tell.
 
     `filled` is a sequence's mean tokens as a share of the longest; `imbalance` the tokens of the
-    fullest expert-parallel rank over their mean.
+    fullest expert-parallel rank over their mean. Stages of some `kinds` have other GPUs.
     """
 
     gpu: DataSheet
     per_node: int
     filled: float
     imbalance: float
+    kinds: Mapping[str, DataSheet] = field(default_factory=dict)
+
+    def sheet(self, kind: str) -> DataSheet:
+        """Return the data sheet of the GPUs of a kind of stage."""
+        return self.kinds.get(kind, self.gpu)
 
 
 def data_sheet(gpu: str | None, profile: ClusterSettings | None) -> DataSheet:
@@ -88,20 +93,31 @@ def data_sheet(gpu: str | None, profile: ClusterSettings | None) -> DataSheet:
     return found if stated is None else replace(found, memory_bytes=round(stated * GIB))
 
 
+def sheets_of_kinds(gpu: str | None, profile: ClusterSettings | None) -> dict[str, DataSheet]:
+    """Return the data sheets of the kinds of stages that a profile gives other GPUs."""
+    if profile is None:
+        return {}
+    common = data_sheet(gpu, profile)
+    own = {kind: data_sheet(gpu, profile.of_kind(kind)) for kind in profile.kinds}
+    return {kind: sheet for kind, sheet in own.items() if sheet != common}
+
+
 def simulated(
     stages: Iterable[Stage], settings: RunSettings, assumed: Assumptions
 ) -> list[SimulatedStage]:
     """Return the simulation of every stage that trains."""
-    engine, gpu = settings.engine, assumed.gpu
+    engine = settings.engine
     found: list[SimulatedStage] = []
-    sync: float | None = None  # the same in all stages
+    synced: SyncedBytes | None = None  # the same in all stages
     for stage in stages:
         if not stage.steps:
             continue
-        if stage.needs_engine and sync is None:
-            synced = synced_bytes(settings.model, settings.layout, engine, assumed.per_node)
-            sync = sync_seconds(synced, gpu, REACHED)
-        found.append(without_sync(stage, settings, assumed, sync or 0.0))
+        sync = 0.0
+        if stage.needs_engine:
+            if synced is None:
+                synced = synced_bytes(settings.model, settings.layout, engine, assumed.per_node)
+            sync = sync_seconds(synced, assumed.sheet(stage.kind), REACHED)
+        found.append(without_sync(stage, settings, assumed, sync))
     return found
 
 
@@ -117,7 +133,7 @@ def without_sync(
         settings.layout,
         engine,
         work,
-        assumed.gpu,
+        assumed.sheet(stage.kind),
         REACHED,
         sync if engine else 0.0,
     )

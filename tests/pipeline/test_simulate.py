@@ -241,6 +241,43 @@ def test_memory_is_what_the_profile_states(braid: Braid, tmp_path: Path) -> None
     assert "more than its 20.00" in err
 
 
+PROFILE = "gpus_per_node: 8\ngpu_type: h100\ngpu_memory_gib: 79.2\n"
+
+
+def test_memory_of_a_kind_is_what_the_profile_states(braid: Braid, tmp_path: Path) -> None:
+    """As `braid submit` with this profile checks it: 20 GiB for distillation alone."""
+    path, profile = config(tmp_path), tmp_path / "cluster.yaml"
+    profile.write_text(f"{PROFILE}kinds: {{distill: {{gpu_memory_gib: 20}}}}\n")
+    code, out, err = braid("simulate", path, "--cluster", profile)
+    assert code == 1
+    assert "merge: GiB on a GPU in each phase of a step; a GPU has 20.00" in out
+    assert "merge: " in err and "more than its 20.00" in err
+    assert "experts.chain_sum" not in err
+
+
+@pytest.mark.parametrize(("kind", "gib"), [("distill", 32), ("evaluate", 24)])
+def test_the_search_fits_the_memory_of_each_kind(
+    kind: str, gib: int, braid: Braid, tmp_path: Path
+) -> None:
+    """An evaluation does not train, and is searched for where its GPUs have memory of their own."""
+    path, profile = config(tmp_path), tmp_path / "cluster.yaml"
+    path.write_text(path.read_text().replace("  evaluate: null\n", ""))
+    own = NodeGpus(8, int(FILLED_AT_MOST * (gib << 30)))
+
+    def fits(settings: RunSettings) -> bool:
+        [stage, *_] = [each for each in compile_graph(settings) if each.kind == kind]
+        phases = stage_phases(stage, settings, own)
+        return all(phase.total + phase.reserve <= own.each for phase in phases)
+
+    found = []
+    for kinds in ("", f"kinds: {{{kind}: {{gpu_memory_gib: {gib}}}}}\n"):
+        profile.write_text(PROFILE + kinds)
+        layouts = asked(braid, path, "--cluster", str(profile), "--search", "32")["layouts"]
+        found.append([fits(load(path, each["overrides"], to_start=False)) for each in layouts])
+    usual, fitted = found
+    assert fitted and all(fitted) and not all(usual)
+
+
 def test_more_gpus_than_are_searched(braid: Braid, tmp_path: Path) -> None:
     code, _, err = braid("simulate", config(tmp_path), "--gpu", "h100", "--search", 100_000)
     assert (code, err) == (
