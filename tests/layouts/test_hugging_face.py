@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
+from parallel.device import DTYPES
 from parallel.files import WEIGHTS_INDEX
 from parallel.hugging_face.files import WeightFiles
 from parallel.settings import LayoutSettings
@@ -223,6 +225,36 @@ def test_weights_in_blocks_are_imported_under_any_layout(
     step, output = tmp_path / "checkpoints" / "step_0", tmp_path / "out"
     on(layout, export_checkpoint, layout, "deepseek_v3", str(step), str(output))
     assert stored(str(output)) == tensors(meant.items())
+
+
+@pytest.mark.parametrize("model", ["deepseek_v3", "bf16"])
+def test_layers_for_multi_token_prediction_in_blocks_are_exported_in_the_model_s_precision(
+    model: str, on: On, exported: dict[str, Path], tmp_path: Path
+) -> None:
+    layout, another = (LayoutSettings(**MATRIX[name]) for name in ("TP2 EP2 PP2", "TP2"))
+    module, precision = f"model.layers.{MODELS[model].layers}.", DTYPES[MODELS[model].precision]
+    plain, source, output = tmp_path / "plain", tmp_path / "fp8", tmp_path / "out"
+    with_layer_for_multi_token_prediction(exported[model], plain, module[:-1])
+    meant = in_blocks(plain, source)
+    given = load_file(source / "model.safetensors")
+    coded = [name for name, tensor in given.items() if tensor.dtype == torch.float8_e4m3fn]
+    expected = meant | {name: meant[name].to(precision) for name in coded}
+    assert weights_violation(source, MODELS[model]) is None
+    on(layout, import_checkpoint, layout, model, str(source), str(tmp_path))
+    step = str(tmp_path / "checkpoints" / "step_0")
+    on(another, export_checkpoint, another, model, step, str(output), str(source))
+    assert stored(str(output)) == tensors(expected.items())  # and so no scale
+    files, compared = WeightFiles(output), 0
+    for name in coded:
+        if name.startswith(module) and not any(length % 16 for length in given[name].shape):
+            scales = given[f"{name}_scale_inv"]
+            theirs = Fp8Dequantize(None)._dequantize_one(given[name], scales)
+            assert torch.equal(files.read(name), theirs.to(precision))
+            compared += 1
+    assert compared
+    config = json.loads((output / "config.json").read_text())
+    assert "quantization_config" not in config
+    assert config["num_nextn_predict_layers"] == 1
 
 
 @pytest.mark.one_device
