@@ -257,13 +257,18 @@ def test_layers_for_multi_token_prediction_in_blocks_are_exported_in_the_model_s
     assert config["num_nextn_predict_layers"] == 1
 
 
-@pytest.mark.one_device
-def test_scaled_rotary_positions_equal_those_of_transformers(
-    on: On, exported: dict[str, Path]
+@pytest.mark.parametrize("name", [*ONE_DEVICE, "TP2 EP2 PP2"])
+def test_scaled_positions_and_queries_without_compression_equal_those_of_transformers(
+    name: str, on: On, exported: dict[str, Path], tmp_path: Path
 ) -> None:
-    layout = LayoutSettings()
-    [found] = on(layout, import_and_compare, layout, "yarn", str(exported["yarn"]))
-    assert found["logprobs"] < 1e-5, found
+    layout = LayoutSettings(**MATRIX[name])
+    on(layout, export, layout, "yarn", str(tmp_path / "out"))
+    kept = stored(str(tmp_path / "out"))
+    assert kept == stored(str(exported["yarn"]))
+    assert "model.layers.0.self_attn.q_proj.weight" in kept
+    for found in on(layout, import_and_compare, layout, "yarn", str(exported["yarn"])):
+        assert found["tensors"]
+        assert found["logprobs"] < 1e-5, found
 
 
 def test_experts_in_mxfp4_are_those_that_transformers_restores(on: On, tmp_path: Path) -> None:
