@@ -60,6 +60,9 @@ PAIRS = [
     if family != "gpt_oss" or "ETP" not in name
 ]
 ONE_DEVICE = [pytest.param("1 rank", marks=pytest.mark.one_device)]
+# Nats from transformers' log-probabilities in fp32: four units in the last place of values from -8
+# to -4. Over 1,551 tokens ours were up to 1.9e-6 off fp64, transformers' up to 2.7e-6 (Qwen3.5's).
+LOGPROBS = 2e-6
 
 
 @pytest.fixture(scope="session")
@@ -78,7 +81,8 @@ def exported(on: On, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path
         PAIRS,
         lambda name, family: (
             name == ("TP2 CP2 EP2" if family == "gpt_oss" else "TP2 EP2 ETP2")
-            or (family == "qwen3_moe" and name in ("TP2 EP2 PP2", "VPP2", "PP2 uneven", "CP2"))
+            or (family == "qwen3_moe" and name in ("TP2 EP2 PP2", "VPP2", "PP2 uneven"))
+            or (family in ("qwen3_moe", "qwen3_5_moe_text") and name == "CP2")
         ),
     ),
 )
@@ -92,7 +96,7 @@ def test_checkpoints_are_equal_under_every_layout(
     for found in on(layout, import_and_compare, layout, family, str(exported[family])):
         assert found["tensors"]
         assert found["in_order"]
-        assert found["logprobs"] < 1e-5, found
+        assert found["logprobs"] <= LOGPROBS, found
         assert found["rotary"] > 0.0
 
 
@@ -268,7 +272,7 @@ def test_scaled_positions_and_queries_without_compression_equal_those_of_transfo
     assert "model.layers.0.self_attn.q_proj.weight" in kept
     for found in on(layout, import_and_compare, layout, "yarn", str(exported["yarn"])):
         assert found["tensors"]
-        assert found["logprobs"] < 1e-5, found
+        assert found["logprobs"] <= LOGPROBS, found
 
 
 def test_experts_in_mxfp4_are_those_that_transformers_restores(on: On, tmp_path: Path) -> None:
