@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from .mutant import Mutant
 
-CHECKPOINTS = "tests/layouts/test_hugging_face.py"
+HUGGING_FACE = "tests/layouts/test_hugging_face.py"
+CHECKPOINTS = f"{HUGGING_FACE}::test_checkpoints_are_equal_under_every_layout"
+MULTI_TOKEN = (
+    f"{HUGGING_FACE}::test_layers_for_multi_token_prediction_are_exported_as_they_were_imported"
+)
+TEXT_MODEL = f"{HUGGING_FACE}::test_the_text_model_of_a_vision_language_model_is_imported"
 ROOFLINE = "tests/parallel/test_roofline.py"
+INIT = "tests/pipeline/test_init.py"
 
 MUTANTS = [
     Mutant(
@@ -13,21 +19,22 @@ MUTANTS = [
         "stages/export.py",
         "setattr(config, key, kept.layers)",
         "setattr(config, key, 0)",
-        CHECKPOINTS,
+        MULTI_TOKEN,
     ),
     Mutant(
         "MTP tensors are exported in fp32",
         "parallel/hugging_face/multi_token.py",
         "self._files.read(name).to(spec.dtype)",
         "self._files.read(name).float()",
-        CHECKPOINTS,
+        MULTI_TOKEN,
     ),
     Mutant(
         "MTP layers are quantized, to vLLM",
         "stages/quantize.py",
         "ignored(policy.settings, matrices) + drafting",
         "ignored(policy.settings, matrices)",
-        "tests/stages/test_quantize.py",
+        "tests/stages/test_quantize.py"
+        "::test_layers_for_multi_token_prediction_are_kept_as_they_are",
     ),
     Mutant(
         "a stack of experts begins with expert 0 on every rank",
@@ -62,7 +69,7 @@ MUTANTS = [
         "parallel/hugging_face/text_model.py",
         "(expert * rows + number * each) * columns",
         "(expert * rows) * columns",
-        CHECKPOINTS,
+        TEXT_MODEL,
     ),
     Mutant(
         "the higher bits of a byte in MXFP4 come first",
@@ -88,8 +95,8 @@ MUTANTS = [
     Mutant(
         "context-parallel ranks keep the first tokens' outputs of a delta net",
         "parallel/model/delta_net.py",
-        "        if grid.split:\n",
-        "        if not grid.split:\n",
+        "[torch.arange(len(found), device=found.device)[:, None], grid.places]",
+        "[:, : grid.places.shape[1]]",
         CHECKPOINTS,
     ),
     Mutant(
@@ -139,14 +146,14 @@ MUTANTS = [
         "pipeline/report/budget.py",
         "min(MARGIN * each + START_SECONDS, longest)",
         "min(each + START_SECONDS, longest)",
-        "tests/pipeline/test_init.py",
+        f"{INIT}::test_walltimes_have_a_margin_and_a_limit",
     ),
     Mutant(
         "a budget shortens no stage below its share",
         "pipeline/report/budget.py",
         "min(count, LEAST_STEPS)",
         "0 * min(count, LEAST_STEPS)",
-        "tests/pipeline/test_init.py",
+        f"{INIT}::test_a_budget_for_less_than_the_least_steps_is_refused",
     ),
     Mutant(
         "a tensor of another shape is accepted before a run",
@@ -160,7 +167,7 @@ MUTANTS = [
         "stages/data/contained_scorer.py",
         "changed[last] = READERS[last]",
         "changed[last] = module.get(last, eval)",
-        "tests/stages/test_reasoning_gym_scorers.py",
+        "tests/stages/test_reasoning_gym_scorers.py::test_a_hostile_answer_is_read_and_never_run",
     ),
     Mutant(
         "a call with other arguments is the expected one",

@@ -14,7 +14,7 @@ class StaleMutant(Exception):
 class Mutant:
     """A mistake: `old` in `file` becomes `new`, and the tests that should notice it.
 
-    `tests` are paths that `make test` runs, separated by spaces.
+    `tests` are paths or node ids that `make test` runs, separated by spaces.
     """
 
     name: str

@@ -19,7 +19,9 @@ def test_a_mutant_changes_code_that_is_there(mutant: Mutant) -> None:
     changed = mutant.applied(REPOSITORY)
     assert changed != (REPOSITORY / mutant.file).read_text()
     ast.parse(changed)
-    assert all((REPOSITORY / path).exists() for path in mutant.tests.split())
+    for path, _, test in (each.partition("::") for each in mutant.tests.split()):
+        assert (REPOSITORY / path).exists()
+        assert not test or f"def {test}(" in (REPOSITORY / path).read_text()
 
 
 def test_a_mutant_of_other_code_says_so(tmp_path: Path) -> None:

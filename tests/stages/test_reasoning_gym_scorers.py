@@ -93,7 +93,7 @@ def test_a_hostile_answer_is_read_and_never_run(
         text = answer.replace("{0}", str(touched))
         assert exact(problem, tagged(text, "")) == 0.0
         assert score(problem, text) < 0.2
-    assert not touched.exists()
+        assert not touched.exists()  # before the next, which an evaluator might never end
     assert time.monotonic() - begun < 10
     assert exact(problem, tagged(problem.answer, "so")) == 1.0
 
