@@ -72,6 +72,13 @@ MUTANTS = [
         TEXT_MODEL,
     ),
     Mutant(
+        "a vision-language model's tensors are read as fp32",
+        "parallel/hugging_face/files.py",
+        "own.first * kind.itemsize",
+        "own.first * 4",
+        "tests/parallel/test_hugging_face_files.py",
+    ),
+    Mutant(
         "the higher bits of a byte in MXFP4 come first",
         "parallel/hugging_face/mxfp4.py",
         "[blocks & 15, blocks >> 4]",
@@ -142,6 +149,20 @@ MUTANTS = [
         ROOFLINE,
     ),
     Mutant(
+        "engines map the memory of other nodes",
+        "parallel/roofline/weight_sync.py",
+        "near = may_map and set(hosts) <= set(trainers)",
+        "near = may_map",
+        ROOFLINE,
+    ),
+    Mutant(
+        "a search counts one of the domains with the same steps",
+        "pipeline/report/layout_search.py",
+        "[stage.steps * alike for",
+        "[stage.steps for",
+        "tests/pipeline/test_simulate.py::test_the_search_counts_every_domain",
+    ),
+    Mutant(
         "a walltime has no margin",
         "pipeline/report/budget.py",
         "min(MARGIN * each + START_SECONDS, longest)",
@@ -161,6 +182,14 @@ MUTANTS = [
         "elif stored[name][0] != shape:",
         "elif len(stored[name][0]) != len(shape):",
         "tests/pipeline/test_weights_checks.py tests/pipeline/test_outside_models.py",
+    ),
+    Mutant(
+        "every problem of some datasets is the first",
+        "stages/data/reasoning_gym.py",
+        "self._seed + index)",
+        "self._seed)",
+        "tests/stages/test_reasoning_gym_scorers.py"
+        "::test_problems_that_are_drawn_one_by_one_differ",
     ),
     Mutant(
         "a scorer evaluates the answer itself",

@@ -164,6 +164,24 @@ def test_a_stack_that_is_none_of_experts_is_an_error(tmp_path: Path) -> None:
     assert error.startswith(f"{stack} is [2, 3, 1], which is no stack of 1 to 10000 experts")
 
 
+def test_a_stack_of_experts_in_bf16_is_read_part_by_part(tmp_path: Path) -> None:
+    """As Qwen3.5-MoE is published; other tests' stacks are in fp32."""
+    layer = "model.language_model.layers.0.mlp.experts"
+    gate_up, down = torch.randn(2, 6, 4).bfloat16(), torch.randn(2, 4, 3).bfloat16()
+    stacks = {f"{layer}.gate_up_proj": gate_up, f"{layer}.down_proj": down}
+    save_file(stacks, tmp_path / "model.safetensors")
+    files = WeightFiles(tmp_path)
+    assert not files.errors
+    assert len(files.stored) == 6
+    for expert in range(2):
+        own = f"model.layers.0.mlp.experts.{expert}"
+        assert torch.equal(files.read(f"{own}.gate_proj.weight"), gate_up[expert, :3])
+        assert torch.equal(files.read(f"{own}.up_proj.weight"), gate_up[expert, 3:])
+        assert torch.equal(files.read(f"{own}.down_proj.weight"), down[expert])
+        part = files.read(f"{own}.up_proj.weight", ((1, 2), (2, 1)))
+        assert torch.equal(part, gate_up[expert, 4:6, 2:3])
+
+
 def test_a_long_list_of_errors_is_cut_short() -> None:
     error = WeightsError("no", [f"fault {i}" for i in range(25)])
     assert str(error).endswith("fault 19; and 5 more")

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from parallel.memory import parameter_count
 from parallel.roofline.hardware import GPUS, REACHED
+from parallel.roofline.rollout import decode_seconds
 from parallel.roofline.training import training_seconds
+from parallel.roofline.weight_sync import sync_seconds, synced_bytes
 from parallel.roofline.work import StepWorkload
-from parallel.settings import LayoutSettings
+from parallel.settings import EngineSettings, LayoutSettings
 from tests.layouts.real_models import QWEN3_30B
 from tests.parallel.published_steps import H100
 
@@ -48,3 +53,49 @@ def test_experts_on_several_nodes_wait_for_the_network() -> None:
         for expert in (8, 16)
     )
     assert far > 1.05 * near
+
+
+def test_tensor_parallel_ranks_wait_for_their_links() -> None:
+    """Four times in a layer, forward and backward: attention and experts gather and scatter."""
+    layout = LayoutSettings(ranks=4, tensor=4)
+    reached = replace(REACHED, layer=0.0)  # below which no pass counts
+    slow, fast = 45e9, 450e9
+    seconds = [
+        training_seconds(
+            QWEN3_30B, layout, WORK, replace(GPUS["h100"], link_bandwidth=each), reached
+        )[1]
+        for each in (slow, fast)
+    ]
+    sent = 64 * 48 * 2 * 4 * (4096 * 2048 * 2) * 3 / 4  # of bf16, to the other three ranks
+    expected = sent / REACHED.link * (1 / slow - 1 / fast)
+    assert seconds[0] - seconds[1] == pytest.approx(expected)
+
+
+def test_weights_in_fp8_are_read_in_half_the_time() -> None:
+    """A sequence alone waits for memory."""
+    reached = replace(REACHED, decode_layer=0.0)
+    bf16, fp8 = (
+        decode_seconds(QWEN3_30B, EngineSettings(weights=each), 1, 0, GPUS["h100"], reached)
+        for each in ("model", "fp8")
+    )
+    assert fp8 == pytest.approx(bf16 / 2, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("changes", "near"),
+    [({}, True), ({"transport": "messages"}, False), ({"placement": "own"}, False)],
+)
+def test_only_engines_beside_the_ranks_map_their_memory(
+    changes: dict[str, str], near: bool
+) -> None:
+    layout, gpu = LayoutSettings(ranks=8, expert=8), GPUS["h100"]
+    engine = EngineSettings(count=4, tensor=2).model_copy(update=changes)
+    found = synced_bytes(QWEN3_30B, layout, engine, per_node=8)
+    assert found.near == near
+    assert found.received == pytest.approx(parameter_count(QWEN3_30B)[0], rel=0.01)  # half in bf16
+    assert (found.sent == 0) == near
+    way = gpu.link_bandwidth * REACHED.link if near else gpu.network_bandwidth * REACHED.network
+    most = max(found.received, found.sent) / way
+    at_once = replace(REACHED, load=0.0)
+    assert sync_seconds(found, gpu, at_once) == pytest.approx(most)
+    assert sync_seconds(found, gpu, replace(REACHED, load=1.0)) == found.tensors

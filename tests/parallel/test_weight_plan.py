@@ -28,6 +28,7 @@ from parallel.weights.names import (
 )
 from parallel.weights.needs import engine_violations, needed
 from parallel.weights.planner import Bucket, EngineSizes, Hosts, OutgoingMessage, Plan
+from parallel.weights.stacks import Stack
 from tests.tiers import tiered
 
 FURTHER: dict[str, list[dict[str, Any]]] = {
@@ -418,6 +419,13 @@ def test_trainers_feed_engine_ranks_up_to_their_own_number() -> None:
 def test_names_of_transformer_engine_are_translated(theirs: str, latent: bool, ours: str) -> None:
     prefix = "decoder.layers.0."
     assert plain_name(prefix + theirs, latent) == prefix + ours
+
+
+@pytest.mark.parametrize("box", [((0, 0), (3, 3)), ((0, 1), (3, 2)), ((0, 1), (3, 3))])
+def test_a_box_of_a_stack_that_splits_its_parts_is_refused(box: Box) -> None:
+    stack = Stack("mlp.experts.gate_up_proj", 2, ("{expert}.gate", "{expert}.up"), (4, 3))
+    with pytest.raises(ValueError, match="splits the outputs of its 2 parts"):
+        stack.covered(box)
 
 
 @pytest.mark.parametrize("family", ["gpt_oss"])

@@ -56,6 +56,11 @@ def test_one_line_names_config_json_and_the_key(
     assert message in text
 
 
+def test_heads_without_a_width_share_the_hidden_size(tmp_path: Path) -> None:
+    """As Mixtral is published."""
+    assert model_of(published(tmp_path, "mixtral-8x7b", head_dim=None)).head_dim == 4096 // 32
+
+
 def test_yarn_is_read_whole(tmp_path: Path) -> None:
     found = model_of(published(tmp_path, "deepseek-v3", rope_scaling=YARN))
     assert architecture(found).rope_scaling.factor == 40

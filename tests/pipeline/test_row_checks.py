@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.config.rows import MOST_ROW_BYTES, MOST_ROWS, row_report
+from pipeline.config.rows import MOST_BYTES, MOST_ROW_BYTES, MOST_ROWS, row_report
 from pipeline.config.validate import load
 from stages.data.settings import JsonlPromptSettings
 from tests.pipeline.violations import edited, errors, from_weights
@@ -111,6 +111,12 @@ def test_rows_of_all_files_are_checked_up_to_a_number(tmp_path: Path) -> None:
     assert row_report(source).unusable == []
     [bad] = row_report(source, most=MOST_ROWS + 1).unusable
     assert bad == f"{tmp_path}/b.jsonl:3: not a JSON object"
+
+
+def test_rows_are_checked_up_to_a_number_of_bytes(tmp_path: Path) -> None:
+    row = json.dumps({"prompt": "a" * (MOST_BYTES // 5)}) + "\n"
+    (tmp_path / "a.jsonl").write_text(row * 7)
+    assert row_report(JsonlPromptSettings(path=tmp_path)).checked == 5
 
 
 def test_a_row_that_is_cut_off_is_an_error_at_its_end(tmp_path: Path) -> None:

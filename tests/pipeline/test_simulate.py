@@ -168,6 +168,14 @@ def test_the_search_is_as_good_as_brute_force(settings: RunSettings) -> None:
     assert best.seconds == pytest.approx(total(best.settings))
 
 
+def test_the_search_counts_every_domain(settings: RunSettings) -> None:
+    """Domains with the same steps are timed once."""
+    [domain] = settings.domains.values()
+    both = settings.model_copy(update={"domains": {"one": domain, "other": domain}})
+    [best] = best_layouts(compile_graph(both), both, SMALL, ASSUMED, 1)
+    assert best.seconds == pytest.approx(total(best.settings))
+
+
 @pytest.mark.parametrize(
     ("model", "gpus"),
     [

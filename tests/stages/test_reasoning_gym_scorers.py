@@ -19,7 +19,7 @@ from stages.data import contained_scorer
 from stages.data.answer_readers import read_expression, read_literal
 from stages.data.contained_scorer import scorer_violation
 from stages.data.problem import DomainError, Problem
-from stages.data.reasoning_gym import ReasoningGymSource, score, tagged
+from stages.data.reasoning_gym import ONE_BY_ONE, ReasoningGymSource, score, tagged
 from stages.data.reasoning_gym_options import HASHED, REFUSED, RegisteredDataset, registered
 from stages.data.scorer_source import SCORER, evaluations
 from stages.data.settings import ReasoningGymPromptSettings
@@ -206,6 +206,11 @@ def test_the_instruction_follows_the_question_unless_it_is_empty() -> None:
         problem = ReasoningGymSource(prompts, TOKENIZER, "puzzles", 7).problem(0)
         question = problem.fields["entry"]["question"]
         assert problem.messages == ({"role": "user", "content": question + end},)
+
+
+@pytest.mark.parametrize("dataset", sorted(ONE_BY_ONE - HASHED))
+def test_problems_that_are_drawn_one_by_one_differ(dataset: str) -> None:
+    assert len({problem_of(dataset, index).prompt for index in range(3)}) > 1
 
 
 def test_nan_is_no_answer_where_numbers_are_compared() -> None:
