@@ -60,9 +60,10 @@ PAIRS = [
     if family != "gpt_oss" or "ETP" not in name
 ]
 ONE_DEVICE = [pytest.param("1 rank", marks=pytest.mark.one_device)]
-# Nats from transformers' log-probabilities in fp32: four units in the last place of values from -8
-# to -4. Over 1,551 tokens ours were up to 1.9e-6 off fp64, transformers' up to 2.7e-6 (Qwen3.5's).
-LOGPROBS = 2e-6
+# Nats from transformers' log-probabilities in fp32. At most 1.9e-6 is measured, four units in the
+# last place of values from -8 to -4; two more are left for the kernels of other CPUs. Over 1,551
+# tokens ours were up to 1.9e-6 off fp64, transformers' up to 2.7e-6 (Qwen3.5's).
+LOGPROBS = 3e-6
 
 
 @pytest.fixture(scope="session")
