@@ -11,6 +11,7 @@ import pytest
 from pipeline.config.rows import MOST_BYTES, MOST_ROW_BYTES, MOST_ROWS, row_report
 from pipeline.config.validate import load
 from stages.data.settings import JsonlPromptSettings
+from tests.pipeline.conftest import Braid
 from tests.pipeline.violations import edited, errors, from_weights
 
 MATH = "{kind: math}"
@@ -136,6 +137,30 @@ def test_a_row_of_many_megabytes_is_not_read(tmp_path: Path) -> None:
         f"{where}:2: a row of more than 4 MiB",
         f"{where}:4: a row of more than 4 MiB",
     ]
+
+
+def test_rows_that_a_reward_cannot_use_are_counted_and_three_are_named(
+    braid: Braid, tmp_path: Path
+) -> None:
+    """Only a library knows what a schema is, and `braid validate` loads none."""
+    schemas = [{}, *[{"type": "objekt"}] * 6, {}]
+    rows = [{"prompt": f"say {n}", "schema": each} for n, each in enumerate(schemas)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    path = tmp_path / "shapes.yaml"
+    path.write_text(
+        "prompts: {source: jsonl, path: rows.jsonl, held_out_fraction: 0.001}\n"
+        "rewards: {v: {kind: json_schema}}\noptimizer: {learning_rate: 1e-3}\nloop: {steps: 2}\n"
+    )
+    code, out, _ = braid("domain", "check", path)
+    said = " ".join(out.split())
+    assert code == 1
+    assert "domains.shapes.prompts: rewards cannot use 6 of 8 rows: " in said
+    for line in (2, 3, 4):
+        assert (
+            f"{tmp_path / 'rows.jsonl'}:{line}: reward v: not a JSON schema: 'objekt' is " in said
+        )
+    assert f"{tmp_path / 'rows.jsonl'}:5: " not in said
+    assert "; and 3 more; fix the rows, or remove them" in said
 
 
 CHAT = [{"role": "user", "content": "1+1"}]
