@@ -220,37 +220,6 @@ def test_answers_that_the_reward_cannot_read_are_counted(braid: Braid, tmp_path:
     )
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (
-            ("--gpus", "12", "--gpu", "h100"),
-            "--gpus 12: no multiple of the 8 GPUs of a node; ",
-        ),
-        (("--gpus", "8"), "name the GPU: --gpu h100"),
-        (("--gpus", "8", "--gpu", "h10"), "no GPU h10 is known"),
-        (("--cluster", "mine.cluster.yaml"), "this run's profile would replace it"),
-        (("--budget", "5"), "--budget needs --gpus N"),
-        (("--domains", "maths=model"), 'no domain maths that reads rows; did you mean "math"?'),
-        (("--domains", "math"), "write NAME=ROWS"),
-        (("--domains", "math=model", "math:json=model"), "math named twice"),
-        (("--model", "qwen4"), "--model qwen4: no such directory, and none of deepseek-v3, "),
-        (("--output", "nowhere/mine.yaml"), "--output: no such directory: "),
-        (("--name", "a name"), "--name a name: a run's name has letters, digits, "),
-    ],
-)
-def test_options_that_are_wrong(
-    more: tuple[str, ...],
-    message: str,
-    braid: Braid,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    options = given(tmp_path, "tiny", ("math",))
-    monkeypatch.chdir(tmp_path)
-    refused(braid, tmp_path, [*options, *more], message)
-
-
 def test_a_model_too_large_for_cpu_cores(braid: Braid, tmp_path: Path) -> None:
     options = given(tmp_path, "qwen3-30b-a3b", ("math",))
     refused(braid, tmp_path, options, "30.5 billion parameters, too many to train on CPU cores")

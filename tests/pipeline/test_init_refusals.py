@@ -1,4 +1,4 @@
-"""`braid init` of inputs that were once taken, half written or met with a traceback."""
+"""`braid init` of wrong options and unusual inputs: one message, and no file replaced."""
 
 from __future__ import annotations
 
@@ -51,6 +51,17 @@ def test_a_directory_that_takes_no_file(braid: Braid, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
+        (("--gpus", "12", "--gpu", "h100"), "--gpus 12: no multiple of the 8 GPUs of a node; "),
+        (("--gpus", "8"), "name the GPU: --gpu h100"),
+        (("--gpus", "8", "--gpu", "h10"), "no GPU h10 is known"),
+        (("--cluster", "mine.cluster.yaml"), "this run's profile would replace it"),
+        (("--budget", "5"), "--budget needs --gpus N"),
+        (("--domains", "maths=model"), 'no domain maths that reads rows; did you mean "math"?'),
+        (("--domains", "math"), "write NAME=ROWS"),
+        (("--domains", "math=model", "math:json=model"), "math named twice"),
+        (("--model", "qwen4"), "--model qwen4: no such directory, and none of deepseek-v3, "),
+        (("--output", "nowhere/mine.yaml"), "--output: no such directory: "),
+        (("--name", "a name"), "--name a name: a run's name has letters, digits, "),
         (("--domains", "a.b:math=math.jsonl"), "--domains a.b:math=math.jsonl: a domain's name "),
         (("--domains", "../x:math=math.jsonl"), "must be 1 to 100 letters, digits, _ or -"),
         (("--domains", "math=~nouser/x.jsonl"), "--domains math=~nouser/x.jsonl: no such user: "),
@@ -58,7 +69,7 @@ def test_a_directory_that_takes_no_file(braid: Braid, tmp_path: Path) -> None:
         (("--gpus", str(MOST_RANKS + 8), "--gpu", "h100"), f"--gpus {MOST_RANKS + 8}: layouts are"),
     ],
 )
-def test_names_and_numbers_that_are_wrong(
+def test_options_that_are_wrong(
     more: tuple[str, ...],
     message: str,
     braid: Braid,
