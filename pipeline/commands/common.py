@@ -8,7 +8,7 @@ from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace
 from argparse import RawDescriptionHelpFormatter as Raw
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from math import isfinite
+from math import isfinite, nan
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +149,24 @@ def whole(text: str, least: int = 0) -> int:
 def positive(text: str) -> int:
     """Return a whole number from 1; raise ArgumentTypeError for anything else."""
     return whole(text, 1)
+
+
+def number_within(name: str, within: Callable[[float], bool]) -> Callable[[str], float]:
+    """Return an argument's type: a number that is `within` the bounds stated by `name`.
+
+    It raises ArgumentTypeError for anything else.
+    """
+
+    def parsed(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = nan  # which is within no bounds
+        if not within(value):
+            raise ArgumentTypeError(f"{text} is no {name}")
+        return value
+
+    return parsed
 
 
 def _add(commands: Any, name: str, summary: str, details: str) -> ArgumentParser:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentTypeError, Namespace
+from argparse import Namespace
 from dataclasses import asdict
 from functools import partial
 
@@ -30,26 +30,6 @@ from pipeline.run.graph import compile_graph
 SHOWN = 5  # layouts that the search proposes
 
 
-def _share(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= 1:
-        raise ArgumentTypeError(f"{text} is no share from above 0 to 1")
-    return value
-
-
-def _ratio(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 1 <= value <= 1000:
-        raise ArgumentTypeError(f"{text} is no ratio from 1 to 1000")
-    return value
-
-
 @command(
     "simulate",
     "show how long every stage would take on GPUs, and which layouts are fastest",
@@ -69,14 +49,14 @@ def _ratio(text: str) -> float:
     common.GPUS,
     Argument(
         "--filled",
-        type=_share,
+        type=common.number_within("share from above 0 to 1", lambda value: 0 < value <= 1),
         default=FILLED,
         metavar="SHARE",
         help="mean length of a sequence as a share of the longest (default 0.6)",
     ),
     Argument(
         "--imbalance",
-        type=_ratio,
+        type=common.number_within("ratio from 1 to 1000", lambda value: 1 <= value <= 1000),
         default=1.0,
         metavar="RATIO",
         help="tokens of the fullest expert-parallel rank over their mean (default 1)",
