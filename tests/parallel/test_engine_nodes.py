@@ -9,14 +9,14 @@ import pytest
 
 from parallel.engine.nodes import MeetingPoint, meeting_point, node_rank
 from parallel.errors import UserError
-from parallel.settings import EngineJob, EngineSettings, ModelSettings
-from tests.parallel.test_memory_counts import TINY
+from parallel.settings import EngineJob, EngineSettings
+from tests.pipeline.checkpoint_headers import SMALL
 
 
 def engine_job(directory: Path, nodes: int = 2, seconds: int = 30) -> EngineJob:
     engine = EngineSettings(tensor=4, start_timeout_seconds=seconds)
     return EngineJob(
-        model=ModelSettings.model_validate(TINY),
+        model=SMALL,
         engine=engine,
         index=3,
         address=directory / "address.json",

@@ -1,4 +1,4 @@
-"""The bytes of a rank equal numbers counted by hand for the tiny model."""
+"""The bytes of a rank equal numbers counted by hand for the smallest model."""
 
 from __future__ import annotations
 
@@ -12,18 +12,8 @@ from parallel.engine import memory as engine_memory
 from parallel.memory import RankMemory
 from parallel.settings import EngineSettings, LayoutSettings, ModelSettings
 from parallel.weights.names import tensors
+from tests.pipeline.checkpoint_headers import SMALL
 
-TINY = ModelSettings(
-    vocabulary_size=80,
-    hidden_size=96,
-    layers=4,
-    attention_heads=4,
-    key_value_heads=2,
-    head_dim=32,
-    experts=8,
-    experts_per_token=2,
-    expert_hidden_size=96,
-)
 ONE = EngineSettings()
 # (4 + 2 * 2) heads * 32 * 96; 4 * 32 * 96; 8 * 96; two norms of 96; two of 32
 DENSE_LAYER = 24_576 + 12_288 + 768 + 192 + 64
@@ -32,47 +22,47 @@ EXPERT = 3 * 96 * 96
 DENSE = 4 * DENSE_LAYER + 2 * VOCABULARY + 96
 
 
-def training(model: ModelSettings = TINY, **layout: Any) -> list[RankMemory]:
+def training(model: ModelSettings = SMALL, **layout: Any) -> list[RankMemory]:
     settings = LayoutSettings(**{"distributed_optimizer": False, **layout})
     return memory.training_memory(model, settings, "adam", micro_batch_tokens=1000)
 
 
 def test_one_rank_holds_everything() -> None:
     whole = DENSE + 4 * 8 * EXPERT
-    assert memory.parameter_count(TINY) == (whole, whole - 4 * 6 * EXPERT) == (1_051_744, 388_192)
+    assert memory.parameter_count(SMALL) == (whole, whole - 4 * 6 * EXPERT) == (1_051_744, 388_192)
     [rank] = training()
     assert (rank.parameters, rank.gradients) == (4 * whole, 4 * whole)
     assert rank.optimizer == 8 * whole
-    [read] = memory.reading_memory(TINY, LayoutSettings())
+    [read] = memory.reading_memory(SMALL, LayoutSettings())
     assert read == RankMemory(parameters=4 * whole)
 
 
 def test_bf16_halves_weights_and_keeps_a_copy_of_them_in_fp32() -> None:
-    model = TINY.model_copy(update={"precision": "bf16"})
+    model = SMALL.model_copy(update={"precision": "bf16"})
     [exact], [half] = training(), training(model)
     assert 2 * half.parameters == exact.parameters
     assert half.gradients == exact.gradients
     assert 2 * half.optimizer == 3 * exact.optimizer
-    assert 2 * engine_memory.engine_weights(model, ONE) == engine_memory.engine_weights(TINY, ONE)
+    assert 2 * engine_memory.engine_weights(model, ONE) == engine_memory.engine_weights(SMALL, ONE)
 
 
 def test_sgd_keeps_a_momentum() -> None:
     layout = LayoutSettings(distributed_optimizer=False)
-    [rank] = memory.training_memory(TINY, layout, "sgd", 1000)
+    [rank] = memory.training_memory(SMALL, layout, "sgd", 1000)
     assert rank.optimizer == rank.parameters
 
 
 def test_mixtral_normalises_no_queries_and_keys() -> None:
-    mixtral = TINY.model_copy(update={"family": "mixtral"})
-    assert memory.parameter_count(mixtral)[0] == memory.parameter_count(TINY)[0] - 4 * 2 * 32
+    mixtral = SMALL.model_copy(update={"family": "mixtral"})
+    assert memory.parameter_count(mixtral)[0] == memory.parameter_count(SMALL)[0] - 4 * 2 * 32
 
 
 def test_gpt_oss_has_biases_and_sinks() -> None:
-    biased = TINY.model_copy(update={"family": "gpt_oss"})
+    biased = SMALL.model_copy(update={"family": "gpt_oss"})
     attention = (4 + 2 * 2) * 32 + 96 + 4 - 64  # without norms of queries and keys
     experts, router = 8 * (2 * 96 + 96), 8
     more = 4 * (attention + experts + router)
-    assert memory.parameter_count(biased)[0] == memory.parameter_count(TINY)[0] + more
+    assert memory.parameter_count(biased)[0] == memory.parameter_count(SMALL)[0] + more
     assert memory.parameter_count(biased)[0] == sum(
         prod(shape) for shape in tensors(biased).values()
     )
@@ -129,8 +119,8 @@ def test_experts_are_copied_over_other_ranks_than_dense_layers() -> None:
 def test_frozen_models_are_weights_alone() -> None:
     layout = LayoutSettings(ranks=2, pipeline=2)
     for rank, read in zip(
-        memory.training_memory(TINY, layout, "adam", 1000, frozen_models=3),
-        memory.reading_memory(TINY, layout),
+        memory.training_memory(SMALL, layout, "adam", 1000, frozen_models=3),
+        memory.reading_memory(SMALL, layout),
         strict=True,
     ):
         assert rank.frozen == 3 * read.parameters
@@ -140,7 +130,7 @@ def test_frozen_models_are_weights_alone() -> None:
 
 
 def test_an_average_is_kept_in_fp32() -> None:
-    low = TINY.model_copy(update={"precision": "bf16"})
+    low = SMALL.model_copy(update={"precision": "bf16"})
     [read] = memory.reading_memory(low, LayoutSettings())
     [rank] = memory.training_memory(low, LayoutSettings(), "adam", 1000, 1, averages=1)
     assert rank.frozen == (1 + 2) * read.parameters
@@ -148,8 +138,8 @@ def test_an_average_is_kept_in_fp32() -> None:
 
 def test_a_critic_has_one_value_in_place_of_the_vocabulary() -> None:
     layout = LayoutSettings(ranks=4, tensor=2, pipeline=2, distributed_optimizer=False)
-    first, last = memory.training_memory(TINY, layout, "adam", 1000)
-    alike, critic = memory.training_memory(TINY, layout, "sgd", 1000, values=True)
+    first, last = memory.training_memory(SMALL, layout, "adam", 1000)
+    alike, critic = memory.training_memory(SMALL, layout, "sgd", 1000, values=True)
     assert (alike.parameters, alike.gradients) == (first.parameters, first.gradients)
     assert critic.parameters == last.parameters - 4 * (VOCABULARY // 2 - 96)
     assert critic.activations == last.activations - 1000 * LOGITS // 2
@@ -208,15 +198,15 @@ def test_early_pipeline_ranks_keep_more_micro_batches() -> None:
 
 def test_tokens_in_the_cache() -> None:
     assert (
-        engine_memory.cached_tokens(TINY, EngineSettings(kv_cache_mebibytes=1)) == 512
+        engine_memory.cached_tokens(SMALL, EngineSettings(kv_cache_mebibytes=1)) == 512
     )  # of 2 KiB each
     # Two key-value heads: half of them on each of two ranks, and one of them on each of four.
     for tensor in (2, 4):
         engine = EngineSettings(kv_cache_mebibytes=1, tensor=tensor)
-        assert engine_memory.cached_tokens(TINY, engine) == 1024
+        assert engine_memory.cached_tokens(SMALL, engine) == 1024
 
 
 def test_a_cache_for_all_sequences_at_their_longest() -> None:
     # In blocks of 32 tokens of 2 KiB, one of which vLLM keeps to itself.
     engine = EngineSettings(max_model_tokens=130, max_sequences=3)
-    assert engine_memory.cache_bytes(TINY, engine) == (3 * 5 + 1) * 32 * 2048
+    assert engine_memory.cache_bytes(SMALL, engine) == (3 * 5 + 1) * 32 * 2048

@@ -29,6 +29,7 @@ from parallel.weights.names import (
 from parallel.weights.needs import engine_violations, needed
 from parallel.weights.planner import Bucket, EngineSizes, Hosts, OutgoingMessage, Plan
 from parallel.weights.stacks import Stack
+from tests.layouts.real_models import QWEN3_30B
 from tests.tiers import tiered
 
 FURTHER: dict[str, list[dict[str, Any]]] = {
@@ -353,19 +354,6 @@ def test_an_engine_size_that_cannot_hold_the_model_lists_sizes_that_can(
     found = engine_violations(model("qwen3_moe", **changes), size)
     assert any(message in said for _, said in found), found
     assert {key for key, _ in found} == {"engine.tensor"}
-
-
-QWEN3_30B = ModelSettings(
-    vocabulary_size=151_936,
-    hidden_size=2048,
-    layers=48,
-    attention_heads=32,
-    key_value_heads=4,
-    head_dim=128,
-    experts=128,
-    experts_per_token=8,
-    expert_hidden_size=768,
-)
 
 
 @pytest.mark.parametrize("engines", [(4,), (8,) * 2, (1,) * 5])

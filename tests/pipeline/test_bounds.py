@@ -18,6 +18,7 @@ from parallel.settings import LayoutSettings, ModelSettings, Settings
 from parallel.weights.needs import engine_violations
 from pipeline.report.memory import memory_report
 from stages.settings import RunSettings
+from tests.pipeline.checkpoint_headers import SMALL
 from tests.pipeline.violations import errors
 
 INTERNAL = {"EngineJob", "StageJob", "DomainCheckJob"}  # written by programs alone
@@ -151,10 +152,7 @@ def test_the_largest_model_is_planned_within_seconds(
 
 
 def test_engine_ranks_that_fit_are_what_every_split_allows() -> None:
-    model = ModelSettings(
-        vocabulary_size=80, hidden_size=96, layers=4, attention_heads=12, key_value_heads=2,
-        head_dim=32, experts=8, experts_per_token=2, expert_hidden_size=96,
-    )  # fmt: skip
+    model = SMALL.model_copy(update={"attention_heads": 12})
     fits = [size for size in range(1, 200) if not list(engine_violations(model, size))]
     assert fits == [1, 2, 4]
     for key, message in engine_violations(model, 3):
