@@ -6,6 +6,7 @@ The layouts are those of the recipes that its table names, in examples/configs/r
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from parallel.memory import BYTES, parameter_count
 from parallel.roofline.hardware import GPUS, Efficiencies
@@ -18,90 +19,104 @@ from tests.layouts.real_models import real_model
 GATHERED = 23.8e9
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PublishedStep:
-    """A step: tokens of the longest sequence and on average, its layout, what was measured.
+    """A step: its sequences, the layout of the policy and of each engine, what was measured.
 
-    `engine` are the tensor-parallel ranks of each engine, `trainers` the ranks of the policy, which
-    are all GPUs where engines share them.
+    The policy's ranks and the engines share all GPUs where the layout has a rank on each. The
+    sequences' tokens are those of prompt and response, their mean and the longest.
     """
 
     model: str
-    gpus: int
-    trainers: int
-    longest: int
-    mean: float
     sequences: int
-    of_an_update: int
-    engine: int
-    tensor: int
-    context: int
-    expert: int
-    pipeline: int
-    recompute: str
-    tokens_per_second: float  # of a GPU, published for three of them before the others
-    seconds: float
+    most_tokens: int
+    mean_tokens: float
+    updates: int = 1
     steps_in_flight: int = 1
+    gpus: int
+    layout: LayoutSettings
+    engine_tensor: int
+    tokens_per_second: float  # of a GPU
+    seconds: float
 
     def simulated(self, reached: Efficiencies, gathered: float = GATHERED) -> StepSeconds:
         """Return the step's seconds by the roofline."""
         model = real_model(self.model)
-        own = self.trainers < self.gpus
-        layout = LayoutSettings(
-            ranks=self.trainers,
-            tensor=self.tensor,
-            context=self.context,
-            expert=self.expert,
-            pipeline=self.pipeline,
-            recompute=self.recompute,
-        )
+        ranks = self.layout.ranks
+        own = ranks < self.gpus
         engine = EngineSettings(
-            count=(self.gpus - own * self.trainers) // self.engine,
-            tensor=self.engine,
+            count=(self.gpus - own * ranks) // self.engine_tensor,
+            tensor=self.engine_tensor,
             max_sequences=256,
-            max_model_tokens=self.longest,
+            max_model_tokens=self.most_tokens,
             placement="own" if own else "shared",
         )
         work = StepWorkload(
             self.sequences,
-            self.mean,
-            self.longest,
-            micro_batch_tokens=self.longest,
+            self.mean_tokens,
+            self.most_tokens,
+            micro_batch_tokens=self.most_tokens,
             passes=2,
-            updates=self.sequences // self.of_an_update,
+            updates=self.updates,
             steps_in_flight=self.steps_in_flight,
         )
         sync = parameter_count(model)[0] * BYTES[model.precision] / gathered
-        return step_seconds(model, layout, engine, work, GPUS["h100"], reached, sync)
+        return step_seconds(model, self.layout, engine, work, GPUS["h100"], reached, sync)
 
 
-_30B, _235B, _671B = "qwen3-30b-a3b", "qwen3-235b-a22b", "deepseek-v3"
+_30B: dict[str, Any] = {"model": "qwen3-30b-a3b", "sequences": 2048, "most_tokens": 4096}
+_235B: dict[str, Any] = {"model": "qwen3-235b-a22b", "sequences": 512, "most_tokens": 8192}
+_671B: dict[str, Any] = {"model": "deepseek-v3", "sequences": 512, "most_tokens": 1536}
+# fmt: off
 H100 = {
     "30B on 32": PublishedStep(
-        *(_30B, 32, 32, 4096, 3203, 2048, 2048), *(2, 1, 1, 8, 1, "none"), *(1102, 192)
+        **_30B, gpus=32, engine_tensor=2, mean_tokens=3203,
+        layout=LayoutSettings(ranks=32, expert=8),
+        tokens_per_second=1102, seconds=192,
     ),
     "235B on 128": PublishedStep(
-        *(_235B, 128, 128, 8192, 5698, 512, 512), *(16, 2, 2, 16, 8, "full"), *(58.9, 395)
+        **_235B, gpus=128, engine_tensor=16, mean_tokens=5698,
+        layout=LayoutSettings(
+            ranks=128, tensor=2, context=2, pipeline=8, expert=16, recompute="full"
+        ),
+        tokens_per_second=58.9, seconds=395,
     ),
     "671B on 256": PublishedStep(
-        *(_671B, 256, 256, 1536, 701, 512, 512), *(32, 1, 1, 16, 16, "full"), *(12.1, 134)
+        **_671B, gpus=256, engine_tensor=32, mean_tokens=701,
+        layout=LayoutSettings(ranks=256, pipeline=16, expert=16, recompute="full"),
+        tokens_per_second=12.1, seconds=134,
     ),
     "30B on 32, asynchronous": PublishedStep(
-        *(_30B, 32, 16, 4096, 3201, 2048, 2048), *(2, 1, 1, 8, 2, "none"), *(1414, 152, 2)
+        **_30B, gpus=32, engine_tensor=2, mean_tokens=3201, steps_in_flight=2,
+        layout=LayoutSettings(ranks=16, pipeline=2, expert=8),
+        tokens_per_second=1414, seconds=152,
     ),
     "30B on 192, asynchronous": PublishedStep(
-        *(_30B, 192, 128, 4096, 3206, 2048, 512), *(2, 1, 1, 8, 1, "none"), *(1025, 34.5, 9)
+        **_30B, gpus=192, engine_tensor=2, mean_tokens=3206, updates=4, steps_in_flight=9,
+        layout=LayoutSettings(ranks=128, expert=8),
+        tokens_per_second=1025, seconds=34.5,
     ),
     "235B on 256": PublishedStep(
-        *(_235B, 256, 256, 8192, 5713, 512, 512), *(16, 2, 2, 16, 8, "full"), *(37.4, 312)
+        **_235B, gpus=256, engine_tensor=16, mean_tokens=5713,
+        layout=LayoutSettings(
+            ranks=256, tensor=2, context=2, pipeline=8, expert=16, recompute="full"
+        ),
+        tokens_per_second=37.4, seconds=312,
     ),
     "235B on 256, asynchronous": PublishedStep(
-        *(_235B, 256, 128, 8192, 5721, 512, 512), *(8, 4, 1, 16, 8, "full"), *(58.7, 231, 2)
+        **_235B, gpus=256, engine_tensor=8, mean_tokens=5721, steps_in_flight=2,
+        layout=LayoutSettings(ranks=128, tensor=4, pipeline=8, expert=16, recompute="full"),
+        tokens_per_second=58.7, seconds=231,
     ),
     "671B on 512": PublishedStep(
-        *(_671B, 512, 512, 1536, 697, 512, 512), *(32, 1, 1, 16, 16, "full"), *(7.24, 111)
+        **_671B, gpus=512, engine_tensor=32, mean_tokens=697,
+        layout=LayoutSettings(ranks=512, pipeline=16, expert=16, recompute="full"),
+        tokens_per_second=7.24, seconds=111,
     ),
     "671B on 512, asynchronous": PublishedStep(
-        *(_671B, 512, 256, 1536, 710, 512, 512), *(32, 1, 1, 16, 16, "full"), *(12.8, 64.1, 2)
+        **_671B, gpus=512, engine_tensor=32, mean_tokens=710, steps_in_flight=2,
+        layout=LayoutSettings(ranks=256, pipeline=16, expert=16, recompute="full"),
+        tokens_per_second=12.8, seconds=64.1,
     ),
 }
+# fmt: on
