@@ -24,6 +24,10 @@ MOST_TENSOR, MOST_CONTEXT = 8, 32  # of a policy's ranks; tensor parallelism sta
 MOST_ENGINE_TENSOR = 32
 SPLITS = (0.25, 0.5, 0.75)  # of the GPUs for the trainer, where engines have their own
 FILLED_AT_MOST = 0.9  # of a GPU's memory that may be filled
+LAYOUT_KEYS = (
+    *("ranks", "tensor", "context", "pipeline", "first_stage_layers", "last_stage_layers"),
+    *("expert", "expert_tensor", "recompute"),
+)
 HEADINGS = ("time", "GPU hours", "fullest phase", "settings")
 
 
@@ -44,12 +48,6 @@ class FoundLayout:
             **{f"engine.{key}": getattr(engine, key) for key in ("count", "tensor")},
         }
         return [f"{key}={'null' if value is None else value}" for key, value in own.items()]
-
-
-LAYOUT_KEYS = (
-    *("ranks", "tensor", "context", "pipeline", "first_stage_layers", "last_stage_layers"),
-    *("expert", "expert_tensor", "recompute"),
-)
 
 
 def node_of(assumed: Assumptions, kind: str, share: float = 1.0) -> NodeGpus:
