@@ -29,9 +29,11 @@ from parallel.capabilities import check_optimizer, data_parallel_flags, this_mac
 from parallel.device import device
 from parallel.hugging_face import weights as hugging_face_weights
 from parallel.model import routing
-from parallel.model.gpt import build_bridge, build_chunks, initialize
+from parallel.model.bridge import build_bridge
+from parallel.model.gpt import build_chunks
 from parallel.model.host_state import HostState
 from parallel.model.offload import ALL, STATE, Residency
+from parallel.model.parameters import initialize
 from parallel.model.routing import RouterAgreement, RouterMemory
 from parallel.model.vocabulary import HeadLogits
 from parallel.settings import LayoutSettings, ModelSettings, OptimizerSettings, RoutingLossSettings

@@ -235,7 +235,7 @@ def differences(
 
 def worst_gradient(policy: Any, gradients: dict[str, torch.Tensor]) -> tuple[float, str]:
     """Return the largest relative error of this rank's gradients from one process's, by name."""
-    from parallel.model.gpt import global_name, shard, tensor_split
+    from parallel.model.parameters import global_name, shard, tensor_split
 
     worst = (0.0, "")
     for chunk in policy.chunks:
@@ -324,7 +324,7 @@ def gloo_loops() -> list[int]:
 
 def held_experts(layout: LayoutSettings) -> set[str]:
     """Return the global names of the experts' weights that this rank holds."""
-    from parallel.model.gpt import global_name
+    from parallel.model.parameters import global_name
 
     [chunk] = build(layout).chunks
     names = (global_name(chunk, name) for name, _ in chunk.named_parameters())

@@ -108,14 +108,14 @@ def losses_of(policy: Any, steps: range) -> Iterator[float]:
 
 def own_part(name: str, parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a whole tensor; all of a critic's head, whatever its name says."""
-    from parallel.model.gpt import shard, tensor_split
+    from parallel.model.parameters import shard, tensor_split
 
     return whole if whole.shape == parameter.shape else shard(name, whole, *tensor_split(name))
 
 
 def farthest_weight(policy: Any, expected: dict[str, np.ndarray]) -> float:
     """Return the largest difference of this rank's shards from whole tensors under global names."""
-    from parallel.model.gpt import global_name
+    from parallel.model.parameters import global_name
 
     largest = 0.0
     for chunk in policy.chunks:

@@ -82,7 +82,7 @@ def steps(
     writes. Gradients are whole only without a distributed optimizer.
     """
     from parallel import batch
-    from parallel.model.gpt import global_name, shard, tensor_split
+    from parallel.model.parameters import global_name, shard, tensor_split
 
     layout = layout.model_copy(update={"distributed_optimizer": False})
     stage = open_stage(job_of(data, output, layout, micro))

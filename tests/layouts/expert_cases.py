@@ -197,7 +197,7 @@ def alone(directory: str, name: str) -> None:
 
 def differences(layout: LayoutSettings, directory: str, name: str) -> dict[str, Any]:
     """Return this layout's relative errors: of each metric, and the worst gradient's."""
-    from parallel.model.gpt import global_name
+    from parallel.model.parameters import global_name
 
     metrics, gradients, stage = updated(layout, directory, name)
     expected, whole = torch.load(Path(directory) / f"{name}.pt")

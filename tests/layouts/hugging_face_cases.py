@@ -263,7 +263,7 @@ def stored(directory: str) -> dict[str, str]:
 
 def _random(layout: LayoutSettings, model: str) -> Any:
     """Return a policy whose norms and biases all differ, so that confusing two shows."""
-    from parallel.model.gpt import global_name, shard, split_dimension, tensor_split
+    from parallel.model.parameters import global_name, shard, split_dimension, tensor_split
     from parallel.model.policy import Policy
 
     policy = Policy(MODELS[model], layout)
@@ -290,7 +290,7 @@ def _read(layout: LayoutSettings, model: str, directory: str) -> Any:
 
 def gradient_error(layout: LayoutSettings, model: str, directory: str) -> tuple[float, str]:
     """Return the largest relative difference from one rank's gradients; one rank writes them."""
-    from parallel.model.gpt import global_name, shard, tensor_split
+    from parallel.model.parameters import global_name, shard, tensor_split
 
     alone = layout.model_copy(update={"distributed_optimizer": False})  # it scatters gradients
     policy = build(alone, SGD, model=MODELS[model])

@@ -133,7 +133,7 @@ MUTANTS = [
     ),
     Mutant(
         "every random start has the default deviations",
-        "parallel/model/gpt.py",
+        "parallel/model/parameters.py",
         "std = settings.initialization.embedding_std",
         "std = 0.5",
         "tests/parallel/test_model_families.py",
@@ -154,7 +154,7 @@ MUTANTS = [
     ),
     Mutant(
         "YaRN's beta_fast is the default",
-        "parallel/model/gpt.py",
+        "parallel/model/bridge.py",
         "scaling = further.rope_scaling.model_dump()",
         'scaling = {**further.rope_scaling.model_dump(), "beta_fast": 32.0}',
         "tests/layouts/test_hugging_face.py",

@@ -87,14 +87,14 @@ MUTANTS = [
     ),
     Mutant(
         "gpt-oss sees a token beyond its window",
-        "parallel/model/gpt_oss.py",
+        "parallel/model/bridge.py",
         "(given.sliding_window - 1, 0)",
         "(given.sliding_window, 0)",
         CHECKPOINTS,
     ),
     Mutant(
         "every layer of gpt-oss has a window",
-        "parallel/model/gpt_oss.py",
+        "parallel/model/bridge.py",
         "[int(each) for each in windowed]",
         "[1 for _ in windowed]",
         CHECKPOINTS,

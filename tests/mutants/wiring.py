@@ -315,7 +315,7 @@ MUTANTS = [
     ),
     Mutant(
         "recomputation is ignored",
-        "parallel/model/gpt.py",
+        "parallel/model/bridge.py",
         "        **_recomputation(layout),\n",
         "",
         "tests/layouts/test_layouts.py",

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from parallel import determinism
-from parallel.model import gpt
+from parallel.model import bridge
 from parallel.settings import LayoutSettings
 from pipeline.config.validate import load
 from pipeline.launch.launcher import write_engine_job
@@ -117,8 +117,8 @@ def test_megatron_is_deterministic_on_gpus_only(where: str, deterministic: bool)
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(deterministic)
     try:
-        with mock.patch.object(gpt, "device", return_value=torch.device(where)):
-            bridge = gpt.build_bridge(MODEL, LayoutSettings())
+        with mock.patch.object(bridge, "device", return_value=torch.device(where)):
+            built = bridge.build_bridge(MODEL, LayoutSettings())
     finally:
         torch.use_deterministic_algorithms(before)
-    assert bridge.config.deterministic_mode is (deterministic and where == "cuda")
+    assert built.config.deterministic_mode is (deterministic and where == "cuda")

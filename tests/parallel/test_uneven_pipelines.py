@@ -33,7 +33,7 @@ def megatron_layers(layers: int, layout: LayoutSettings) -> list[range]:
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
     from parallel.cpu.megatron import activate
-    from parallel.model.gpt import uneven_pipeline
+    from parallel.model.bridge import uneven_pipeline
 
     activate()
     config = TransformerConfig(
