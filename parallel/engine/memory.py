@@ -17,8 +17,8 @@ from parallel.families import (
     architecture,
     full_attention_layers,
 )
-from parallel.memory import BYTES, FP32
 from parallel.settings import EngineSettings, ModelSettings
+from parallel.tensor_sizes import BYTES, FP32
 from parallel.weights.names import ModelWeights, Weight, is_precise
 from parallel.weights.needs import needed_of
 

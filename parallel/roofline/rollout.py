@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterator
 
 from parallel.families import routed_layers
-from parallel.memory import BYTES
 from parallel.roofline.hardware import DataSheet, Efficiencies
 from parallel.roofline.work import StepWorkload, always_used, cache_bytes, expert_elements
 from parallel.settings import EngineSettings, ModelSettings
+from parallel.tensor_sizes import BYTES
 
 POINTS = 64  # of a rollout, at which a decoding step is timed
 LEAST_SHARE, MOST_SHARE = 0.02, 0.98  # of the longest response that a mean may be

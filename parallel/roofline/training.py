@@ -6,10 +6,10 @@ import math
 
 from parallel.families import routed_layers
 from parallel.layout_rules import chunk_layers
-from parallel.memory import BYTES
 from parallel.roofline.hardware import DataSheet, Efficiencies
 from parallel.roofline.work import StepWorkload, always_used, expert_elements, score_flops
 from parallel.settings import LayoutSettings, ModelSettings
+from parallel.tensor_sizes import BYTES
 
 # Of a forward pass: what `recompute` repeats in the backward pass.
 REPEATED = {"none": 0.0, "attention": 0.2, "selective": 0.5, "full": 1.0}

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from parallel.memory import BYTES
 from parallel.roofline.hardware import DataSheet, Efficiencies
 from parallel.settings import EngineSettings, LayoutSettings, ModelSettings
 from parallel.slots import engine_slots
+from parallel.tensor_sizes import BYTES
 from parallel.weights.planner import EngineSizes, Hosts, Plan
 
 

@@ -10,7 +10,8 @@ from parallel.families import (
     full_attention_layers,
     routed_layers,
 )
-from parallel.memory import (
+from parallel.settings import ModelSettings
+from parallel.tensor_sizes import (
     BYTES,
     dense_widths,
     expert_tensors,
@@ -18,7 +19,6 @@ from parallel.memory import (
     mixer_elements,
     router_tensors,
 )
-from parallel.settings import ModelSettings
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from parallel.activations import forward_activations, routed_bytes
 from parallel.engine.memory import GIB, engine_share, gib
 from parallel.errors import UserError
 from parallel.gpus import usable_gpus
-from parallel.memory import forward_activations, head_bytes, routed_bytes
+from parallel.memory import head_bytes
 from parallel.phases import (
     EngineOnGpus,
     PhaseMemory,

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 
 from parallel.engine.memory import cache_bytes, engine_weights, tokens_in
 from parallel.layout_rules import chunk_layers
-from parallel.memory import RankMemory, parameter_count
+from parallel.memory import RankMemory
 from parallel.settings import EngineSettings
+from parallel.tensor_sizes import parameter_count
 from pipeline.report.gpu_memory import GpusOf, NodeGpus, gpu_cache, phase_table, stage_phases
 from pipeline.report.stage_memory import stage_memory
 from pipeline.report.tables import Cell, human, indented, layout_text, table

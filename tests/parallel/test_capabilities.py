@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from parallel import capabilities, device, memory
+from parallel import activations, capabilities, device
 from parallel.capabilities import (
     Machine,
     check_capabilities,
@@ -205,4 +205,4 @@ def test_state_on_the_host_needs_adam_and_a_distributed_optimizer(
 
 
 def test_the_memory_model_counts_the_chunks_of_the_loss() -> None:
-    assert device.LOSS_CHUNK_BYTES["cuda"] == memory.LOSS_CHUNK_BYTES
+    assert device.LOSS_CHUNK_BYTES["cuda"] == activations.LOSS_CHUNK_BYTES

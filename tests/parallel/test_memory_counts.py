@@ -11,6 +11,7 @@ from parallel import memory
 from parallel.engine import memory as engine_memory
 from parallel.memory import RankMemory
 from parallel.settings import EngineSettings, LayoutSettings, ModelSettings
+from parallel.tensor_sizes import parameter_count
 from parallel.weights.names import tensors
 from tests.pipeline.checkpoint_headers import SMALL
 
@@ -29,7 +30,7 @@ def training(model: ModelSettings = SMALL, **layout: Any) -> list[RankMemory]:
 
 def test_one_rank_holds_everything() -> None:
     whole = DENSE + 4 * 8 * EXPERT
-    assert memory.parameter_count(SMALL) == (whole, whole - 4 * 6 * EXPERT) == (1_051_744, 388_192)
+    assert parameter_count(SMALL) == (whole, whole - 4 * 6 * EXPERT) == (1_051_744, 388_192)
     [rank] = training()
     assert (rank.parameters, rank.gradients) == (4 * whole, 4 * whole)
     assert rank.optimizer == 8 * whole
@@ -54,7 +55,7 @@ def test_sgd_keeps_a_momentum() -> None:
 
 def test_mixtral_normalises_no_queries_and_keys() -> None:
     mixtral = SMALL.model_copy(update={"family": "mixtral"})
-    assert memory.parameter_count(mixtral)[0] == memory.parameter_count(SMALL)[0] - 4 * 2 * 32
+    assert parameter_count(mixtral)[0] == parameter_count(SMALL)[0] - 4 * 2 * 32
 
 
 def test_gpt_oss_has_biases_and_sinks() -> None:
@@ -62,10 +63,8 @@ def test_gpt_oss_has_biases_and_sinks() -> None:
     attention = (4 + 2 * 2) * 32 + 96 + 4 - 64  # without norms of queries and keys
     experts, router = 8 * (2 * 96 + 96), 8
     more = 4 * (attention + experts + router)
-    assert memory.parameter_count(biased)[0] == memory.parameter_count(SMALL)[0] + more
-    assert memory.parameter_count(biased)[0] == sum(
-        prod(shape) for shape in tensors(biased).values()
-    )
+    assert parameter_count(biased)[0] == parameter_count(SMALL)[0] + more
+    assert parameter_count(biased)[0] == sum(prod(shape) for shape in tensors(biased).values())
 
 
 def test_experts_are_shared_out_and_dense_layers_are_not() -> None:

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from parallel.activations import forward_activations, routed_bytes
 from parallel.engine.memory import GIB, RESERVE_BYTES, engine_share
-from parallel.memory import RankMemory, forward_activations, routed_bytes, training_memory
+from parallel.memory import RankMemory, training_memory
 from parallel.phases import (
     EngineOnGpus,
     PhaseMemory,

@@ -38,6 +38,7 @@ DEEPEST = {"pipeline": 8, "stages": 13, "parallel": 9}  # imports; a change may 
 ABOVE = {"parallel": {"stages", "pipeline"}, "stages": {"pipeline"}, "pipeline": set()}
 ARITHMETIC = {f"parallel.weights.{name}" for name in ("names", "holdings", "needs", "planner")}
 WITHOUT_TORCH = {
+    "parallel.activations",
     "parallel.errors",
     "parallel.families",
     "parallel.hugging_face.text_model",
@@ -49,6 +50,7 @@ WITHOUT_TORCH = {
     "parallel.network",
     "parallel.on_gpus",
     "parallel.slots",
+    "parallel.tensor_sizes",
     "parallel.phases",
     "parallel.roofline.hardware",
     "parallel.roofline.step",
