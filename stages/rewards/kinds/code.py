@@ -12,7 +12,7 @@ from pydantic import Field
 from parallel.settings import Count
 from stages.data.problem import Problem
 from stages.rewards import sandbox
-from stages.rewards.kinds.json_schema import field_value
+from stages.rewards.json_values import field_value
 from stages.rewards.reward import (
     Explained,
     Response,

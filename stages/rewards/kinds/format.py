@@ -44,13 +44,6 @@ class LanguageReward(RewardBase):
     unfinished: Unfinished = "score"
 
 
-def unfenced(text: str) -> str:
-    """Return the content of the code fence that the text consists of, or the text."""
-    lines = text.strip().splitlines()
-    fenced = len(lines) > 1 and lines[0].strip().lower() in ("```", "```json")
-    return "\n".join(lines[1:-1]) if fenced and lines[-1].strip() == "```" else text
-
-
 @register(FormatReward)
 def make_format(settings: FormatReward, _directory: Path) -> Reward:
     """Return the reward."""

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from stages.data.problem import Problem
-from stages.rewards.kinds.format import unfenced
+from stages.rewards.json_values import unfenced
 from stages.rewards.reward import Explained, Response, Reward, RewardBase, RewardError, register
 
 RELATIONS: dict[str, Callable[[int, int], bool]] = {
@@ -67,16 +67,17 @@ def make(settings: InstructionReward, _directory: Path) -> Reward:
 def _constraints(row: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     """Return a row's instructions with their arguments. Raises RewardError where it has none."""
     names, given = row.get("instruction_id_list"), row.get("kwargs")
-    lists = isinstance(names, list) and isinstance(given, list | None)
-    given = given or [{} for _ in names or []] if lists else given
-    if not names or not lists or len(names) != len(given or []):
+    if isinstance(names, list) and (given is None or given == []):
+        given = [{} for _ in names]
+    lists = isinstance(names, list) and isinstance(given, list)
+    if not lists or not names or len(names) != len(given):
         raise RewardError(
             "the problem's fields instruction_id_list and kwargs must be lists of one length,"
             f" not {names!r} and {given!r}"
         )
     if unknown := [name for name in names if name not in CHECKS]:
         raise RewardError(f"unknown instruction {unknown[0]!r}; known are {', '.join(CHECKS)}")
-    return [(name, own or {}) for name, own in zip(names, given or [], strict=True)]
+    return [(name, own or {}) for name, own in zip(names, given, strict=True)]
 
 
 def _kept(name: str, text: str, arguments: dict[str, Any]) -> bool:

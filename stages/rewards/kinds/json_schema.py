@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
-from functools import cache
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 from pydantic import Field
 
 from stages.data.problem import Problem
-from stages.rewards.kinds.format import unfenced
+from stages.rewards.json_values import (
+    check_schema,
+    field_value,
+    parsed,
+    schema_violation,
+    unfenced,
+)
 from stages.rewards.reward import (
     Explained,
     Response,
@@ -21,8 +25,6 @@ from stages.rewards.reward import (
     RewardError,
     register,
 )
-
-DEEPEST = 50  # nested lists and objects of an answer that can be valid
 
 
 class JSONSchemaReward(RewardBase):
@@ -88,112 +90,4 @@ def violation(text: str, schema: Any) -> str:
         value = parsed(unfenced(text))
     except (ValueError, RecursionError) as error:
         return f"no JSON: {error}"
-    return value_violation(value, schema)
-
-
-def parsed(text: str) -> Any:
-    """Return the value of JSON. Raises ValueError or RecursionError for other text."""
-    return json.loads(text, parse_constant=_refuse)
-
-
-def value_violation(value: Any, schema: Any) -> str:
-    """Return why `schema` does not allow a value of JSON; "" where it does.
-
-    Raises RewardError where the schema is invalid, or refers outside itself: nothing is fetched.
-    """
-    check_schema(schema)
-    return checked_violation(value, schema)
-
-
-def checked_violation(value: Any, schema: Any) -> str:
-    """Return what `value_violation` does, of a schema that `check_schema` has passed."""
-    from referencing import Registry
-    from referencing.exceptions import Unresolvable
-
-    try:
-        first = next(_validator()(schema, registry=Registry()).iter_errors(value), None)
-        return "" if first is None else f"{first.json_path}: {first.message}"
-    except Unresolvable as error:
-        raise RewardError(f"the schema cannot be used: {error}") from error
-    except OverflowError:  # such as 1e999
-        return "an infinite number"
-    except RecursionError as error:
-        if is_deep(value):
-            return f"nested more than {DEEPEST} deep"
-        raise RewardError("the schema refers to itself without end") from error
-    except (AttributeError, TypeError, ValueError, LookupError) as error:  # of a $ref to no schema
-        raise RewardError(f"the schema cannot be used: {error!r}") from error
-
-
-def check_schema(schema: Any) -> None:
-    """Raise RewardError where `schema` is no JSON schema."""
-    from jsonschema import Draft202012Validator
-    from jsonschema.exceptions import SchemaError
-
-    try:
-        Draft202012Validator.check_schema(schema)
-    except SchemaError as error:
-        raise RewardError(f"not a JSON schema: {error.message} at {error.json_path}") from error
-    except RecursionError as error:
-        raise RewardError("not a JSON schema: nested too deeply") from error
-    except (AttributeError, TypeError, ValueError, LookupError, OverflowError) as error:
-        # Such as the OverflowError of a regular expression with too many repetitions.
-        raise RewardError(f"not a JSON schema: {error!r}") from error
-
-
-@cache
-def _validator() -> Any:
-    """Return jsonschema's class, except that equal elements are found in one pass.
-
-    It compares objects pair by pair, which takes seconds for 3,000 of them.
-    """
-    from jsonschema import Draft202012Validator
-    from jsonschema.exceptions import ValidationError
-    from jsonschema.validators import extend
-
-    def unique(_own: Any, wanted: Any, value: Any, _schema: Any) -> Iterator[Any]:
-        if wanted and isinstance(value, list) and len({*map(canonical, value)}) < len(value):
-            yield ValidationError(f"{value!r} has non-unique elements")
-
-    return extend(Draft202012Validator, {"uniqueItems": unique})
-
-
-def canonical(value: Any) -> str:
-    """Return one text of equal values of JSON: 1 equals 1.0, and true does not equal 1."""
-    return json.dumps(_plain(value), sort_keys=True)
-
-
-def _plain(value: Any) -> Any:
-    """Return a value of JSON whose whole numbers are integers."""
-    if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_plain(each) for each in value]
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def field_value(given: Any) -> Any:
-    """Return a field of a row, or the value of its JSON where it is text.
-
-    Raises RewardError for text that is not JSON.
-    """
-    try:
-        return json.loads(given) if isinstance(given, str) else given
-    except ValueError as error:
-        raise RewardError(str(error)) from error
-    except RecursionError as error:
-        raise RewardError("JSON nested too deeply") from error
-
-
-def is_deep(value: Any) -> bool:
-    """Return whether a value is nested more deeply than DEEPEST."""
-    level = [value]
-    for _ in range(DEEPEST):
-        nested = [list(each.values()) if isinstance(each, dict) else each for each in level]
-        level = [item for each in nested if isinstance(each, list) for item in each]
-    return bool(level)
-
-
-def _refuse(constant: str) -> NoReturn:
-    """Raise ValueError: NaN and Infinity are Python's, not JSON's."""
-    raise ValueError(f"{constant} is not JSON")
+    return schema_violation(value, schema)

@@ -16,15 +16,15 @@ from typing import Any, Literal
 from pydantic import Field
 
 from stages.data.problem import Problem
-from stages.rewards.kinds.format import unfenced
-from stages.rewards.kinds.json_schema import (
+from stages.rewards.json_values import (
     DEEPEST,
     canonical,
     check_schema,
-    checked_violation,
     field_value,
     is_deep,
     parsed,
+    schema_violation,
+    unfenced,
 )
 from stages.rewards.reward import Explained, Response, Reward, RewardBase, RewardError, register
 
@@ -78,12 +78,12 @@ class ToolCallReward(RewardBase):
         if (why := self.row_violation(problem.fields, problem.answer)) is not None:
             return why
         tools = tools_of(problem.fields, self.tools_field)
+        for name, schema in tools.items():
+            try:
+                check_schema(schema)
+            except RewardError as error:
+                return f"tool {name}: {error}"
         try:
-            for name, schema in tools.items():
-                try:
-                    check_schema(schema)
-                except RewardError as error:
-                    return f"tool {name}: {error}"
             wrong = calls_violation(self.expected(problem.fields) or [], tools)
         except RewardError as error:
             return str(error)
@@ -209,7 +209,7 @@ def calls_violation(calls: list[Call], tools: Mapping[str, Any]) -> str:
         if name not in checked:
             check_schema(tools[name])
             checked.add(name)
-        if wrong := checked_violation(call["arguments"], tools[name]):
+        if wrong := schema_violation(call["arguments"], tools[name]):
             return f"{name}: {wrong}"
     return ""
 

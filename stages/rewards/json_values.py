@@ -1,0 +1,122 @@
+"""JSON in rows and responses: its values, and their validity against JSON schemas."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, NoReturn
+
+from stages.rewards.reward import RewardError
+
+DEEPEST = 50  # nested lists and objects of an answer that can be valid
+
+
+def unfenced(text: str) -> str:
+    """Return the content of the code fence that the text consists of, or the text."""
+    lines = text.strip().splitlines()
+    fenced = len(lines) > 1 and lines[0].strip().lower() in ("```", "```json")
+    return "\n".join(lines[1:-1]) if fenced and lines[-1].strip() == "```" else text
+
+
+def parsed(text: str) -> Any:
+    """Return the value of JSON. Raises ValueError or RecursionError for other text."""
+    return json.loads(text, parse_constant=_refuse)
+
+
+def field_value(given: Any) -> Any:
+    """Return a field of a row, or the value of its JSON where it is text.
+
+    Raises RewardError for text that is not JSON.
+    """
+    try:
+        return json.loads(given) if isinstance(given, str) else given
+    except ValueError as error:
+        raise RewardError(str(error)) from error
+    except RecursionError as error:
+        raise RewardError("JSON nested too deeply") from error
+
+
+def canonical(value: Any) -> str:
+    """Return one text of equal values of JSON: 1 equals 1.0, and true does not equal 1."""
+    return json.dumps(_plain(value), sort_keys=True)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of JSON whose whole numbers are integers."""
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def is_deep(value: Any) -> bool:
+    """Return whether a value is nested more deeply than DEEPEST."""
+    level = [value]
+    for _ in range(DEEPEST):
+        nested = [list(each.values()) if isinstance(each, dict) else each for each in level]
+        level = [item for each in nested if isinstance(each, list) for item in each]
+    return bool(level)
+
+
+def check_schema(schema: Any) -> None:
+    """Raise RewardError where `schema` is no JSON schema."""
+    from jsonschema import Draft202012Validator
+    from jsonschema.exceptions import SchemaError
+
+    try:
+        Draft202012Validator.check_schema(schema)
+    except SchemaError as error:
+        raise RewardError(f"not a JSON schema: {error.message} at {error.json_path}") from error
+    except RecursionError as error:
+        raise RewardError("not a JSON schema: nested too deeply") from error
+    except (AttributeError, TypeError, ValueError, LookupError, OverflowError) as error:
+        # Such as the OverflowError of a regular expression with too many repetitions.
+        raise RewardError(f"not a JSON schema: {error!r}") from error
+
+
+def schema_violation(value: Any, schema: Any) -> str:
+    """Return why a schema does not allow a value of JSON; "" where it does.
+
+    `check_schema` must have passed the schema. Raises RewardError where it refers outside itself,
+    since nothing is fetched, or to itself without end.
+    """
+    from referencing import Registry
+    from referencing.exceptions import Unresolvable
+
+    try:
+        first = next(_validator()(schema, registry=Registry()).iter_errors(value), None)
+        return "" if first is None else f"{first.json_path}: {first.message}"
+    except Unresolvable as error:
+        raise RewardError(f"the schema cannot be used: {error}") from error
+    except OverflowError:  # such as 1e999
+        return "an infinite number"
+    except RecursionError as error:
+        if is_deep(value):
+            return f"nested more than {DEEPEST} deep"
+        raise RewardError("the schema refers to itself without end") from error
+    except (AttributeError, TypeError, ValueError, LookupError) as error:  # of a $ref to no schema
+        raise RewardError(f"the schema cannot be used: {error!r}") from error
+
+
+@cache
+def _validator() -> Any:
+    """Return jsonschema's class, except that equal elements are found in one pass.
+
+    It compares objects pair by pair, which takes seconds for 3,000 of them.
+    """
+    from jsonschema import Draft202012Validator
+    from jsonschema.exceptions import ValidationError
+    from jsonschema.validators import extend
+
+    def unique(_own: Any, wanted: Any, value: Any, _schema: Any) -> Iterator[Any]:
+        if wanted and isinstance(value, list) and len({*map(canonical, value)}) < len(value):
+            yield ValidationError(f"{value!r} has non-unique elements")
+
+    return extend(Draft202012Validator, {"uniqueItems": unique})
+
+
+def _refuse(constant: str) -> NoReturn:
+    """Raise ValueError: NaN and Infinity are Python's, not JSON's."""
+    raise ValueError(f"{constant} is not JSON")
