@@ -54,6 +54,26 @@ CASES = [
         {"instruction_id_list": ["length_constraints:number_sentences"], "kwargs": [{"n": 2}]},
         "length_constraints:number_sentences does not take {'n': 2}: ",
     ),
+    (
+        "{kind: instruction}",
+        {"instruction_id_list": ["punctuation:no_comma"]},
+        {"instruction_id_list": [["punctuation:no_comma"]]},
+        "unknown instruction ['punctuation:no_comma']; known are keywords:existence, ",
+    ),
+    (
+        "{kind: instruction}",
+        {"instruction_id_list": ["punctuation:no_comma"]},
+        {"instruction_id_list": ["punctuation:no_comma"], "kwargs": ["none"]},
+        "the arguments of punctuation:no_comma must be a mapping, not 'none'",
+    ),
+    (
+        "{kind: instruction}",
+        {"instruction_id_list": ["keywords:letter_frequency"],
+         "kwargs": [{"letter": "a", "let_frequency": 1}]},
+        {"instruction_id_list": ["keywords:letter_frequency"],
+         "kwargs": [{"letter": 5, "let_frequency": 1}]},
+        "keywords:letter_frequency does not take {'letter': 5, 'let_frequency': 1}: ",
+    ),
 ]  # fmt: skip
 
 

@@ -75,9 +75,13 @@ def _constraints(row: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
             "the problem's fields instruction_id_list and kwargs must be lists of one length,"
             f" not {names!r} and {given!r}"
         )
-    if unknown := [name for name in names if name not in CHECKS]:
+    if unknown := [name for name in names if not isinstance(name, str) or name not in CHECKS]:
         raise RewardError(f"unknown instruction {unknown[0]!r}; known are {', '.join(CHECKS)}")
-    return [(name, own or {}) for name, own in zip(names, given, strict=True)]
+    asked = [(name, own or {}) for name, own in zip(names, given, strict=True)]
+    if wrong := [(name, own) for name, own in asked if not isinstance(own, dict)]:
+        name, own = wrong[0]
+        raise RewardError(f"the arguments of {name} must be a mapping, not {own!r}")
+    return asked
 
 
 def _kept(name: str, text: str, arguments: dict[str, Any]) -> bool:
@@ -85,7 +89,7 @@ def _kept(name: str, text: str, arguments: dict[str, Any]) -> bool:
     stated = {key: value for key, value in arguments.items() if value is not None}
     try:
         return CHECKS[name](text, **stated)
-    except (TypeError, KeyError, ValueError) as error:
+    except (AttributeError, TypeError, KeyError, ValueError) as error:
         raise RewardError(f"{name} does not take {stated!r}: {error}") from error
 
 
