@@ -21,9 +21,10 @@ import msgspec
 import torch
 from machine import measured
 
-from parallel.engine.core import Core, EngineJob
+from parallel.boxes import Box
+from parallel.engine.core import Core
 from parallel.engine.wire import Refit
-from parallel.settings import EngineSettings, LayoutSettings, ModelSettings
+from parallel.settings import EngineJob, EngineSettings, LayoutSettings, ModelSettings
 from parallel.weights.planner import Bucket, EngineSizes, Plan
 
 ROUNDS = 3
@@ -40,9 +41,9 @@ class Contents:
     def start(self) -> None:
         """Do nothing: there is no trainer to connect to."""
 
-    def take(self, bucket: Bucket) -> dict[str, torch.Tensor]:
+    def take(self, bucket: Bucket) -> dict[tuple[str, Box], torch.Tensor]:
         """Return the contents of a bucket."""
-        return {name: torch.zeros(size) for name, (_, size) in bucket.needs}
+        return {(name, box): torch.zeros(box[1]) for name, box in bucket.needs}
 
 
 def measure(layers: int, experts: int) -> dict[str, Any]:
