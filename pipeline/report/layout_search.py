@@ -14,6 +14,7 @@ from parallel.settings import EngineSettings, LayoutSettings
 from parallel.slots import fits_nodes
 from parallel.weights.needs import engine_violations
 from pipeline.report.gpu_memory import NodeGpus, stage_phases
+from pipeline.report.run_file import flow
 from pipeline.report.simulation import HOUR, Assumptions, without_sync, workload
 from pipeline.report.tables import Cell, table
 from pipeline.run.graph import Stage
@@ -24,30 +25,44 @@ MOST_TENSOR, MOST_CONTEXT = 8, 32  # of a policy's ranks; tensor parallelism sta
 MOST_ENGINE_TENSOR = 32
 SPLITS = (0.25, 0.5, 0.75)  # of the GPUs for the trainer, where engines have their own
 FILLED_AT_MOST = 0.9  # of a GPU's memory that may be filled
-LAYOUT_KEYS = (
-    *("ranks", "tensor", "context", "pipeline", "first_stage_layers", "last_stage_layers"),
-    *("expert", "expert_tensor", "recompute"),
-)
+CHOSEN = {
+    "layout": (
+        *("ranks", "tensor", "context", "pipeline", "first_stage_layers", "last_stage_layers"),
+        *("expert", "expert_tensor", "recompute"),
+    ),
+    "engine": ("count", "tensor"),
+}
+# Keys that a search does not vary: all layouts have these values, whatever was given.
+RESET: dict[str, dict[str, Any]] = {
+    "layout": {"virtual_pipeline": 1, "recompute_modules": ()},
+    "engine": {"data": 1},
+}
 HEADINGS = ("time", "GPU hours", "fullest phase", "settings")
 
 
 @dataclass(frozen=True)
 class FoundLayout:
-    """A layout with the seconds of all steps, and the share of a GPU that its phases need."""
+    """A layout with the seconds of all steps, and the share of a GPU that its phases need.
 
+    `given` are the settings that were searched with.
+    """
+
+    given: RunSettings
     settings: RunSettings
     seconds: float
     filled: float
 
     @property
     def overrides(self) -> list[str]:
-        """The settings as overrides of the command line."""
-        layout, engine = self.settings.layout, self.settings.engine
-        own = {
-            **{f"layout.{key}": getattr(layout, key) for key in LAYOUT_KEYS},
-            **{f"engine.{key}": getattr(engine, key) for key in ("count", "tensor")},
-        }
-        return [f"{key}={'null' if value is None else value}" for key, value in own.items()]
+        """The keys chosen, as overrides of the command line, and those reset from other values."""
+        found = []
+        for block, keys in CHOSEN.items():
+            before, after = (
+                getattr(each, block).model_dump(mode="json") for each in (self.given, self.settings)
+            )
+            reset = [key for key in RESET[block] if after[key] != before[key]]
+            found += [f"{block}.{key}={flow(after[key])}" for key in (*keys, *reset)]
+        return found
 
 
 def node_of(assumed: Assumptions, kind: str, share: float = 1.0) -> NodeGpus:
@@ -109,7 +124,7 @@ def _of_split(
         changed = _with(settings, layout, fleet)
         filled = _filled(checked, changed, assumed)
         if filled <= 1:
-            found.append(FoundLayout(changed, seconds, filled * FILLED_AT_MOST))
+            found.append(FoundLayout(settings, changed, seconds, filled * FILLED_AT_MOST))
         if len(found) == most:
             break
     return found
@@ -177,13 +192,12 @@ def _layouts(settings: RunSettings, ranks: int) -> Iterator[LayoutSettings]:
     ):
         if ranks % (tensor * context * pipeline) or ranks % (expert * pipeline):
             continue
-        sizes = {"ranks": ranks, "tensor": tensor, "context": context, "pipeline": pipeline}
         layout = settings.layout.model_copy(
             update={
-                **sizes,
-                **{"virtual_pipeline": 1, "expert": expert, "expert_tensor": 1},
-                **{"recompute": recompute, "recompute_modules": ()},
+                **{"ranks": ranks, "tensor": tensor, "context": context, "pipeline": pipeline},
+                **{"expert": expert, "expert_tensor": 1, "recompute": recompute},
                 **_ends(model.layers, pipeline),
+                **RESET["layout"],
             }
         )
         if not layout_violations(model, layout):
@@ -211,7 +225,7 @@ def _fleets(settings: RunSettings, gpus: int, per_node: int) -> Iterator[EngineS
     """Yield the engines that fill this number of GPUs."""
     for tensor in divisors(settings.model.attention_heads):
         engine = settings.engine.model_copy(
-            update={"count": gpus // tensor, "tensor": tensor, "data": 1}
+            update={"count": gpus // tensor, "tensor": tensor, **RESET["engine"]}
         )
         if tensor > min(gpus, MOST_ENGINE_TENSOR) or gpus % tensor:
             continue

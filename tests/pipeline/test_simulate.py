@@ -199,6 +199,16 @@ def test_what_the_search_proposes_is_valid(
         assert simulated(compile_graph(changed), changed, ASSUMED)
 
 
+def test_overrides_replace_all_that_the_search_chooses(tmp_path: Path) -> None:
+    path, given = config(tmp_path), ["layout.pipeline=2", "layout.virtual_pipeline=2"]
+    given += ["layout.recompute=selective", "layout.recompute_modules=[moe_act]"]
+    given += ["engine.count=16", "engine.tensor=1", "engine.data=2", "engine.expert_parallel=true"]
+    asked = load(path, given, to_start=False)
+    for each in best_layouts(compile_graph(asked), asked, 32, ASSUMED, 2):
+        changed = load(path, [*given, *each.overrides], to_start=False)
+        assert (changed.layout, changed.engine) == (each.settings.layout, each.settings.engine)
+
+
 @pytest.mark.parametrize(
     ("model", "options", "said"),
     [

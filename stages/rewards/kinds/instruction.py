@@ -69,8 +69,12 @@ def _constraints(row: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     names, given = row.get("instruction_id_list"), row.get("kwargs")
     if isinstance(names, list) and (given is None or given == []):
         given = [{} for _ in names]
-    lists = isinstance(names, list) and isinstance(given, list)
-    if not lists or not names or len(names) != len(given):
+    if (
+        not isinstance(names, list)
+        or not isinstance(given, list)
+        or not names
+        or len(names) != len(given)
+    ):
         raise RewardError(
             "the problem's fields instruction_id_list and kwargs must be lists of one length,"
             f" not {names!r} and {given!r}"
