@@ -14,7 +14,12 @@ from dataclasses import dataclass, field
 from pydantic import ValidationError
 
 from parallel.errors import hint
-from parallel.families import FAMILIES, architecture, family_violations
+from parallel.families import (
+    FAMILIES,
+    architecture,
+    family_violations,
+    full_attention_layers,
+)
 from parallel.layout_rules import layout_violations, optimizer_violations
 from parallel.settings import (
     CHARACTERS,
@@ -126,8 +131,8 @@ def _engine_rules(model: ModelSettings, engine: EngineSettings) -> Found:
     if longest > model.max_positions:
         more = f"{longest} is more than model.max_positions = {model.max_positions}"
         yield "engine.max_model_tokens", more
-    if any(_architecture_rules(model)):
-        return
+    if any(_architecture_rules(model)) or not full_attention_layers(model):
+        return  # which `_model_rules` says
     yield from engine_rules(model, engine)
 
 

@@ -94,6 +94,10 @@ from tests.pipeline.violations import edited, errors, judge, own, rewards
             'model.architecture.n_group: should be a valid integer, not "two"',
         ),
         (
+            "model={family: qwen3_5_moe_text, layers: 3}",
+            "full_attention_interval: 4 leaves none of model.layers = 3 with attention",
+        ),
+        (
             "model.vocabulary_size=96",
             "model.vocabulary_size: 96 must be 80, the number of token ids",
         ),
