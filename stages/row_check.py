@@ -56,9 +56,9 @@ def answer_report(settings: DomainSettings, tokenizer: Tokenizer, domain: str) -
 
 
 def _violation(problem: Problem, settings: DomainSettings) -> tuple[str | None, bool]:
-    """Return why the first of the rewards that cannot use a problem cannot, or None.
+    """Return why a reward cannot use a problem, or None; and whether it took too long to say.
 
-    And True where that is the time it takes.
+    The first such reward ends the check.
     """
     for name, reward in settings.rewards.items():
         slow = False

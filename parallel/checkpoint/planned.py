@@ -53,7 +53,8 @@ class StoredTensor:
 class PlannedRead:
     """The box of a stored tensor that fills `target`, a view of a parameter.
 
-    Of the box's last dimension it has every `step`-th element, from `first` on: of stacked experts.
+    Every `step`-th element of the box's last dimension does, from `first` on: a stack of experts
+    alternates between their projections.
     """
 
     source: StoredTensor
@@ -72,15 +73,15 @@ class PlannedRead:
     def fill(self, file: BinaryIO, buffer: Tensor) -> None:
         """Read the box, in runs of the rows that fit the buffer."""
         row, (start, _) = self.source.row_bytes, self.span
-        step = max(1, len(buffer) // row)
+        most = max(1, len(buffer) // row)
         columns = within((self.box[0][1:], self.box[1][1:]))
-        for first in range(0, self.box[1][0], step):
-            count = min(step, self.box[1][0] - first)
+        for begin in range(0, self.box[1][0], most):
+            count = min(most, self.box[1][0] - begin)
             held = buffer[: count * row] if count * row <= len(buffer) else buffer.new_empty(row)
-            _read(file, start + first * row, held)
+            _read(file, start + begin * row, held)
             rows = held.view(self.source.dtype).view(count, *self.source.shape[1:])
             found = rows[(slice(None), *columns)]
-            self.target[first : first + count].copy_(found[..., self.first :: self.step])
+            self.target[begin : begin + count].copy_(found[..., self.first :: self.step])
 
 
 class WeightPlan:
@@ -257,7 +258,7 @@ def _without_leading_ones(read: PlannedRead) -> PlannedRead:
     shape, (offsets, sizes), target = read.source.shape, read.box, read.target
     if not shape:
         shape, offsets, sizes, target = (1,), (0,), (1,), target.view(1)
-    least = 1 if read.step == 1 else 2
+    least = 1 if read.step == 1 else 2  # the last dimension, with steps, is not that of the rows
     while len(shape) > least and shape[0] == 1:
         shape, offsets, sizes, target = shape[1:], offsets[1:], sizes[1:], target[0]
     source = replace(read.source, shape=shape)

@@ -144,8 +144,8 @@ class SequenceGrid:
     """A batch of sequences of similar length, padded with the row's first token.
 
     keys int64 [S, L] into the gathered row; queries int64 [S, L / C] into this rank's; places int64
-    [S, L / C], those of the queries in their sequences. `split` over context-parallel ranks, the
-    queries are not as many as the keys.
+    [S, L / C], the positions of the queries in their sequences. `split` is true where
+    context-parallel ranks share the queries, so that these are fewer than the keys.
     """
 
     queries: Tensor
@@ -157,7 +157,7 @@ class SequenceGrid:
     def sees(self, window: int | None) -> Tensor | None:
         """Return which keys a query sees, bool [S, 1, L / C, L], or None where simply causal.
 
-        With a window they are the last ones, its own included.
+        With a `window` it sees the last `window` tokens, its own included.
         """
         length = self.keys.shape[1]
         if window is not None and length <= window:

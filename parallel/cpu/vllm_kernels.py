@@ -1,8 +1,9 @@
-"""vLLM's fused RMS norms for CPUs, which vLLM ships but does not select by itself.
+"""vLLM's kernels for CPUs: the models that they can run, and the fused RMS norms.
 
-vLLM 0.30 registers them as `vllm_c` for GPUs only and composes a CPU's norm from five operations,
-about a fifth of a small model's step (docs/explanation/rollouts.md). This module registers them for
-CPUs through `vllm.ir`; shapes that they do not support use vLLM's composition.
+vLLM 0.30 ships the norms, but registers them as `vllm_c` for GPUs only and composes a CPU's norm
+from five operations, about a fifth of a small model's step (docs/explanation/rollouts.md). This
+module registers them for CPUs through `vllm.ir`; shapes that they do not support use vLLM's
+composition.
 """
 
 from typing import Any  # annotations must be evaluated: vLLM makes operators' schemas of them
@@ -23,7 +24,7 @@ VECTOR = 8  # the kernels take only rows of a multiple of this many numbers
 
 def unsupported(model: ModelSettings) -> str | None:
     """Return the known reason why vLLM cannot run the model on a CPU, or None."""
-    if (why := _without_delta_net(model)) is not None:
+    if (why := _delta_net_unsupported(model)) is not None:
         return why
     if model.family == "deepseek_v3":
         if model.precision == "fp32":
@@ -37,7 +38,8 @@ def unsupported(model: ModelSettings) -> str | None:
     return None
 
 
-def _without_delta_net(model: ModelSettings) -> str | None:
+def _delta_net_unsupported(model: ModelSettings) -> str | None:
+    """Return the reason why vLLM cannot run the model's gated delta nets on a CPU, or None."""
     further = architecture(model)
     if not isinstance(further, Qwen35MoeArchitecture):
         return None

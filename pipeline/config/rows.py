@@ -13,6 +13,7 @@ from typing import BinaryIO
 
 from pipeline.text import shown
 from stages.data.row_forms import (
+    Row,
     RowError,
     answer_of,
     conversation_of,
@@ -35,8 +36,8 @@ class RowReport:
     """The check of a source's first rows.
 
     Of `checked` rows that are not blank, `unusable` are no rows of the source, and `unreadable` are
-    some that a reward cannot score an answer to; each with its file and line. `chats` says that a
-    row has chat messages.
+    rows to which a reward cannot score an answer; each is a message with its file and line. `chats`
+    is true where a row has chat messages.
     """
 
     checked: int
@@ -60,32 +61,33 @@ def row_report(
     Nothing is checked of Parquet. Raises OSError, with its file's name, for one that cannot be
     read.
     """
-    report = RowReport(0, [], [], chats=False)
     checked, chats = 0, False
+    unusable: list[str] = []
+    unreadable: list[str] = []
     for file, number, line in _lines(source, most):
         checked += 1
-        if len(line) > MOST_ROW_BYTES:
-            big = f"a row of more than {MOST_ROW_BYTES >> 20} MiB"
-            report.unusable.append(f"{shown(file)}:{number}: {big}")
-            continue
         try:
-            has_messages = read_row(line, source)
+            row = _row_of(line)
+            chats |= _has_messages(row, source)
         except RowError as error:
-            report.unusable.append(f"{shown(file)}:{number}: {error}")
+            unusable.append(f"{shown(file)}:{number}: {error}")
             continue
-        chats = chats or has_messages
-        if why := unreadable_answer(line, source, rewards or {}):
-            report.unreadable.append(f"{shown(file)}:{number}: {why}")
-    return RowReport(checked, report.unusable, report.unreadable, chats)
+        if why := _unreadable_answer(row, source, rewards or {}):
+            unreadable.append(f"{shown(file)}:{number}: {why}")
+    return RowReport(checked, unusable, unreadable, chats)
 
 
-def read_row(line: bytes, source: FileSettings) -> bool:
-    """Return whether a line of JSONL, a row of a source, has chat messages.
-
-    Raises RowError where it is no row of the source.
-    """
+def _row_of(line: bytes) -> Row:
+    """Return the row of a line of JSONL. Raises RowError where it has none, or a huge one."""
+    if len(line) > MOST_ROW_BYTES:
+        raise RowError(f"a row of more than {MOST_ROW_BYTES >> 20} MiB")
     if isinstance(row := parsed_line(line), RowError):
         raise row
+    return row
+
+
+def _has_messages(row: Row, source: FileSettings) -> bool:
+    """Return whether a row has chat messages. Raises RowError where it is no row of the source."""
     if isinstance(source, FilePairSettings):
         return not isinstance(pair_of(row, source.prompt, source.chosen, source.rejected)[0], str)
     if isinstance(source, FilePromptSettings):
@@ -97,10 +99,9 @@ def read_row(line: bytes, source: FileSettings) -> bool:
     return False
 
 
-def unreadable_answer(line: bytes, source: FileSettings, rewards: Rewards) -> str | None:
-    """Return why a reward cannot score an answer to a row, or None; `line` is a row of a source."""
-    row = parsed_line(line)
-    if isinstance(row, RowError) or not isinstance(source, FilePromptSettings):
+def _unreadable_answer(row: Row, source: FileSettings, rewards: Rewards) -> str | None:
+    """Return why a reward cannot score an answer to a row of a source, or None."""
+    if not isinstance(source, FilePromptSettings):
         return None
     answer = answer_of(row, source.answer)
     for name, reward in rewards.items():

@@ -20,35 +20,11 @@ LONGEST_EXPRESSION = 2000
 MOST_BITS = 4096.0  # of a number in an expression
 MOST_EXPONENT = 308  # of a literal: Python reads 1e-999 as 0, sympy reads all its digits
 EXPONENT = re.compile(r"(?<=[\d._])[eE][+-]?([\d_]+)")
-FUNCTIONS = frozenset(
-    [
-        "sin",
-        "cos",
-        "tan",
-        "cot",
-        "sec",
-        "csc",
-        "asin",
-        "acos",
-        "atan",
-        "acot",
-        "asec",
-        "acsc",
-        "sinh",
-        "cosh",
-        "tanh",
-        "coth",
-        "asinh",
-        "acosh",
-        "atanh",
-        "exp",
-        "log",
-        "ln",
-        "sqrt",
-        "Abs",
-        "erf",
-    ]
-)
+FUNCTIONS = {
+    *("sin", "cos", "tan", "cot", "sec", "csc", "asin", "acos", "atan", "acot", "asec", "acsc"),
+    *("sinh", "cosh", "tanh", "coth", "asinh", "acosh", "atanh"),
+    *("exp", "log", "ln", "sqrt", "Abs", "erf"),
+}
 ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.Div)
 EXPONENTIALS = ("exp", "sinh", "cosh")
 
