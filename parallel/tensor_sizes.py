@@ -12,6 +12,7 @@ from parallel.families import (
     NothingFurther,
     Qwen35MoeArchitecture,
     architecture,
+    full_attention_layers,
     is_linear,
     routed_layers,
 )
@@ -44,6 +45,16 @@ def parameter_count(model: ModelSettings) -> tuple[int, int]:
     expert = sum(expert_tensors(model))
     unused = len(routed_layers(model)) * (model.experts - model.experts_per_token) * expert
     return whole.elements, whole.elements - unused
+
+
+def cached_elements(model: ModelSettings, ranks: int) -> int:
+    """Return the elements of a token's keys and values on a tensor-parallel rank of an engine."""
+    further = architecture(model)
+    # The latent, or at least one key-value head, is on every rank.
+    each = 2 * max(1, model.key_value_heads // ranks) * model.head_dim
+    if isinstance(further, DeepseekV3Architecture):
+        each = further.kv_lora_rank + model.head_dim
+    return len(full_attention_layers(model)) * each
 
 
 def rank_chunks(

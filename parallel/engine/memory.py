@@ -12,13 +12,12 @@ from dataclasses import dataclass
 
 from parallel.errors import UserError
 from parallel.families import (
-    DeepseekV3Architecture,
     Qwen35MoeArchitecture,
     architecture,
     full_attention_layers,
 )
 from parallel.settings import EngineSettings, ModelSettings
-from parallel.tensor_sizes import BYTES, FP32
+from parallel.tensor_sizes import BYTES, FP32, cached_elements
 from parallel.weights.names import ModelWeights, Weight, is_precise
 from parallel.weights.needs import needed_of
 
@@ -169,6 +168,7 @@ def gib(count: int) -> str:
 
 
 def _cache_for(model: ModelSettings, engine: EngineSettings, sequences: int) -> int:
+    """Return the bytes of an engine rank's cache for sequences of max_model_tokens."""
     further = architecture(model)
     if isinstance(further, Qwen35MoeArchitecture):
         return (sequences + 1) * _hybrid_sequence(model, further, engine)
@@ -200,12 +200,8 @@ def _blocks(engine: EngineSettings, sequences: int) -> int:
 
 
 def _cached_token(model: ModelSettings, engine: EngineSettings) -> int:
-    further = architecture(model)
-    # The latent, or at least one key-value head, is on every rank.
-    each = 2 * max(1, model.key_value_heads // engine.tensor) * model.head_dim
-    if isinstance(further, DeepseekV3Architecture):
-        each = further.kv_lora_rank + model.head_dim
-    return len(full_attention_layers(model)) * each * BYTES[model.precision]
+    """Return the bytes of a token in the cache of an engine rank."""
+    return cached_elements(model, engine.tensor) * BYTES[model.precision]
 
 
 def _buckets(model: ModelSettings, engine: EngineSettings) -> Iterator[tuple[int, int]]:

@@ -13,6 +13,7 @@ from parallel.families import (
 from parallel.settings import ModelSettings
 from parallel.tensor_sizes import (
     BYTES,
+    cached_elements,
     dense_widths,
     expert_tensors,
     has_shared_gate,
@@ -75,9 +76,4 @@ def score_flops(model: ModelSettings) -> float:
 
 def cache_bytes(model: ModelSettings, ranks: int) -> int:
     """Return the bytes of a token's keys and values on one of an engine's tensor-parallel ranks."""
-    further = architecture(model)
-    if isinstance(further, DeepseekV3Architecture):  # the latent, whole on every rank
-        return BYTES["bf16"] * model.layers * (further.kv_lora_rank + model.head_dim)
-    heads = max(1, model.key_value_heads // ranks)
-    layers = len(full_attention_layers(model))
-    return BYTES["bf16"] * layers * 2 * heads * model.head_dim
+    return BYTES["bf16"] * cached_elements(model, ranks)

@@ -99,7 +99,15 @@ def weights_violation(directory: Path, model: ModelSettings) -> str | None:
     config, problem = json_object(path := directory / "config.json")
     if problem is not None:
         return f"{problem}; name the directory of a Hugging Face checkpoint"
-    config = text_configuration(config)
+    own = text_configuration(config)
+    if (problem := _config_violation(path, own, model) or _files_violation(directory)) is not None:
+        return problem
+    found = tensors_violation(directory, model)
+    return found and f"{shown(found[0])}: {found[1]}"
+
+
+def _config_violation(path: Path, config: dict[str, Any], model: ModelSettings) -> str | None:
+    """Return the first key of a config.json by which it is of another model, or None."""
     kind = config.get("model_type")
     if not isinstance(kind, str | None):
         return f"{shown(path)}: model_type: must be the name of a family"
@@ -120,10 +128,7 @@ def weights_violation(directory: Path, model: ModelSettings) -> str | None:
                 f"{shown(path)}: {key}: {json.dumps(config[key])}, but {where} is"
                 f" {json.dumps(value)}"
             )
-    if (problem := _files_violation(directory)) is not None:
-        return problem
-    found = tensors_violation(directory, model)
-    return found and f"{shown(found[0])}: {found[1]}"
+    return None
 
 
 def has_weights(directory: Path) -> bool:
