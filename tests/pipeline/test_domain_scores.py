@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.commands.domain import binned, demonstrated, described, errors, notes, previewed
+from pipeline.report.domain_scores import binned, demonstrated, described, errors, notes, previewed
 from stages.domains import DomainSettings
 
 RIGHT = {"right": {"kind": "math"}}

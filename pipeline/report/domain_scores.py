@@ -1,0 +1,250 @@
+"""The lines of `braid domain check`: a domain's rows, rewards' scores, and a model's responses."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from pipeline.report.tables import table
+from pipeline.text import shown, visible
+from stages.data.settings import (
+    FileDemonstrationSettings,
+    FilePromptSettings,
+    ReasoningGymPromptSettings,
+)
+from stages.domains import DomainSettings
+
+WRONG = ("empty", "garbage")
+EXAMPLES, MOST = 5, 60  # responses shown, and the most characters of each
+RANGES = 10  # of a distribution with more values than this
+Prompts = Sequence[dict[str, Any]]
+
+
+def described(settings: DomainSettings, lengths: dict[str, Any]) -> Iterator[str]:
+    """Yield the source of the prompts, their counts and their lengths."""
+    prompts, response = settings.prompts, settings.sampling.max_response_tokens
+    rows, held_out, for_gates = (lengths[key] for key in ("rows", "held_out", "for_gates"))
+    if isinstance(prompts, ReasoningGymPromptSettings):
+        yield f"prompts: reasoning-gym's {prompts.dataset}, without end; {rows} sampled"
+    else:
+        yield f"prompts: {_files(prompts)}, {rows} rows"
+    yield (
+        f"  {lengths['duplicates']} repeated, {lengths['bad']} unusable: "
+        f"{lengths['prompts'] - held_out - for_gates} to train on, {held_out} held out, {for_gates}"
+        f" for gates; {lengths['too_long']} of all are too long"
+    )
+    if not isinstance(prompts, ReasoningGymPromptSettings):
+        yield f"  a run's evaluation.problems is at most {held_out}, gate.problems {for_gates}"
+    yield f"  tokens of a prompt, by percentile: {_spread(lengths['tokens'])}"
+    yield (
+        f"  the longest prompt and sampling.max_response_tokens = {response} are "
+        f"{lengths['tokens']['100'] + response} tokens; engine.max_model_tokens must allow them"
+    )
+
+
+def demonstrated(settings: DomainSettings, report: dict[str, Any] | None) -> Iterator[str]:
+    """Yield the source of a cold start's demonstrations, their counts, lengths and examples."""
+    source = settings.demonstrations
+    if report is None:
+        yield "demonstrations: none; a run with a cold start needs them from files"
+        return
+    if isinstance(source, FileDemonstrationSettings):
+        yield f"demonstrations: {_files(source)}, {report['rows']} rows"
+    else:
+        yield f"demonstrations: generated, {source.count} in a run; {report['rows']} checked"
+    yield (
+        f"  {report['duplicates']} repeated, {report['bad']} unusable: {report['usable']} to learn "
+        f"from, {report['held_out']} whose prompts are held out"
+    )
+    if report["limit"] is None:
+        yield "  those above model.max_positions tokens are too long: count them with --run"
+    else:
+        yield f"  {report['too_long']} of these are too long: more than {report['limit']} tokens"
+    yield f"  tokens of a demonstration, by percentile: {_spread(report['tokens'])}"
+    yield f"  {100 * report['learned']:.0f} % of tokens are trained on: the assistant's"
+    for asked, answered in report["examples"]:
+        yield f"  {short(asked)} is answered {short(answered)}"
+
+
+def unreadable(domain: str, report: dict[str, Any]) -> Iterator[str]:
+    """Yield the number of rows whose answers a reward cannot read, with the first of them."""
+    if report["bad"]:
+        more = report["bad"] - len(report["first"])
+        of = "" if report["checked"] == report["rows"] else f" checked in time, of {report['rows']}"
+        yield (
+            f"domains.{domain}.prompts: rewards cannot use {report['bad']} of {report['checked']}"
+            f" rows{of}: {'; '.join(map(visible, report['first']))}"
+            f"{f'; and {more} more' if more else ''}; fix the rows, or remove them"
+        )
+
+
+def errors(domain: str, settings: DomainSettings, prompts: Prompts) -> Iterator[str]:
+    """Yield rewards that fail, and those that do not score right answers above wrong ones.
+
+    A reward that judges answers may do so together with the others, by their sum; where none
+    judges, the sum must.
+    """
+    where, judging = f"domains.{domain}.rewards", _judging(settings)
+    responses = [each for prompt in prompts for each in prompt["responses"]]
+    if failed := [each["failure"] for each in responses if each["failure"]]:
+        yield f"a reward failed on {len(failed)} responses, which then have none; {failed[0]}"
+    sums = [prompt for prompt in prompts if _is_below(_scores(prompt))]
+
+    def no_more(below: Prompts, name: str | None = None) -> str:
+        first, score = below[0], _scores(below[0], name)["reference"]
+        text = next(each["text"] for each in first["responses"] if each["what"] == "reference")
+        return (
+            f"{score:g}, no more than a wrong response, on {len(below)} of {len(prompts)} prompts; "
+            f"the first is {short(first['prompt'])} with {short(text)}"
+        )
+
+    for name in judging:
+        if below := [prompt for prompt in sums if _is_below(_scores(prompt, name))]:
+            yield (
+                f"{where}.{name}: the reference scores {no_more(below, name)}. The reference of a "
+                "row is its answer as it stands: where a reward wants more of a response, such as "
+                "a format, have the column hold a whole one"
+            )
+        scores = [_scores(prompt, name) for prompt in prompts]
+        for wrong in WRONG if not any("reference" in score for score in scores) else ():
+            if all(score.get(wrong, 0.0) >= 1 for score in scores):
+                yield (
+                    f"{where}.{name}: the {wrong} response scores 1 on every prompt, as a right "
+                    "answer should"
+                )
+    if sums and not judging:
+        yield (
+            f"{where}: none of them judges the answer, and the reference earns {no_more(sums)}. "
+            "Naming rewards drops the default one, which may be named with them: "
+            "exact: {kind: reasoning_gym}"
+        )
+
+
+def notes(domain: str, settings: DomainSettings, prompts: Prompts) -> Iterator[str]:
+    """Yield what is worth knowing and not an error."""
+    judging, count = _judging(settings), len(prompts)
+    responses = [each for prompt in prompts for each in prompt["responses"]]
+    if failed := [each["watch_failures"] for each in responses if each["watch_failures"]]:
+        yield (
+            f"rewards of weight 0 failed on {len(failed)} responses, which keep the others' "
+            f"rewards; the first: {failed[0][0]}"
+        )
+    if not any(each["what"] == "reference" for each in responses):
+        yield "there are no reference answers: whether a right answer earns anything is untested"
+    if not judging:
+        yield "no reward judges the answer: evaluation counts as solved where every one is 1"
+    for name in judging:
+        where = f"domains.{domain}.rewards.{name}"
+        scores = [(_scores(prompt, name), _scores(prompt)) for prompt in prompts]
+        if alone := sum(_is_below(score) and not _is_below(total) for score, total in scores):
+            yield (
+                f"{where}: by itself it does not tell right from wrong on {alone} of {count} "
+                "prompts; the sum of all rewards does"
+            )
+        right = [(score.get("reference", 1.0), _best_wrong(score)) for score, _ in scores]
+        if partly := [score for score, wrong in right if wrong < score < 1]:
+            yield (
+                f"{where}: the reference scores {partly[0]:g} on {len(partly)} of {count} prompts, "
+                "and evaluation counts only 1 as solved"
+            )
+
+
+def previewed(found: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a checkpoint's responses: examples, what the groups teach, and rewards' distributions.
+
+    `found` is the results.json of `stages.preview`.
+    """
+    groups: list[list[dict[str, Any]]] = found["groups"]
+    firsts = [group[0] for group in groups[:EXAMPLES]]
+    yield scored("prompt", ((short(each["prompt"]), each) for each in firsts), "response")
+    samples = [sample for group in groups for sample in group]
+    rewarded = [sample for sample in samples if sample["reward"] is not None]
+    alike = [g for g in groups if len({each["reward"] for each in g} - {None}) <= 1]
+    right = sum(all(sample["solved"] for sample in group) for group in alike)
+    wrong = sum(not any(sample["solved"] for sample in group) for group in alike)
+    truncated = sum(not sample["finished"] for sample in samples)
+    tokens = sum(sample["tokens"] for sample in samples)
+    yield f"\n{len(samples)} responses to {len(groups)} prompts"
+    yield f"  zero-variance groups, which teach nothing: {_share(len(alike), len(groups))}"
+    yield f"    all right: {_share(right, len(groups))}; all wrong: {_share(wrong, len(groups))}"
+    yield f"  truncated at sampling.max_response_tokens: {_share(truncated, len(samples))}"
+    yield f"  tokens of a response: {tokens / len(samples):.1f} on average"
+    if failures := found["failures"]:
+        share = _share(len(failures), len(samples))
+        yield f"  without a reward: {share}; the first: {visible(failures[0])}"
+    if failures := found["watch_failures"]:
+        first = visible(failures[0])
+        yield f"  a reward of weight 0 failed {len(failures)} times; the first: {first}"
+    values = {"reward": [sample["reward"] for sample in rewarded]}
+    for sample in rewarded:
+        for name, value in sample["parts"].items():
+            values.setdefault(f"reward/{name}", []).append(value)
+    for name, each in values.items():
+        if each:
+            shares = (f"{label}: {_share(n, len(each))}" for label, n in binned(each).items())
+            yield f"  {name}: {sum(each) / len(each):.4g} on average; {', '.join(shares)}"
+
+
+def binned(values: list[float]) -> dict[str, int]:
+    """Return the counts of values, lowest first; by `RANGES` equal ranges if there are more."""
+    if len(single := Counter(values)) <= RANGES:
+        return {f"{value:g}": single[value] for value in sorted(single)}
+    lowest, width = min(values), (max(values) - min(values)) / RANGES
+    counts = Counter(min(int((value - lowest) / width), RANGES - 1) for value in values)
+    edges = [lowest + width * place for place in range(RANGES + 1)]
+    return {f"{edges[b]:.3g} to {edges[b + 1]:.3g}": counts[b] for b in range(RANGES)}
+
+
+def short(text: str) -> str:
+    """Return text as a literal on one line, its middle left out where it is long."""
+    half = MOST // 2
+    return repr(text if len(text) <= MOST else f"{text[:half]} … {text[-half:]}")
+
+
+def scored(heading: str, responses: Iterable[tuple[str, dict[str, Any]]], key: str) -> str:
+    """Return a table of labelled responses: each with its text, at `key`, and its rewards."""
+    rows = [(label, each, each["parts"] or {}) for label, each in responses]
+    names = list(dict.fromkeys(name for *_, parts in rows for name in parts))
+    cells = []
+    for label, each, parts in rows:
+        scores = [*map(parts.get, names), each["reward"]]
+        numbers = ("failed" if score is None else f"{score:g}" for score in scores)
+        cells.append((label, short(each[key]), *numbers))
+    return table("", (heading, "response", *names, "reward"), cells)
+
+
+def _judging(settings: DomainSettings) -> list[str]:
+    """Return the rewards whose 1 means that a problem is solved."""
+    return [n for n, each in settings.rewards.items() if each.judges_answer and each.weight > 0]
+
+
+def _scores(prompt: dict[str, Any], name: str | None = None) -> dict[str, float]:
+    """Return each response's score by a reward, or by the sum; none where it failed."""
+    found = {
+        each["what"]: each["reward"] if name is None else each["parts"].get(name)
+        for each in prompt["responses"]
+    }
+    return {what: score for what, score in found.items() if score is not None}
+
+
+def _is_below(score: dict[str, float]) -> bool:
+    """Return whether the reference, if there is one, is worth no more than a wrong response."""
+    return "reference" in score and score["reference"] <= _best_wrong(score)
+
+
+def _best_wrong(score: dict[str, float]) -> float:
+    return max((score[what] for what in WRONG if what in score), default=0.0)
+
+
+def _files(source: FilePromptSettings | FileDemonstrationSettings) -> str:
+    first, *others = source.files()
+    return f"{shown(first)} and {len(others)} more" if others else shown(first)
+
+
+def _spread(tokens: dict[str, int]) -> str:
+    return ", ".join(f"{count} ({percent} %)" for percent, count in tokens.items())
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.0f} %"
