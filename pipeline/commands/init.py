@@ -52,16 +52,6 @@ USABLE = 0.99  # of a data sheet's memory, as nvidia-smi shows it
 RANKS = 2  # on CPU cores
 
 
-def _hours(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 1e9:
-        raise ArgumentTypeError(f"{text} is no number of GPU hours above 0")
-    return value
-
-
 def _walltime(text: str) -> float:
     if not WALLTIME.fullmatch(text) or not seconds_of(text):
         raise ArgumentTypeError(f"{text} is not {FORMS}")
@@ -126,7 +116,7 @@ def _walltime(text: str) -> float:
     ),
     Argument(
         "--budget",
-        type=_hours,
+        type=common.number_within("number of GPU hours above 0", lambda hours: 0 < hours < 1e9),
         metavar="HOURS",
         help="GPU hours of training; steps are cut where more are simulated",
     ),
