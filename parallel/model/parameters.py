@@ -64,17 +64,16 @@ def initialize(model: GPTModel, settings: ModelSettings, seed: int) -> None:
     Every whole tensor has a separate generator, seeded by the run's seed and the tensor's global
     name; this rank keeps its shard. Linear layers have standard deviation hidden_size ** -0.5; the
     two that write to the residual stream are also scaled by (2 * layers) ** -0.5. Norms start at
-    one; biases and attention sinks at zero; the rates at which delta nets forget are spread over
-    [1, 16].
+    one, centred ones at zero; biases and attention sinks at zero, those of a delta net's steps at
+    one; the rates at which delta nets forget are spread over [1, 16].
     """
     residual_scale = (2 * settings.layers) ** -0.5
     centred = model.config.layernorm_zero_centered_gamma
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1 and not name.endswith("A_log"):
-            zero = re.search(r"\.bias\d*$|softmax_offset", name) or (
-                centred and "layernorm" in name
-            )
-            parameter.fill_(0.0 if zero else 1.0)
+            # TransformerEngine's linear layers name the norm before them layer_norm_weight.
+            at_zero = r"\.bias\d*$|softmax_offset" + ("|layer_?norm" if centred else "")
+            parameter.fill_(0.0 if re.search(at_zero, name) else 1.0)
             continue
         std = settings.hidden_size**-0.5
         if "word_embeddings" in name:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 from pydantic import ValidationError
 from transformers import AutoConfig
 
 from parallel.families import FAMILIES, architecture, family_violations
 from parallel.hugging_face.config import contradictions, expected_tensors, hugging_face_config
+from parallel.model.parameters import initialize
 from parallel.model.policy import Policy
 from parallel.settings import InitializationSettings, LayoutSettings, ModelSettings
 from parallel.tensor_sizes import parameter_count
@@ -148,6 +152,17 @@ def test_rules_of_gpt_oss() -> None:
         "model.norm_epsilon",
         "layout.expert_tensor",
     ]
+
+
+def test_centred_norms_of_transformer_engine_start_at_zero() -> None:
+    """They are in the linear layers after them; the norm of a delta net is not centred."""
+    part, linear = torch.nn.Module(), torch.nn.Module()
+    part.config = SimpleNamespace(layernorm_zero_centered_gamma=True)
+    linear.layer_norm_weight = torch.nn.Parameter(torch.full((2,), torch.nan))
+    part.linear_qkv, part.out_norm = linear, torch.nn.RMSNorm(2)
+    initialize(part, model("qwen3_5_moe_text"), seed=0)
+    assert linear.layer_norm_weight.tolist() == [0, 0]
+    assert part.out_norm.weight.tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
