@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from parallel.errors import UserError
-from parallel.memory import reading_memory
-from parallel.settings import LayoutSettings, ModelSettings
+from parallel.settings import ModelSettings
+from parallel.tensor_sizes import parameter_count
 from pipeline.config.read import Leaf, Reader, find
 from pipeline.report.run_file import PARENT
 from pipeline.report.simulation import HOUR, Assumptions
@@ -53,10 +53,7 @@ class Wanted:
 
 def check_size(wanted: Wanted) -> None:
     """Raise UserError where CPU cores could not train the model."""
-    if wanted.gpus is not None:
-        return
-    [rank] = reading_memory(wanted.model.model_copy(update={"precision": "fp32"}), LayoutSettings())
-    if (count := rank.parameters // 4) > CPU_PARAMETERS:
+    if wanted.gpus is None and (count := parameter_count(wanted.model)[0]) > CPU_PARAMETERS:
         raise UserError(
             f"{shown(wanted.weights)} has {count / 1e9:.1f} billion parameters, too many to train "
             "on CPU cores; name the GPUs: --gpus 32 --gpu h100"
