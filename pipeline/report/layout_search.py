@@ -12,7 +12,7 @@ from parallel.roofline.step import StepSeconds
 from parallel.roofline.work import StepWorkload
 from parallel.settings import EngineSettings, LayoutSettings
 from parallel.slots import fits_nodes
-from parallel.weights.needs import engine_violations
+from pipeline.config.engine_rules import engine_rules
 from pipeline.report.gpu_memory import NodeGpus, stage_phases
 from pipeline.report.run_file import flow
 from pipeline.report.simulation import HOUR, Assumptions, without_sync, workload
@@ -229,8 +229,7 @@ def _fleets(settings: RunSettings, gpus: int, per_node: int) -> Iterator[EngineS
         )
         if tensor > min(gpus, MOST_ENGINE_TENSOR) or gpus % tensor:
             continue
-        legal = not any(engine_violations(settings.model, tensor, engine.expert_parallel, 1))
-        if legal and fits_nodes(engine, per_node):
+        if not any(engine_rules(settings.model, engine)) and fits_nodes(engine, per_node):
             yield engine
 
 

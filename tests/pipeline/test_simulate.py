@@ -199,13 +199,31 @@ def test_what_the_search_proposes_is_valid(
         assert simulated(compile_graph(changed), changed, ASSUMED)
 
 
-def test_overrides_replace_all_that_the_search_chooses(tmp_path: Path) -> None:
-    path, given = config(tmp_path), ["layout.pipeline=2", "layout.virtual_pipeline=2"]
-    given += ["layout.recompute=selective", "layout.recompute_modules=[moe_act]"]
-    given += ["engine.count=16", "engine.tensor=1", "engine.data=2", "engine.expert_parallel=true"]
-    asked = load(path, given, to_start=False)
-    for each in best_layouts(compile_graph(asked), asked, 32, ASSUMED, 2):
-        changed = load(path, [*given, *each.overrides], to_start=False)
+@pytest.mark.parametrize(
+    ("model", "gpus", "given"),
+    [
+        (
+            *("qwen3-30b-a3b", 32),
+            "layout.pipeline=2 layout.virtual_pipeline=2 layout.recompute=selective "
+            "layout.recompute_modules=[moe_act] engine.count=8 engine.data=2",
+        ),
+        # Its fastest engines have one rank, which cannot share the experts with others.
+        (
+            "gpt-oss-20b",
+            8,
+            "layout.ranks=8 layout.expert=1 engine.count=4 engine.expert_parallel=true",
+        ),
+    ],
+)
+def test_overrides_replace_all_that_the_search_chooses(
+    model: str, gpus: int, given: str, tmp_path: Path
+) -> None:
+    path = config(tmp_path, model)
+    asked = load(path, given.split(), to_start=False)
+    found = best_layouts(compile_graph(asked), asked, gpus, ASSUMED, 2)
+    assert found
+    for each in found:
+        changed = load(path, [*given.split(), *each.overrides], to_start=False)
         assert (changed.layout, changed.engine) == (each.settings.layout, each.settings.engine)
 
 
