@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
+from parallel.families import family_violations
 from parallel.layout_rules import divisors, layout_violations
 from parallel.roofline.step import StepSeconds
 from parallel.roofline.work import StepWorkload
@@ -200,7 +201,7 @@ def _layouts(settings: RunSettings, ranks: int) -> Iterator[LayoutSettings]:
                 **RESET["layout"],
             }
         )
-        if not layout_violations(model, layout):
+        if not any((*layout_violations(model, layout), *family_violations(model, layout))):
             yield layout
 
 

@@ -7,6 +7,7 @@ import os
 import pty
 import subprocess
 from contextlib import suppress
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -200,27 +201,32 @@ def test_what_the_search_proposes_is_valid(
 
 
 @pytest.mark.parametrize(
-    ("model", "gpus", "given"),
+    ("model", "gpus", "gpu", "given"),
     [
         (
-            *("qwen3-30b-a3b", 32),
+            *("qwen3-30b-a3b", 32, "h100"),
             "layout.pipeline=2 layout.virtual_pipeline=2 layout.recompute=selective "
             "layout.recompute_modules=[moe_act] engine.count=8 engine.data=2",
         ),
-        # Its fastest engines have one rank, which cannot share the experts with others.
+        # The fastest engines have one rank, which cannot share the experts with others.
         (
-            "gpt-oss-20b",
-            8,
+            *("gpt-oss-20b", 8, "h100"),
             "layout.ranks=8 layout.expert=1 engine.count=4 engine.expert_parallel=true",
+        ),
+        # The family's own rule: tensor parallelism splits the key heads of delta nets.
+        (
+            *("qwen3.5-35b-a3b", 16, "h200"),
+            "layout.ranks=16 layout.expert=1 layout.tensor=1 engine.tensor=1 "
+            "model.architecture.linear_num_key_heads=1",
         ),
     ],
 )
 def test_overrides_replace_all_that_the_search_chooses(
-    model: str, gpus: int, given: str, tmp_path: Path
+    model: str, gpus: int, gpu: str, given: str, tmp_path: Path
 ) -> None:
-    path = config(tmp_path, model)
+    path, assumed = config(tmp_path, model), replace(ASSUMED, gpu=GPUS[gpu])
     asked = load(path, given.split(), to_start=False)
-    found = best_layouts(compile_graph(asked), asked, gpus, ASSUMED, 2)
+    found = best_layouts(compile_graph(asked), asked, gpus, assumed, 16)
     assert found
     for each in found:
         changed = load(path, [*given.split(), *each.overrides], to_start=False)
