@@ -10,6 +10,7 @@ from parallel.errors import UserError
 from parallel.roofline.hardware import GPUS
 from pipeline.commands import common
 from pipeline.commands.common import CONFIG, CONFIG_HELP, JSON, Argument, command, print_json
+from pipeline.config.rules import violations
 from pipeline.config.validate import load_cluster
 from pipeline.report.capacity import check_capacity, check_searched
 from pipeline.report.layout_search import best_layouts, node_of, search_json, search_text
@@ -27,7 +28,7 @@ from pipeline.report.simulation import (
 from pipeline.report.stage_memory import stage_memory
 from pipeline.run.graph import compile_graph
 
-SHOWN = 5  # layouts that the search proposes
+SHOWN, TRIED = 5, 200  # layouts that the search proposes, of the fastest ones
 
 
 @command(
@@ -77,8 +78,10 @@ def simulate(arguments: Namespace) -> None:
     settings = common.load_config(arguments, to_start=False)
     stages, assumed = compile_graph(settings), _assumed(arguments)
     if arguments.search is not None:
-        found = best_layouts(stages, settings, arguments.search, assumed, SHOWN)
-        if not found:
+        tried = best_layouts(stages, settings, arguments.search, assumed, TRIED)
+        # A step or an evaluation may have too few problems for the data-parallel ranks of some.
+        valid = [each for each in tried if not any(violations(each.settings))]
+        if not (found := (valid or tried)[:SHOWN]):
             raise UserError(
                 f"no layout of {arguments.search} GPUs fits the model in their memory; search more"
                 " GPUs, or lower loop.micro_batch_tokens or engine.max_sequences"

@@ -233,6 +233,18 @@ def test_overrides_replace_all_that_the_search_chooses(
         assert (changed.layout, changed.engine) == (each.settings.layout, each.settings.engine)
 
 
+def test_the_search_proposes_layouts_with_a_problem_for_every_rank(
+    braid: Braid, tmp_path: Path
+) -> None:
+    path = config(tmp_path, "gpt-oss-20b")
+    path.write_text(path.read_text().replace("  evaluate: null\n", ""))
+    given = ["evaluation.problems=4", "layout.tensor=8"]
+    layouts = asked(braid, path, "--search", "32", *given)["layouts"]
+    assert len(layouts) == 5
+    for each in layouts:
+        assert load(path, [*given, *each["overrides"]], to_start=False).layout.data <= 4
+
+
 @pytest.mark.parametrize(
     ("model", "options", "said"),
     [
