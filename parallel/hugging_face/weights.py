@@ -168,7 +168,7 @@ def _errors(settings: ModelSettings, directory: Path) -> list[str]:
         errors = contradictions(settings, given)
         if (stated := given.get("quantization_config")) is not None and not is_readable(stated):
             errors.append("config.json: its weights are quantized; name the checkpoint before that")
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         errors = [f"config.json: {error}"]
     if not errors and not files.errors:  # else errors of tensors would only be consequences
         config = hugging_face_config(settings)
