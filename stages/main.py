@@ -67,8 +67,8 @@ def warn_of_engines(model: ModelSettings) -> None:
 
     Only a notice: the user may want no later stage.
     """
-    from parallel.cpu.vllm_kernels import unsupported
     from parallel.device import device
+    from parallel.engine.cpu_limits import unsupported
 
     if device().type == "cpu" and (why := unsupported(model)):
         report_notice(f"stages that sample will fail on a CPU: {why}")

@@ -1,4 +1,4 @@
-"""vLLM's kernels for CPUs: the models that they can run, and the fused RMS norms.
+"""vLLM's fused RMS norms for CPUs.
 
 vLLM 0.30 ships the norms, but registers them as `vllm_c` for GPUs only and composes a CPU's norm
 from five operations, about a fifth of a small model's step (docs/explanation/rollouts.md). This
@@ -11,48 +11,8 @@ from typing import Any  # annotations must be evaluated: vLLM makes operators' s
 import torch
 from torch import Tensor
 
-from parallel.families import Qwen35MoeArchitecture, architecture
-from parallel.settings import ModelSettings
-
-HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM 0.30's attention
-# Of experts' widths on an engine's rank; vLLM pads them in other families.
-EXPERT_MULTIPLE = 32
-LINEAR_HEAD_DIMS = (64, 128)  # of its chunked delta rule
 NAME = "vllm_cpu"
 VECTOR = 8  # the kernels take only rows of a multiple of this many numbers
-
-
-def unsupported(model: ModelSettings) -> str | None:
-    """Return the known reason why vLLM cannot run the model on a CPU, or None."""
-    if (why := _delta_net_unsupported(model)) is not None:
-        return why
-    if model.family == "deepseek_v3":
-        if model.precision == "fp32":
-            return "model.family: vLLM's latent attention has no kernel for fp32"
-    elif model.head_dim not in HEAD_DIMS:
-        known = ", ".join(map(str, HEAD_DIMS))
-        return f"model.head_dim = {model.head_dim}: vLLM's attention has kernels for {known} alone"
-    if model.family == "gpt_oss" and model.expert_hidden_size % EXPERT_MULTIPLE:
-        width = f"model.expert_hidden_size = {model.expert_hidden_size}"
-        return f"{width}: vLLM's experts of gpt_oss need a multiple of {EXPERT_MULTIPLE} on a rank"
-    return None
-
-
-def _delta_net_unsupported(model: ModelSettings) -> str | None:
-    """Return the reason why vLLM cannot run the model's gated delta nets on a CPU, or None."""
-    further = architecture(model)
-    if not isinstance(further, Qwen35MoeArchitecture):
-        return None
-    if model.precision == "fp32":
-        return "model.family: vLLM's gated delta net has kernels for bf16 alone"
-    widths = further.linear_key_head_dim, further.linear_value_head_dim
-    if widths[0] != widths[1] or widths[0] not in LINEAR_HEAD_DIMS:
-        shown, known = " and ".join(map(str, widths)), ", ".join(map(str, LINEAR_HEAD_DIMS))
-        return (
-            f"model.architecture: linear key and value heads are {shown} wide: vLLM's gated delta"
-            f" net has kernels for equal widths of {known} alone"
-        )
-    return None
 
 
 def prefer(kernel_config: Any) -> None:

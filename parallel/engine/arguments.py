@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from parallel.determinism import engine_environment
+from parallel.engine.cpu_limits import unsupported
 from parallel.engine.environment import has_gpus, process_environment
 from parallel.engine.lockstep import member_environment
 from parallel.engine.memory import BATCHED_TOKENS, CACHE_BLOCK, cache_bytes, engine_memory
@@ -63,8 +64,6 @@ def _nodes(job: EngineJob) -> dict[str, Any]:
 
 
 def _on_cpu(job: EngineJob) -> dict[str, Any]:
-    from parallel.cpu.vllm_kernels import unsupported
-
     if job.engine.weights == "fp8":
         raise UserError(
             "engine.weights: fp8 needs a GPU, and this engine runs on a CPU; use weights: model"

@@ -12,6 +12,7 @@ from functools import partial
 
 from rich.console import Console
 
+from parallel.engine.cpu_limits import check_cpu_engine
 from parallel.errors import UserError
 from parallel.files import read_text
 from parallel.gpus import usable_gpus
@@ -170,6 +171,7 @@ def machine_shares(
     if (part := len(cores) // count) == 0:
         raise UserError(f"--parallel {count} needs {count} CPU cores, {len(cores)} available")
     if samples:
+        check_cpu_engine(settings.model)
         share_cores(settings.engine, cores[:part])
     if count == 1:
         return [MachineShare(None, None)]

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from parallel.engine.cpu_limits import check_cpu_engine
 from parallel.errors import UserError
 from parallel.files import write_atomically
 from parallel.slots import check_engine_size
@@ -212,7 +213,8 @@ def check_engines(settings: RunSettings, cluster: ClusterSettings, stages: Seque
         room = cluster.of_kind(kind).ranks_per_node
         of_kind = f" for {kind}" if room != cluster.ranks_per_node else ""
         check_engine_size(settings.engine, room, SLOTS_OF_A_NODE + of_kind)
-
+        if not cluster.of_kind(kind).gpus_per_node:
+            check_cpu_engine(settings.model)
     if any(cluster.of_kind(stage.kind).gpus_per_node for stage in stages if stage.takes_turns):
         check_turns(settings)
 

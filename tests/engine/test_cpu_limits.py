@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-from parallel.cpu.vllm_kernels import HEAD_DIMS, unsupported
+from parallel.engine.cpu_limits import HEAD_DIMS, check_cpu_engine, unsupported
+from parallel.errors import UserError
 from pipeline.launch.placement import ForkServers
 from stages.main import warn_of_engines
 from tests.engine.engine_process import running_engine
@@ -31,6 +32,14 @@ def test_known_limits_are_reported() -> None:
     odd = unsupported(biased.model_copy(update={"expert_hidden_size": 48}))
     assert odd is not None
     assert odd.startswith("model.expert_hidden_size = 48: vLLM's experts of gpt_oss need a mult")
+
+
+def test_a_run_that_samples_on_a_cpu_is_refused() -> None:
+    check_cpu_engine(MODEL)
+    narrow = MODEL.model_copy(update={"head_dim": 16})
+    refused = r"stages that sample cannot run on a CPU: model\.head_dim = 16: .*; change the model"
+    with pytest.raises(UserError, match=refused):
+        check_cpu_engine(narrow)
 
 
 def test_limits_of_delta_nets_are_reported() -> None:

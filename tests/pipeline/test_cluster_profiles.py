@@ -128,6 +128,15 @@ def test_rollouts_that_shared_gpus_cannot_sample_are_not_submitted(config: Path)
     check_engines(load(config, [*overlap, "engine.placement=own"]), gpus, stages)
 
 
+def test_a_model_that_no_engine_samples_from_on_a_cpu_is_not_submitted_there(config: Path) -> None:
+    settings = load(config, ["model.head_dim=16"])
+    stages = compile_graph(settings)
+    with pytest.raises(UserError, match=r"cannot run on a CPU: model\.head_dim = 16"):
+        check_engines(settings, ClusterSettings(), stages)
+    check_engines(settings, ClusterSettings(gpus_per_node=8), stages)
+    check_engines(settings, ClusterSettings(), [each for each in stages if not each.needs_engine])
+
+
 @pytest.mark.parametrize("command", ["validate", "plan", "submit"])
 @pytest.mark.parametrize(
     ("change", "message"),

@@ -109,6 +109,14 @@ def test_stages_without_engines_need_no_cores_for_them(config: Path) -> None:
         machine_shares(1, settings, [stages["evaluate"]])
 
 
+def test_a_model_that_no_engine_samples_from_on_a_cpu_does_not_run_there(config: Path) -> None:
+    settings = load(config, ["model.head_dim=16"])
+    stages = {stage.name: stage for stage in compile_graph(settings)}
+    machine_shares(1, settings, [stages["cold_start"]])
+    with pytest.raises(UserError, match=r"cannot run on a CPU: model\.head_dim = 16"):
+        machine_shares(1, settings, [stages["evaluate"]])
+
+
 @pytest.mark.usefixtures("eight_gpus")
 def test_each_process_sees_its_gpus(run: RunDirectory, config: Path) -> None:
     changes = ["layout={ranks: 1, expert: 1}", "engine.placement=own", "engine.count=2"]

@@ -56,6 +56,7 @@ WITHOUT_TORCH = {
     "parallel.roofline.step",
     "parallel.roofline.weight_sync",
     "parallel.roofline.work",
+    "parallel.engine.cpu_limits",
     "parallel.engine.environment",
     "parallel.engine.memory",
     "parallel.weights.names",

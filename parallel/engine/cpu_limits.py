@@ -1,0 +1,57 @@
+"""The models that vLLM's kernels for CPUs can run. Never imports torch."""
+
+from __future__ import annotations
+
+from parallel.errors import UserError
+from parallel.families import Qwen35MoeArchitecture, architecture
+from parallel.settings import ModelSettings
+
+HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM 0.30's attention
+# Of experts' widths on an engine's rank; vLLM pads them in other families.
+EXPERT_MULTIPLE = 32
+LINEAR_HEAD_DIMS = (64, 128)  # of its chunked delta rule
+
+
+def check_cpu_engine(model: ModelSettings) -> None:
+    """Raise UserError where engines that would run on a CPU cannot sample from the model.
+
+    An engine would say so only when it starts, which may be hours after the run.
+    """
+    if (why := unsupported(model)) is not None:
+        raise UserError(
+            f"stages that sample cannot run on a CPU: {why}; change the model, run on GPUs, or"
+            " choose the other stages with --only"
+        )
+
+
+def unsupported(model: ModelSettings) -> str | None:
+    """Return the known reason why vLLM cannot run the model on a CPU, or None."""
+    if (why := _delta_net_unsupported(model)) is not None:
+        return why
+    if model.family == "deepseek_v3":
+        if model.precision == "fp32":
+            return "model.family: vLLM's latent attention has no kernel for fp32"
+    elif model.head_dim not in HEAD_DIMS:
+        known = ", ".join(map(str, HEAD_DIMS))
+        return f"model.head_dim = {model.head_dim}: vLLM's attention has kernels for {known} alone"
+    if model.family == "gpt_oss" and model.expert_hidden_size % EXPERT_MULTIPLE:
+        width = f"model.expert_hidden_size = {model.expert_hidden_size}"
+        return f"{width}: vLLM's experts of gpt_oss need a multiple of {EXPERT_MULTIPLE} on a rank"
+    return None
+
+
+def _delta_net_unsupported(model: ModelSettings) -> str | None:
+    """Return the reason why vLLM cannot run the model's gated delta nets on a CPU, or None."""
+    further = architecture(model)
+    if not isinstance(further, Qwen35MoeArchitecture):
+        return None
+    if model.precision == "fp32":
+        return "model.family: vLLM's gated delta net has kernels for bf16 alone"
+    widths = further.linear_key_head_dim, further.linear_value_head_dim
+    if widths[0] != widths[1] or widths[0] not in LINEAR_HEAD_DIMS:
+        shown, known = " and ".join(map(str, widths)), ", ".join(map(str, LINEAR_HEAD_DIMS))
+        return (
+            f"model.architecture: linear key and value heads are {shown} wide: vLLM's gated delta"
+            f" net has kernels for equal widths of {known} alone"
+        )
+    return None
