@@ -58,6 +58,7 @@ class RefitExtension:
             # lives only between calls: one that waits in a collective, for ranks that are gone,
             # would stay.
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as the engine: see its `main`
         if self.model_config.return_sampling_mask:
             empty_whole_masks()
         self._settings = ModelSettings.model_validate_json(model)

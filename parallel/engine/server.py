@@ -14,6 +14,7 @@ import hmac
 import logging
 import os
 import secrets
+import signal
 import sys
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -290,6 +291,9 @@ def main() -> None:
 
     Of an engine over several nodes only the first node's process serves.
     """
+    # `scancel` signals every process of a job: without engines the ranks could not finish the step
+    # that they save. The launcher kills engines.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     job = EngineJob.model_validate_json(Path(sys.argv[1]).read_text())
     open_timeline(job.address.with_name("timeline.jsonl"))
     with phase("wait", waits_for="memory of its GPUs"):

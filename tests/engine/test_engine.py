@@ -196,6 +196,16 @@ def test_an_engine_stopped_while_a_client_connects_is_retried(
     assert not engine.address.with_name(RESTART_REQUEST).exists()
 
 
+def test_the_signal_of_scancel_leaves_an_engine_sampling(
+    client: EngineClient, engine: Running, refit: Refit
+) -> None:
+    """The ranks of a cancelled job finish a step, for which they need it, and save."""
+    refit(1)
+    engine.process.send(signal.SIGTERM)
+    assert draw(client)
+    assert engine.process.status() is None
+
+
 def test_strangers_are_refused(client: EngineClient, engine: Running) -> None:
     assert client.address is not None
     connection = http.client.HTTPConnection(client.address.host, client.address.port, timeout=60)
