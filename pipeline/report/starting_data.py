@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ MOST_ROWS = 100_000  # read before anything is written: a second
 SCORED = 64  # prompts whose answers the rewards score
 SHOWN_ROWS = 3
 NO_COLUMN = re.compile(r": no column ('[^']*'); columns: (.*)")  # of stages.data.row_forms
+NEARLY_ALL = 0.9  # of the rows; the others may be wrong in other ways
 LONGEST = 60  # characters of a text in a message
 
 
@@ -70,7 +72,7 @@ def read_rows(name: str, source: FilePromptSettings) -> tuple[int, bool] | None:
     report, where = row_report(source, most=MOST_ROWS), shown(source.path)
     if not report.checked:
         raise UserError(f"domains.{name}: {where} has no rows")
-    if len(report.unusable) == report.checked and (why := _other_columns(name, source, report)):
+    if why := _other_columns(name, source, report):
         raise UserError(f"domains.{name}: {where}: {why}")
     if report.unusable:
         raise UserError(
@@ -80,16 +82,21 @@ def read_rows(name: str, source: FilePromptSettings) -> tuple[int, bool] | None:
 
 
 def _other_columns(name: str, source: FilePromptSettings, report: RowReport) -> str | None:
-    """Return the fix where every row lacks one and the same column, else None."""
-    found = [NO_COLUMN.search(each) for each in report.unusable]
-    columns = {each and each[1] for each in found}
-    if len(columns) > 1 or (first := found[0]) is None:
+    """Return the fix where nearly all rows lack one and the same column, else None."""
+    found = [match for each in report.unusable if (match := NO_COLUMN.search(each))]
+    columns = Counter(match[1] for match in found)
+    column = max(columns, key=columns.__getitem__, default="")
+    if (count := columns[column]) < NEARLY_ALL * report.checked:
         return None
+    have = next(match[2] for match in found if match[1] == column)
+    rows = "no row has a"
+    if count < report.checked:
+        rows = f"{count:,} of the first {report.checked:,} rows lack the"
     keys = ["prompt", *(["answer"] if source.answer else [])]
     options = " ".join(f"{key}=COLUMN" for key in keys)
     block = ", ".join(f"{key}: COLUMN" for key in keys)
     return (
-        f"no row has a column {first[1]}; columns: {first[2]}; name the columns: --columns "
+        f"{rows} column {column}; columns: {have}; name the columns: --columns "
         f"{options}, which a run has as domains.{name}.prompts: {{{block}}}"
     )
 

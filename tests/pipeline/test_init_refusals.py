@@ -160,6 +160,11 @@ def test_rows_with_other_columns(braid: Braid, tmp_path: Path) -> None:
         "{prompt: COLUMN, answer: COLUMN}\n"
     )
     refused(braid, tmp_path, options, fix)
+    with (tmp_path / "math.jsonl").open("a") as file:
+        file.write("[]\n")  # one row that is wrong in another way
+    some = fix.replace("no row has a column", "60 of the first 61 rows lack the column")
+    refused(braid, tmp_path, options, some)
+    renamed(tmp_path, prompt="question", answer="solution")
     found = said(braid, *options, "--columns", "prompt=question", "answer=solution")
     assert found["rows"]["math"]["repeated"] == 0
     prompts = load(tmp_path / "mine.yaml").domains["math"].prompts
