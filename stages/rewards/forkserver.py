@@ -57,7 +57,9 @@ def main() -> None:
     As a subreaper this process becomes the parent of what rewards leave, so that none outlives it.
     """
     prctl(PR_SET_CHILD_SUBREAPER, 1)
-    for ignored in (signal.SIGINT, signal.SIGTERM):  # the stage decides when it ends
+    # The stage decides when it ends. srun sends SIGUSR1, which asks the ranks to save, to every
+    # process of theirs.
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(ignored, signal.SIG_IGN)
     control = Connection(int(sys.argv[1]))
     setup: Setup = control.recv()

@@ -261,7 +261,7 @@ def test_a_signal_to_the_whole_process_group_ends_no_reward(pool: Made) -> None:
     made = pool(odd=own("does"))
     graded(made, "one")
     for process in (made._forkserver.pid, *(worker.process for worker in made._workers)):
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             os.kill(process, number)
     assert [grade.reward for grade in graded(made, "two", "three")] == [3.0, 5.0]
 
