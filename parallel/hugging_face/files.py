@@ -136,6 +136,10 @@ class WeightFiles:
         _read(path, start, rows)
         return rows[(slice(None), *within((offsets[1:], sizes[1:])))] if shape else rows
 
+    def file_of(self, name: str) -> Path:
+        """Return the file of a tensor that can be `read`."""
+        return self.stored[name + mxfp4.SCALES * self._packs(name)].file
+
     def parts(self, name: str) -> Iterator[torch.Tensor]:
         """Yield a tensor as it is stored, flat, in parts of `PART_BYTES` at most.
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from megatron.core.models.gpt import GPTModel
 
 from parallel.boxes import Box, within
 from parallel.device import device
-from parallel.distributed import broadcast, is_main, layout_sizes
+from parallel.distributed import broadcast, gather, is_main, layout_sizes
 from parallel.families import is_readable
 from parallel.hugging_face.config import (
     contradictions,
@@ -26,7 +26,7 @@ from parallel.hugging_face.config import (
     ignored_tensors,
     settings_of,
 )
-from parallel.hugging_face.files import WeightFiles, WeightsError
+from parallel.hugging_face.files import WeightFiles, WeightsError, is_finite
 from parallel.settings import LayoutSettings, ModelSettings
 from parallel.weights.holdings import held, owners
 from parallel.weights.names import is_precise, plain_name, stored_tensors, tensors
@@ -73,9 +73,15 @@ def load_weights(
     """Check `model.initial_weights` and fill the weights from it. Collective over all ranks.
 
     Raises:
-        WeightsError: the directory holds no such model; no weight is changed.
+        WeightsError: the directory holds no such model, and no weight is changed; or a tensor in it
+            has NaN or infinite elements, and all weights are changed.
     """
-    _fill(bridge, chunks, checked_files(settings, directory))
+    files = checked_files(settings, directory)
+    # Every rank reads its own shards, and all of them raise: a rank left alone would wait for ever.
+    if broken := set().union(*gather(fill_parts(own_parts(bridge, chunks), files))):
+        places = sorted({files.place(name) for name in broken})
+        errors = [f"{place} has NaN or infinite elements" for place in places]
+        raise WeightsError(f"{directory}: no model can start from it", errors)
 
 
 class ModelFiles:
@@ -95,6 +101,12 @@ class ModelFiles:
         member = self._slice(stack.tensor, of_member(stack.covering(box), expert))
         return stack.part(member[0], number)
 
+    def place(self, name: str) -> str:
+        """Return the file that a tensor is in, and its name there."""
+        if name in self._places:
+            name = self._places[name][0].tensor
+        return f"{self._files.file_of(name).name}: {name}"
+
 
 def checked_files(settings: ModelSettings, directory: Path) -> ModelFiles:
     """Return the files of a Hugging Face checkpoint of the model. Collective over all ranks.
@@ -113,13 +125,21 @@ def fill_weights(bridge: Any, chunks: Sequence[GPTModel], files: WeightFiles) ->
 
     Only the shards are read, one slice of a tensor at a time.
     """
-    _fill(bridge, chunks, ModelFiles(settings_of(bridge.hf_config), files))
+    fill_parts(own_parts(bridge, chunks), ModelFiles(settings_of(bridge.hf_config), files))
 
 
 @torch.no_grad()
-def _fill(bridge: Any, chunks: Sequence[GPTModel], files: ModelFiles) -> None:
-    for name, box, part in own_parts(bridge, chunks):
+def fill_parts(parts: Iterable[tuple[str, Box, torch.Tensor]], files: ModelFiles) -> set[str]:
+    """Fill parts, as `own_parts` yields them; return the names of those that are not finite.
+
+    Only the boxes of the parts are read and checked, in the dtype of the model.
+    """
+    broken = set()
+    for name, box, part in parts:
         part.copy_(files.read(name, box))
+        if not is_finite(part):
+            broken.add(name)
+    return broken
 
 
 @torch.no_grad()

@@ -368,6 +368,21 @@ def test_a_start_reports_every_error_and_changes_no_weight(
             assert same
 
 
+def test_a_start_with_nan_on_one_rank_is_an_error_on_all(
+    on: On, exported: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "weights"
+    shutil.copytree(exported["qwen3_moe"], folder)
+    name = "model.layers.1.mlp.experts.3.down_proj.weight"
+    file = WeightFiles(folder).stored[name].file
+    found = load_file(file)
+    found[name][0, 0] = torch.nan
+    save_file(found, file)
+    for message, _ in on(SPREAD, start_from, SPREAD, str(folder)):
+        wrong = f"{file.name}: {name} has NaN or infinite elements"
+        assert message == f"{folder}: no model can start from it: {wrong}"
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_moments_of_inputs_are_equal_under_every_layout(family: str, on: On) -> None:
     """Column- and row-parallel layers, experts of other ranks and other pipeline stages."""

@@ -12,6 +12,8 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from parallel.hugging_face.config import TensorSpec
 from parallel.hugging_face.files import WeightFiles
+from parallel.hugging_face.weights import ModelFiles, fill_parts
+from tests.layouts.hugging_face_cases import MODELS
 
 BLOCK = [4, 8]
 SHAPES = {"a.weight": (8, 16), "b.weight": (10, 20)}  # the second ends in smaller blocks
@@ -59,3 +61,18 @@ def test_scales_of_another_size_are_named(block: list[int], tmp_path: Path) -> N
     errors = WeightFiles(tmp_path).check(specs)
     wrong = "model.safetensors: a.weight_scale_inv is [2, 2], but should be [2, 4]"
     assert errors == [] if block == BLOCK else wrong in errors
+
+
+@pytest.mark.parametrize("poison", ["a scale", "a code"])
+def test_a_weight_that_is_not_finite_is_named(poison: str, tmp_path: Path) -> None:
+    found = checkpoint(tmp_path)
+    if poison == "a scale":
+        found["b.weight_scale_inv"][1, 0] = torch.inf
+    else:
+        found["b.weight"].view(torch.uint8)[5, 3] = 0x7F
+    save_file(found, tmp_path / "model.safetensors")
+    wholes = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in SHAPES.items()}
+    parts = [(name, ((0, 0), SHAPES[name]), whole) for name, whole in wholes.items()]
+    files = ModelFiles(MODELS["qwen3_moe"], WeightFiles(tmp_path))
+    assert fill_parts(parts, files) == {"b.weight"}
+    assert files.place("b.weight") == "model.safetensors: b.weight"

@@ -15,7 +15,7 @@ from parallel.boxes import Box
 from parallel.files import WEIGHTS_INDEX
 from parallel.hugging_face.config import TensorSpec
 from parallel.hugging_face.files import WeightFiles, WeightsError
-from parallel.hugging_face.weights import ModelFiles
+from parallel.hugging_face.weights import ModelFiles, fill_parts
 from parallel.hugging_face.writer import verify, write
 from parallel.weights.names import stored_tensors, tensors
 from tests.layouts.hugging_face_cases import FAMILIES
@@ -214,3 +214,23 @@ def test_what_a_checkpoint_stacks_is_read_once(tmp_path: Path) -> None:
             for expert, (part, first) in product(range(model.experts), (("gate", 0), ("up", 1))):
                 found = read[f"{experts}{expert}.{part}_proj.weight"]
                 assert torch.equal(found, whole[expert, :, first::2].T)
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+def test_a_part_that_is_not_finite_is_named(poison: float, tmp_path: Path) -> None:
+    model = FAMILIES["gpt_oss"]
+    specs = {name: TensorSpec(torch.bfloat16, shape) for name, shape, _ in stored_tensors(model)}
+    drawn = {name: torch.randn(spec.shape).bfloat16() for name, spec in specs.items()}
+    norm, stack = "model.norm.weight", "model.layers.0.mlp.experts.down_proj"
+    drawn[norm][3] = drawn[stack][1, 2, 0] = poison
+    write(tmp_path, specs, drawn.items())
+    wholes = [(name, torch.zeros(shape)) for name, shape in tensors(model).items()]
+    parts = [(name, ((0,) * whole.ndim, tuple(whole.shape)), whole) for name, whole in wholes]
+    files = ModelFiles(model, WeightFiles(tmp_path))
+    expert = f"{stack.replace('down', '1.down')}.weight"
+    assert fill_parts(parts, files) == {norm, expert}
+    assert files.place(norm) == f"model.safetensors: {norm}"
+    assert files.place(expert) == f"model.safetensors: {stack}"
+    whole = dict(wholes)[expert]
+    others = expert, ((1, 0), (len(whole) - 1, whole.shape[1])), whole[1:]
+    assert fill_parts([others], files) == set()  # elements of another rank are not read

@@ -11,6 +11,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from parallel.boxes import within
 from parallel.hugging_face.config import TensorSpec
 from parallel.hugging_face.files import WeightFiles
+from parallel.hugging_face.weights import ModelFiles, fill_parts
+from tests.layouts.hugging_face_cases import MODELS
 
 NAME, SHAPE = "mlp.experts.down_proj", (3, 64, 6)
 
@@ -51,3 +53,13 @@ def test_blocks_of_another_shape_are_named(tmp_path: Path) -> None:
         f"model.safetensors: {NAME}_blocks is [3, 6, 2, 16], but should be [3, 6, 3, 16]",
         f"model.safetensors: {NAME}_scales is [3, 6, 2], but should be [3, 6, 3]",
     ]
+
+
+def test_a_scale_of_nan_is_named(tmp_path: Path) -> None:
+    found = checkpoint(tmp_path)
+    found[f"{NAME}_scales"][1, 2, 0] = 255
+    save_file(found, tmp_path / "model.safetensors")
+    part = NAME, ((0, 0, 0), SHAPE), torch.zeros(SHAPE, dtype=torch.bfloat16)
+    files = ModelFiles(MODELS["qwen3_moe"], WeightFiles(tmp_path))
+    assert fill_parts([part], files) == {NAME}
+    assert files.place(NAME) == f"model.safetensors: {NAME}"
