@@ -188,7 +188,9 @@ def fp8_blocks(quantization: Any) -> tuple[int, int] | None:
     if not isinstance(size, list) or len(size) != 2:
         return None
     rows, columns = size
-    return (rows, columns) if all(type(each) is int and each > 0 for each in size) else None
+    # torch's integers have 64 bits.
+    fit = all(type(each) is int and 0 < each < 1 << 63 for each in size)
+    return (rows, columns) if fit else None
 
 
 def is_readable(quantization: Any) -> bool:

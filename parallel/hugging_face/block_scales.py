@@ -10,19 +10,12 @@ import torch
 from parallel.boxes import Box
 from parallel.families import fp8_blocks
 
-SUFFIX = "_scale_inv"  # of the tensor of a weight's scales, which multiply it
-CODE = "F8_E4M3"  # of the weights, as safetensors spells it
-
 
 class BlockScales:
     """The size of the blocks that share a scale, rows and columns."""
 
     def __init__(self, rows: int, columns: int) -> None:
         self.size = rows, columns
-
-    def grid(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of a matrix's scales; blocks at its end may be smaller."""
-        return tuple(-(-length // size) for length, size in zip(shape, self.size, strict=True))
 
     def cover(self, box: Box) -> Box:
         """Return the box of the scales of a box of a matrix."""

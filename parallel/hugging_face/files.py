@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,12 +18,21 @@ from parallel.boxes import Box, within
 from parallel.errors import UserError
 from parallel.files import HUGGING_FACE, WEIGHTS_INDEX, is_file_name, naming
 from parallel.hugging_face import mxfp4
-from parallel.hugging_face.block_scales import CODE, SUFFIX, BlockScales, block_scales
+from parallel.hugging_face.block_scales import BlockScales, block_scales
 from parallel.hugging_face.config import TensorSpec
+from parallel.hugging_face.stored import (
+    CODE,
+    FLOATS,
+    SUFFIX,
+    Blocks,
+    Stored,
+    scales_of,
+    unreadable,
+)
 from parallel.hugging_face.text_model import StackError, text_tensors
 
 PART_BYTES = 8 << 20  # of a part of a tensor; 1 MiB at a time reads a disk at half its speed
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+DTYPES = dict(zip(FLOATS, (torch.float32, torch.bfloat16, torch.float16), strict=True))
 # Of quantized tensors, which no model is loaded from.
 PACKED = {
     "F8_E4M3": torch.float8_e4m3fn,
@@ -40,15 +49,6 @@ class WeightsError(UserError):
     def __init__(self, title: str, errors: list[str]) -> None:
         shown = errors[:20] + [f"and {len(errors) - 20} more"] * (len(errors) > 20)
         super().__init__(f"{title}: {'; '.join(shown)}")
-
-
-class Stored(NamedTuple):
-    """The file, dtype (as safetensors spells it) and shape of a tensor, and its first byte."""
-
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
 
 
 class WeightFiles:
@@ -160,6 +160,11 @@ class WeightFiles:
         scaled = self.stored[name].dtype == CODE and name + SUFFIX in self.stored
         return self._scales if scaled else None
 
+    @property
+    def block_size(self) -> Blocks | None:
+        """The rows and columns that share a scale, None where config.json states none."""
+        return None if self._scales is None else self._scales.size
+
     def _packs(self, name: str) -> bool:
         """Return whether a tensor is here in MXFP4."""
         return name not in self.stored and name + mxfp4.SCALES in self.stored
@@ -175,7 +180,7 @@ class WeightFiles:
         """Return the expected tensors, those in MXFP4 as they are stored."""
         found: dict[str, TensorSpec] = {}
         for name, spec in expected.items():
-            if not self._packs(name):
+            if len(spec.shape) != 3 or not self._packs(name):
                 found[name] = spec
                 continue
             for end, shape in mxfp4.packed_shapes(spec.shape).items():
@@ -196,21 +201,16 @@ class WeightFiles:
             file, dtype, shape, _ = self.stored[name]
             if shape != spec.shape:
                 wrong = f"{list(shape)}, but should be {list(spec.shape)}"
-            elif (blocks := self.blocks_of(name)) is not None:
-                grid, scales = blocks.grid(shape), self.stored[name + SUFFIX].shape
-                if scales == grid:
-                    continue
-                file, name = self.stored[name + SUFFIX].file, name + SUFFIX
-                wrong = f"{list(scales)}, but should be {list(grid)}"
-            elif dtype not in DTYPES and dtype != CODES.get(spec.dtype):
-                wrong = f"{dtype}, but should be one of {', '.join(DTYPES)}"
-            else:
-                continue
-            errors.append(f"{file.name}: {name} is {wrong}")
+                errors.append(f"{file.name}: {name} is {wrong}")
+            elif dtype != CODES.get(spec.dtype) and (
+                problem := unreadable(name, self.stored, self.block_size)
+            ):
+                errors.append(problem)
         for name, stored in self.stored.items():
-            known = name in expected or any(re.search(pattern, name) for pattern in ignored)
-            of_scales = self._scales is not None and name.removesuffix(SUFFIX) in expected
-            if not known and not of_scales:
+            known = (name, scales_of(name, self.stored)) if self._scales else (name,)
+            if expected.keys().isdisjoint(known) and not any(
+                re.search(pattern, name) for pattern in ignored
+            ):
                 errors.append(f"{stored.file.name}: {name} is no tensor of this model")
         return errors
 

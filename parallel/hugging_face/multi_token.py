@@ -12,9 +12,9 @@ from collections.abc import Iterator
 import torch
 
 from parallel.device import DTYPES as PRECISIONS
-from parallel.hugging_face.block_scales import SUFFIX
 from parallel.hugging_face.config import TensorSpec, mtp_pattern
 from parallel.hugging_face.files import DTYPES, WeightFiles, WeightsError
+from parallel.hugging_face.stored import SUFFIX
 from parallel.settings import ModelSettings
 
 

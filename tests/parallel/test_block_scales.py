@@ -63,6 +63,58 @@ def test_scales_of_another_size_are_named(block: list[int], tmp_path: Path) -> N
     assert errors == [] if block == BLOCK else wrong in errors
 
 
+NAME = "a.weight"
+SCALES = f"{NAME}_scale_inv"
+READ = "but should be one of F32, BF16, F16"
+
+
+@pytest.mark.parametrize(
+    ("change", "errors"),
+    [
+        *(
+            ({SCALES: torch.ones(2, 2).to(dtype)}, [f"{SCALES} is {stored}, {READ}"])
+            for dtype, stored in (
+                (torch.uint8, "U8"),
+                (torch.int64, "I64"),
+                (torch.float64, "F64"),
+                (torch.float8_e8m0fnu, "F8_E8M0"),
+            )
+        ),
+        *(({SCALES: torch.ones(2, 2).to(dtype)}, []) for dtype in (torch.bfloat16, torch.float16)),
+        ({SCALES: None}, [f"{SCALES} is missing, the scales of a tensor in FP8 in model.safeten"]),
+        (
+            {NAME: torch.zeros(8, 16).bfloat16()},
+            [f"model.safetensors: {SCALES} is no tensor of this model"],
+        ),
+        (
+            {
+                "norm.weight": torch.ones(4).to(torch.float8_e4m3fn),
+                "norm.weight_scale_inv": torch.ones(1),
+            },
+            ["norm.weight is [4] in FP8, which only matrices may be in"],
+        ),
+        ({NAME: torch.zeros(8, 16).to(torch.float8_e5m2)}, [f"{NAME} is F8_E5M2, {READ}", SCALES]),
+    ],
+)
+def test_what_is_not_read_is_named(
+    change: dict[str, torch.Tensor | None], errors: list[str], tmp_path: Path
+) -> None:
+    found = {**checkpoint(tmp_path), **change}
+    kept = {name: tensor for name, tensor in found.items() if tensor is not None}
+    save_file(kept, tmp_path / "model.safetensors")
+    specs = {name: TensorSpec(torch.bfloat16, shape) for name, shape in SHAPES.items()}
+    specs["norm.weight"] = TensorSpec(torch.bfloat16, (4,))
+    said = WeightFiles(tmp_path).check(specs)
+    assert len(said) == len(errors), said
+    assert all(error in each for error, each in zip(errors, said, strict=True)), said
+
+
+def test_blocks_larger_than_an_integer_of_torch_are_none(tmp_path: Path) -> None:
+    checkpoint(tmp_path, [10**30, 10**30])
+    specs = {name: TensorSpec(torch.bfloat16, shape) for name, shape in SHAPES.items()}
+    assert f"model.safetensors: {NAME} is F8_E4M3, {READ}" in WeightFiles(tmp_path).check(specs)
+
+
 @pytest.mark.parametrize("poison", ["a scale", "a code"])
 def test_a_weight_that_is_not_finite_is_named(poison: str, tmp_path: Path) -> None:
     found = checkpoint(tmp_path)

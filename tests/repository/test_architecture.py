@@ -41,6 +41,7 @@ WITHOUT_TORCH = {
     "parallel.activations",
     "parallel.errors",
     "parallel.families",
+    "parallel.hugging_face.stored",
     "parallel.hugging_face.text_model",
     "parallel.files",
     "parallel.forkserver",
