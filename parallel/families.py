@@ -111,12 +111,14 @@ class Family:
     """A family in the terms of its config.json.
 
     `names` maps its keys to fields of ModelSettings and `fixed` to the only value that runs here;
-    `further` are the keys that model.architecture sets.
+    `further` are the keys that model.architecture sets. Published checkpoints of a family that
+    `drafts` have layers for multi-token prediction.
     """
 
     names: dict[str, str]
     fixed: dict[str, Any]
     further: type[Settings] = NothingFurther
+    drafts: bool = False
 
 
 ATTENTION = {
@@ -150,11 +152,14 @@ FAMILIES = {
         names={**EVERY, "num_local_experts": "experts", "intermediate_size": "expert_hidden_size"},
         fixed={**FIXED, "sliding_window": None},
     ),
-    "glm4_moe": Family(names={**EVERY, **ROUTED}, fixed=NORMALISED, further=Glm4MoeArchitecture),
+    "glm4_moe": Family(
+        names={**EVERY, **ROUTED}, fixed=NORMALISED, further=Glm4MoeArchitecture, drafts=True
+    ),
     "deepseek_v3": Family(
         names={**ATTENTION, **ROUTED, "qk_rope_head_dim": "head_dim"},
         fixed={**NORMALISED, "attention_bias": False, "rope_interleave": True},
         further=DeepseekV3Architecture,
+        drafts=True,
     ),
     "gpt_oss": Family(
         names={**EVERY, "num_local_experts": "experts", "intermediate_size": "expert_hidden_size"},
@@ -165,6 +170,7 @@ FAMILIES = {
         names={**EVERY, "num_experts": "experts", "moe_intermediate_size": "expert_hidden_size"},
         fixed={**FIXED, "attention_bias": False},
         further=Qwen35MoeArchitecture,
+        drafts=True,
     ),
 }
 

@@ -37,6 +37,8 @@ def run(job: StageJob) -> None:
     remove_unfinished(job)
     # On a GPU, kernels that sum in any order give unequal logits for equal weights.
     torch.use_deterministic_algorithms(True, warn_only=True)
+    if is_main():
+        MultiTokenTensors(job.settings.model)  # its errors come before a model is loaded
     policy = Policy(job.settings.model, job.settings.layout)
     load.weights(policy, job.parent)
     export(policy, job.output)

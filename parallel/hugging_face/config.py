@@ -16,6 +16,7 @@ from parallel.families import (
     configuration,
     text_configuration,
 )
+from parallel.hugging_face.stored import mtp_pattern
 from parallel.settings import END_TOKEN, PAD_TOKEN, ModelSettings
 
 
@@ -98,14 +99,6 @@ def expected_tensors(config: PretrainedConfig) -> dict[str, TensorSpec]:
         precise = any(part in name for part in model._keep_in_fp32_modules_strict)
         specs[name] = TensorSpec(torch.float32 if precise else tensor.dtype, tuple(tensor.shape))
     return specs
-
-
-def mtp_pattern(layers: int) -> str:
-    """Return the pattern of the names of multi-token prediction tensors.
-
-    DeepSeek's and GLM's layers are numbered after the model's own; Qwen3.5's are beside the model.
-    """
-    return rf"^(model\.layers\.{layers}|mtp)\."
 
 
 def ignored_tensors(config: PretrainedConfig) -> list[str]:

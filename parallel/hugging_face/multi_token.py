@@ -12,9 +12,10 @@ from collections.abc import Iterator
 import torch
 
 from parallel.device import DTYPES as PRECISIONS
-from parallel.hugging_face.config import TensorSpec, mtp_pattern
+from parallel.families import FAMILIES
+from parallel.hugging_face.config import TensorSpec
 from parallel.hugging_face.files import DTYPES, WeightFiles, WeightsError
-from parallel.hugging_face.stored import SUFFIX
+from parallel.hugging_face.stored import mtp_errors, mtp_pattern, mtp_tensors
 from parallel.settings import ModelSettings
 
 
@@ -25,25 +26,29 @@ class MultiTokenTensors:
         """Read the headers of the checkpoint's files.
 
         Raises:
-            WeightsError: a file cannot be read, or an MTP tensor has an unknown dtype.
+            WeightsError: a file or an MTP tensor cannot be read, or the directory is gone and its
+                family has such tensors.
         """
         self.specs: dict[str, TensorSpec] = {}
         self._pattern = mtp_pattern(settings.layers)
         if settings.initial_weights is None:
             return
+        if not settings.initial_weights.is_dir():  # such as removed since the import
+            if not FAMILIES[settings.family].drafts:
+                return
+            wrong = (
+                "an export copies the layers for multi-token prediction of a"
+                f" {settings.family} model from there; put the checkpoint back, or a link to it"
+            )
+            raise WeightsError(f"{settings.initial_weights}: no such directory", [wrong])
         self._files = WeightFiles(settings.initial_weights)
-        errors = list(self._files.errors)
-        for name, (file, dtype, shape, _) in self._files.stored.items():
-            if not re.match(self._pattern, name) or name.endswith(SUFFIX):
-                continue
-            if dtype in DTYPES:
-                self.specs[name] = TensorSpec(DTYPES[dtype], shape)
-            elif self._files.blocks_of(name) is not None:
-                self.specs[name] = TensorSpec(PRECISIONS[settings.precision], shape)
-            else:
-                errors.append(f"{file.name}: {name} is {dtype}; give MTP tensors in BF16")
-        if errors:
+        stored = self._files.stored
+        problems = mtp_errors(stored, settings.layers, self._files.block_size)
+        if errors := [*self._files.errors, *problems]:
             raise WeightsError(f"{settings.initial_weights}: cannot be read", errors)
+        for name in mtp_tensors(stored, settings.layers):
+            dtype = DTYPES.get(stored[name].dtype, PRECISIONS[settings.precision])
+            self.specs[name] = TensorSpec(dtype, stored[name].shape)
 
     @property
     def modules(self) -> list[str]:

@@ -1,11 +1,12 @@
-"""Which tensors of a checkpoint can be read, as the headers of its files say; never imports torch.
+"""Checks that a checkpoint's tensors can be read, from its files' headers; never imports torch.
 
 A header states each tensor's dtype and shape, so that a run can be refused before it starts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,3 +50,27 @@ def scales_of(name: str, stored: Mapping[str, Stored]) -> str | None:
     """Return the tensor in FP8 that a tensor has the scales of, or None."""
     of = name.removesuffix(SUFFIX)
     return of if of != name and of in stored and stored[of].dtype == CODE else None
+
+
+def mtp_pattern(layers: int) -> str:
+    """Return the pattern of the names of multi-token prediction tensors.
+
+    DeepSeek's and GLM's layers are numbered after the model's own; Qwen3.5's are beside the model.
+    """
+    return rf"^(model\.layers\.{layers}|mtp)\."
+
+
+def mtp_tensors(stored: Mapping[str, Stored], layers: int) -> Iterator[str]:
+    """Yield the names of the multi-token prediction tensors, without scales."""
+    for name in stored:
+        if re.match(mtp_pattern(layers), name) and scales_of(name, stored) is None:
+            yield name
+
+
+def mtp_errors(stored: Mapping[str, Stored], layers: int, blocks: Blocks | None) -> Iterator[str]:
+    """Yield an error for each multi-token prediction tensor that cannot be read."""
+    for name in mtp_tensors(stored, layers):
+        if name.endswith(SUFFIX):
+            yield f"{stored[name].file.name}: {name} is a scale of no tensor in FP8"
+        elif (problem := unreadable(name, stored, blocks)) is not None:
+            yield problem

@@ -27,6 +27,7 @@ from parallel.hugging_face.config import (
     settings_of,
 )
 from parallel.hugging_face.files import WeightFiles, WeightsError, is_finite
+from parallel.hugging_face.stored import mtp_errors
 from parallel.settings import LayoutSettings, ModelSettings
 from parallel.weights.holdings import held, owners
 from parallel.weights.names import is_precise, plain_name, stored_tensors, tensors
@@ -114,7 +115,7 @@ def checked_files(settings: ModelSettings, directory: Path) -> ModelFiles:
     Raises:
         WeightsError: the directory holds no such model.
     """
-    errors = broadcast(_errors(settings, directory) if is_main() else None)
+    errors = broadcast(start_errors(settings, directory) if is_main() else None)
     if errors:
         raise WeightsError(f"{directory}: no checkpoint of this model", errors)
     return ModelFiles(settings, WeightFiles(directory))
@@ -178,7 +179,7 @@ def forget_weights(chunks: Sequence[GPTModel]) -> None:
             tensor.fill_(torch.nan)
 
 
-def _errors(settings: ModelSettings, directory: Path) -> list[str]:
+def start_errors(settings: ModelSettings, directory: Path) -> list[str]:
     """Return why a directory cannot fill a model of these settings."""
     if not directory.is_dir():
         return ["no such directory"]
@@ -193,6 +194,8 @@ def _errors(settings: ModelSettings, directory: Path) -> list[str]:
     if not errors and not files.errors:  # else errors of tensors would only be consequences
         config = hugging_face_config(settings)
         errors = files.check(expected_tensors(config), ignored_tensors(config))
+        if directory == settings.initial_weights:  # from which an export copies them
+            errors += mtp_errors(files.stored, settings.layers, files.block_size)
     return files.errors + errors
 
 

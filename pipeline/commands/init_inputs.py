@@ -104,7 +104,8 @@ def model_named(
             return model, named, Path("/path/to") / given
     if dry_run and not has_weights(weights):
         return model, named, weights
-    if problem := weights_violation(weights, model):
+    start = model.model_copy(update={"initial_weights": weights})
+    if problem := weights_violation(weights, start):
         raise UserError(problem)
     return model, named, weights
 

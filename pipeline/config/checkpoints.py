@@ -15,6 +15,7 @@ from parallel.families import (
     ADDING_A_FAMILY,
     FAMILIES,
     configuration,
+    fp8_blocks,
     is_readable,
     text_configuration,
 )
@@ -102,7 +103,7 @@ def weights_violation(directory: Path, model: ModelSettings) -> str | None:
     own = text_configuration(config)
     if (problem := _config_violation(path, own, model) or _files_violation(directory)) is not None:
         return problem
-    found = tensors_violation(directory, model)
+    found = tensors_violation(directory, model, fp8_blocks(config.get("quantization_config")))
     return found and f"{shown(found[0])}: {found[1]}"
 
 

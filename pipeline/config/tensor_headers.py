@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from parallel.files import WEIGHTS_INDEX
+from parallel.hugging_face.stored import Blocks, Stored, mtp_errors, unreadable
 from parallel.hugging_face.text_model import StackError, text_tensors
 from parallel.settings import ModelSettings
 from parallel.weights.names import stored_tensors
@@ -31,34 +32,38 @@ BITS = (
 )
 PACKED = "_blocks"  # ends the name of a tensor in MXFP4, whose shape the import checks
 
-Shapes = dict[str, tuple[tuple[int, ...], str]]  # of every tensor, with the name of its file
-
 
 class HeaderError(Exception):
     """A safetensors file without a header that can be read; the message says why."""
 
 
-def tensors_violation(directory: Path, model: ModelSettings) -> tuple[Path, str] | None:
+def tensors_violation(
+    directory: Path, model: ModelSettings, blocks: Blocks | None
+) -> tuple[Path, str] | None:
     """Return the first tensors of a checkpoint that are not its model's, or None.
 
-    The path of a message is the file without a header, or the directory.
+    The path of a message is the file without a header, or the directory. `blocks` are the rows and
+    columns that share a scale where the checkpoint is in FP8.
 
-    A tensor that the model does not have, such as a scale or a draft model's, is the import's
-    business.
+    Of `model.initial_weights` the tensors for multi-token prediction are checked too, which an
+    export copies. Any other tensor that the model does not have is the import's business.
     """
-    stored: Shapes = {}
+    stored: dict[str, Stored] = {}
     for path in _files(directory):
         try:
-            stored |= {name: (shape, path.name) for name, shape in _header(path)}
+            stored |= _header(path)
         except (OSError, HeaderError) as error:
             return path, f"{error}; download or export the file again"
     try:
-        for own in [*text_tensors({name: shape for name, (shape, _) in stored.items()})]:
-            stored[own.name] = own.shape, stored[own.stored][1]
+        for own in [*text_tensors({name: each.shape for name, each in stored.items()})]:
+            stored[own.name] = stored[own.stored]._replace(shape=own.shape)
     except StackError as error:
         return directory, f"{error}; download or export the file again"
     expected = {name: shape for name, shape, _ in stored_tensors(model)}
-    if not (differing := [*_differing(stored, expected)]):
+    differing = [*_differing(stored, expected, blocks)]
+    if directory == model.initial_weights:
+        differing += mtp_errors(stored, model.layers, blocks)
+    if not differing:
         return None
     more = f"; and {len(differing) - SHOWN} more" if len(differing) > SHOWN else ""
     return directory, (
@@ -68,14 +73,17 @@ def tensors_violation(directory: Path, model: ModelSettings) -> tuple[Path, str]
     )
 
 
-def _differing(stored: Shapes, expected: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+def _differing(
+    stored: Mapping[str, Stored], expected: Mapping[str, tuple[int, ...]], blocks: Blocks | None
+) -> Iterator[str]:
     for name, shape in expected.items():
         if name not in stored:
             if f"{name}{PACKED}" not in stored:
                 yield f"{name} is missing"
-        elif stored[name][0] != shape:
-            found, file = stored[name]
-            yield f"{name} is {[*found]} in {file} and should be {[*shape]}"
+        elif (found := stored[name]).shape != shape:
+            yield f"{name} is {[*found.shape]} in {found.file.name} and should be {[*shape]}"
+        elif (problem := unreadable(name, stored, blocks)) is not None:
+            yield problem
 
 
 def _files(directory: Path) -> Sequence[Path]:
@@ -86,8 +94,8 @@ def _files(directory: Path) -> Sequence[Path]:
     return sorted(directory.glob("*.safetensors"))
 
 
-def _header(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the name and the shape of every tensor.
+def _header(path: Path) -> dict[str, Stored]:
+    """Return every tensor by its name.
 
     Raises:
         HeaderError: there is no header, it is damaged, or the file is shorter than it says.
@@ -112,7 +120,11 @@ def _header(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
         end = after
     if size < (whole := LENGTH_BYTES + length + end):
         raise HeaderError(f"{size} bytes, and its header says {whole}")
-    yield from ((name, tuple(each["shape"])) for name, each in entries)
+    begins = {name: LENGTH_BYTES + length + begin for begin, _, name in places}
+    return {
+        name: Stored(path, each["dtype"], tuple(each["shape"]), begins[name])
+        for name, each in entries
+    }
 
 
 def _place(name: str, entry: Any) -> tuple[int, int]:
