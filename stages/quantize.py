@@ -46,6 +46,8 @@ def run(job: StageJob) -> None:
     model = job.settings.model
     scheme = Scheme(job.own.format, job.own.group, DTYPES[model.precision])
     matrices = job.own.quantized(model)
+    if is_main():
+        MultiTokenTensors(model)  # its errors come before a model is loaded
     policy = Policy(model, job.settings.layout)
     load.weights(policy, job.parent)
     moments = InputMoments(policy, matrices)

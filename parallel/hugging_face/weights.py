@@ -27,7 +27,7 @@ from parallel.hugging_face.config import (
     settings_of,
 )
 from parallel.hugging_face.files import WeightFiles, WeightsError, is_finite
-from parallel.hugging_face.stored import mtp_errors
+from parallel.hugging_face.stored import mtp_errors, mtp_tensors
 from parallel.settings import LayoutSettings, ModelSettings
 from parallel.weights.holdings import held, owners
 from parallel.weights.names import is_precise, plain_name, stored_tensors, tensors
@@ -78,11 +78,13 @@ def load_weights(
             has NaN or infinite elements, and all weights are changed.
     """
     files = checked_files(settings, directory)
-    # Every rank reads its own shards, and all of them raise: a rank left alone would wait for ever.
-    if broken := set().union(*gather(fill_parts(own_parts(bridge, chunks), files))):
-        places = sorted({files.place(name) for name in broken})
-        errors = [f"{place} has NaN or infinite elements" for place in places]
-        raise WeightsError(f"{directory}: no model can start from it", errors)
+    broken = fill_parts(own_parts(bridge, chunks), files)
+    if directory == settings.initial_weights:  # from which an export copies them
+        broken |= files.broken_mtp(settings.layers, dist.get_rank(), dist.get_world_size())
+    errors = {f"{files.place(name)} has NaN or infinite elements" for name in broken}
+    # All ranks raise the errors of each: a rank left alone would wait for ever.
+    if found := set().union(*gather(errors)):
+        raise WeightsError(f"{directory}: no model can start from it", sorted(found))
 
 
 class ModelFiles:
@@ -107,6 +109,14 @@ class ModelFiles:
         if name in self._places:
             name = self._places[name][0].tensor
         return f"{self._files.file_of(name).name}: {name}"
+
+    def broken_mtp(self, layers: int, rank: int, ranks: int) -> set[str]:
+        """Return the multi-token prediction tensors of a rank's share that are not finite."""
+        return {
+            name
+            for name in [*mtp_tensors(self._files.stored, layers)][rank::ranks]
+            if (found := self._files.read(name)).numel() and not is_finite(found)
+        }
 
 
 def checked_files(settings: ModelSettings, directory: Path) -> ModelFiles:

@@ -368,12 +368,14 @@ def test_a_start_reports_every_error_and_changes_no_weight(
             assert same
 
 
+@pytest.mark.parametrize("layer", [1, MODELS["qwen3_moe"].layers])  # the latter is kept as it is
 def test_a_start_with_nan_on_one_rank_is_an_error_on_all(
-    on: On, exported: dict[str, Path], tmp_path: Path
+    layer: int, on: On, exported: dict[str, Path], tmp_path: Path
 ) -> None:
     folder = tmp_path / "weights"
-    shutil.copytree(exported["qwen3_moe"], folder)
-    name = "model.layers.1.mlp.experts.3.down_proj.weight"
+    last = f"model.layers.{MODELS['qwen3_moe'].layers}"
+    with_layer_for_multi_token_prediction(exported["qwen3_moe"], folder, last)
+    name = f"model.layers.{layer}.mlp.experts.3.down_proj.weight"
     file = WeightFiles(folder).stored[name].file
     found = load_file(file)
     found[name][0, 0] = torch.nan

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import save_file
 
 from parallel.hugging_face.config import expected_tensors, hugging_face_config
-from parallel.hugging_face.files import WeightsError
+from parallel.hugging_face.files import WeightFiles, WeightsError
 from parallel.hugging_face.multi_token import MultiTokenTensors
-from parallel.hugging_face.weights import start_errors
+from parallel.hugging_face.weights import ModelFiles, start_errors
 from parallel.settings import ModelSettings
 from pipeline.config.checkpoints import weights_violation
 from tests.layouts.hugging_face_cases import MODELS
@@ -100,6 +100,18 @@ def test_a_tensor_that_is_not_read_is_named_before_anything_is_trained(
     # A teacher's are never read.
     assert weights_violation(tmp_path, MODEL) is None
     assert start_errors(MODEL, tmp_path) == []
+
+
+@pytest.mark.parametrize("name", [f"{LAYER}.eh_proj.weight", SCALES])
+def test_a_tensor_that_is_not_finite_is_named(name: str, tmp_path: Path) -> None:
+    shape = (64, 128) if name != SCALES else (4, 3)
+    poisoned = torch.ones(shape)
+    poisoned[1, 2] = torch.nan
+    checkpoint(tmp_path, {name: poisoned, f"{LAYER}.z": torch.ones(0)})
+    files = ModelFiles(MODEL, WeightFiles(tmp_path))
+    shares = [files.broken_mtp(MODEL.layers, rank, 2) for rank in range(2)]
+    assert sorted(map(len, shares)) == [0, 1]
+    assert set.union(*shares) == {name.removesuffix("_scale_inv")}
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss"])
