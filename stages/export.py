@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from parallel.batch import RankPlace, Responses, split
 from parallel.checkpoint import load
 from parallel.distributed import barrier, broadcast, is_main, max_over_ranks
+from parallel.errors import UserError
 from parallel.hugging_face.config import expected_tensors, hugging_face_config
 from parallel.hugging_face.files import WeightFiles, WeightsError
 from parallel.hugging_face.multi_token import MultiTokenTensors
@@ -29,6 +31,8 @@ from stages.data.tokenizer import load_tokenizer
 from stages.settings import StageJob
 
 PROBES, PROBE_TOKENS = 4, 8  # random prompts and responses per data-parallel rank, their length
+# Of the renaming of a directory to what is no empty directory: a full one, a file, a mount point.
+TAKEN = {errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EBUSY}
 
 
 def run(job: StageJob) -> None:
@@ -41,17 +45,20 @@ def run(job: StageJob) -> None:
         MultiTokenTensors(job.settings.model)  # its errors come before a model is loaded
     policy = Policy(job.settings.model, job.settings.layout)
     load.weights(policy, job.parent)
-    export(policy, job.output)
+    export(policy, job.output, replaces=job.output.is_relative_to(job.directory))
 
 
-def export(policy: Policy, output: Path, shard_bytes: int = SHARD_BYTES) -> None:
+def export(
+    policy: Policy, output: Path, shard_bytes: int = SHARD_BYTES, *, replaces: bool = False
+) -> None:
     """Write a policy to the directory `output`, complete and verified or not at all. Collective.
 
     Every tensor on disk is compared with the policy's, and a policy that is loaded from there must
-    give the same logits, bit for bit. All ranks must see the directory.
+    give the same logits, bit for bit. All ranks must see the directory. `replaces`: see `publish`.
 
     Raises:
         WeightsError: the written weights differ from the policy's.
+        UserError: see `publish`.
         OSError: the output cannot be written.
     """
     before = probe(policy)
@@ -72,17 +79,17 @@ def export(policy: Policy, output: Path, shard_bytes: int = SHARD_BYTES) -> None
         if max_over_ranks(not all(torch.equal(old, new) for old, new in pairs)):
             raise WeightsError(f"{output}: verification failed", ["other logits than the policy's"])
         if is_main():
-            complete(policy.settings, unfinished, output, kept)
+            complete(policy.settings, unfinished, kept)
+            publish(unfinished, output, replaces=replaces)
 
 
 def complete(
     settings: ModelSettings,
     unfinished: Path,
-    output: Path,
     kept: MultiTokenTensors,
     quantization: dict[str, Any] | None = None,
 ) -> None:
-    """Add configuration and tokenizer to written weights, and give the directory its name.
+    """Add configuration and tokenizer to written weights.
 
     The configuration counts the layers of the MTP tensors that were `kept`, else vLLM would refuse
     the checkpoint: it takes them for layers of the model.
@@ -93,14 +100,46 @@ def complete(
     if modules := kept.modules:
         key = "num_mtp_layers" if hasattr(config, "num_mtp_layers") else "mtp_num_hidden_layers"
         setattr(config, key, kept.layers)
-        count, names = len(kept.specs), ", ".join(modules)
-        print(f"kept {count} tensors for multi-token prediction, of {names}", flush=True)
+        names = ", ".join(modules)
+        print(f"kept {len(kept.specs)} tensors for multi-token prediction, of {names}", flush=True)
     if quantization is not None:
         config.quantization_config = quantization
     config.save_pretrained(unfinished)
     tokenizer.save(unfinished)
-    shutil.rmtree(output, ignore_errors=True)
-    unfinished.rename(output)
+
+
+def publish(unfinished: Path, output: Path, *, replaces: bool) -> None:
+    """Give a complete directory the name `output`.
+
+    `replaces` allows it to take the place of what is there: a stage's own, of an attempt before.
+
+    Raises:
+        UserError: something else is there by now; the message says where the model is instead.
+    """
+    if replaces:
+        shutil.rmtree(output, ignore_errors=True)
+    try:
+        unfinished.rename(output)  # replaces an empty directory, and nothing else
+    except OSError as error:
+        if error.errno not in TAKEN:
+            raise
+        kept = _named_beside(unfinished, output)
+        raise UserError(
+            f"{output} was taken during the export ({error.strerror}) and is left as it is; the "
+            f"model is complete and verified in {kept}"
+        ) from None
+
+
+def _named_beside(unfinished: Path, output: Path) -> Path:
+    """Give a directory the first free name of `output`-2, `output`-3 and so on; return it."""
+    for number in count(2):
+        kept = output.with_name(f"{output.name}-{number}")
+        try:
+            return unfinished.rename(kept)
+        except OSError as error:
+            if error.errno not in TAKEN:
+                raise
+    raise AssertionError("numbers have no end")
 
 
 def probe(policy: Policy) -> list[torch.Tensor]:

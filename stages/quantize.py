@@ -28,7 +28,7 @@ from parallel.model.policy import Policy
 from parallel.settings import ModelSettings
 from parallel.weights.quantizable import FusedTensors, module_name
 from stages.calibration import calibration_batches, calibration_samples
-from stages.export import beside, complete, probe, remove_unfinished
+from stages.export import beside, complete, probe, publish, remove_unfinished
 from stages.kinds.quantize import QuantizeSettings
 from stages.settings import StageJob
 
@@ -93,7 +93,8 @@ def export(
         if is_main():
             drafting = [f"re:{re.escape(layer)}\\..*" for layer in kept.modules]
             configuration = scheme.configuration(ignored(policy.settings, matrices) + drafting)
-            complete(policy.settings, unfinished, output, kept, configuration)
+            complete(policy.settings, unfinished, kept, configuration)
+            publish(unfinished, output, replaces=True)
 
 
 def ignored(model: ModelSettings, matrices: Sequence[FusedTensors]) -> list[str]:
