@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -128,16 +129,29 @@ def export(
     """Write the model of a finished stage, or of a stage's step, as a Hugging Face checkpoint.
 
     Raises:
-        UserError: `to` is not empty, the stage is not finished or of kind quantize, there is no
-            such checkpoint, or the export failed.
+        UserError: `to` is neither new nor an empty directory that can be replaced, the stage is
+            not finished or of kind quantize, there is no such checkpoint, or the export failed.
     """
     if any(each.name == stage and each.kind == "quantize" for each in run.stages):
         there = shown(run.stage(stage).exported)
         raise UserError(f"{stage} is quantized, and its stage already leaves the export: {there}")
-    if to.exists() and not (to.is_dir() and not any(to.iterdir())):
-        raise UserError(f"{shown(to)} exists and is not empty; choose another --to")
+    _check_free(to)
     written = {"parent": checkpoint_of(run, stage, step), "output": to.absolute()}
     _execute(run, console, programs, run.settings, "export", **written)
+
+
+def _check_free(to: Path) -> None:
+    """Raise UserError unless a directory can get this name; an empty one is replaced then."""
+    if to.is_symlink():
+        raise UserError(
+            f"{shown(to)} is a link; name the directory itself: --to {os.path.realpath(to)}"
+        )
+    if to.exists() and not (to.is_dir() and not any(to.iterdir())):
+        raise UserError(f"{shown(to)} exists and is not empty; choose another --to")
+    if to.is_mount():
+        raise UserError(
+            f"{shown(to)} is a mount point; name a directory in it: --to {to / 'model'}"
+        )
 
 
 def checkpoint_of(run: Run, stage: str, step: int | None) -> Path:

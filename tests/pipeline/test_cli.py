@@ -341,6 +341,11 @@ def test_one_more_evaluation_and_export(
     (to / "config.json").write_text("{}")
     code, _, err = braid("export", "small", "--stage", "experts.sums", "--to", to)
     assert (code, err) == (1, f"braid: {to} exists and is not empty; choose another --to\n")
+    (link := tmp_path / "link").symlink_to(tmp_path / "empty")
+    (tmp_path / "empty").mkdir()
+    code, _, err = braid("export", "small", "--stage", "experts.sums", "--to", link)
+    there = f"{link} is a link; name the directory itself: --to {tmp_path / 'empty'}"
+    assert (code, err) == (1, f"braid: {there}\n")
 
 
 def job_of(run: Path, folder: str) -> dict[str, Any]:
