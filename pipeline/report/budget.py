@@ -49,20 +49,23 @@ def steps_within(found: Sequence[SimulatedStage], hours: float) -> dict[str, int
 
 
 def walltimes(found: Iterable[SimulatedStage], longest: float) -> dict[str, str]:
-    """Return the walltime of every kind of stage, as sbatch reads it, in whole hours.
+    """Return the walltime of every kind of stage, as sbatch reads it.
 
-    It is MARGIN times the longest simulated stage of the kind and START_SECONDS, at most `longest`
-    seconds: a stage that takes longer saves, is requeued, and continues.
+    It is MARGIN times the longest simulated stage of the kind and START_SECONDS, in whole hours, or
+    `longest` seconds where those are fewer: a stage that takes longer saves, is requeued, and
+    continues.
     """
     seconds: dict[str, float] = {}
     for each in found:
         seconds[each.stage.kind] = max(seconds.get(each.stage.kind, 0.0), each.duration)
     return {
-        kind: _walltime(min(MARGIN * each + START_SECONDS, longest))
+        kind: _walltime(min(math.ceil((MARGIN * each + START_SECONDS) / HOUR) * HOUR, longest))
         for kind, each in seconds.items()
     }
 
 
 def _walltime(seconds: float) -> str:
-    days, hours = divmod(math.ceil(seconds / HOUR), 24)
-    return f"{days}-{hours:02d}:00:00" if days else f"{hours:02d}:00:00"
+    minutes, second = divmod(int(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    return f"{days}-" * bool(days) + f"{hour:02d}:{minute:02d}:{second:02d}"

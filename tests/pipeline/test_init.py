@@ -8,6 +8,7 @@ import pty
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from parallel.families import architecture
+from pipeline.config.cluster import seconds_of
 from pipeline.config.described import model_of
 from pipeline.config.validate import load, load_cluster
 from pipeline.report.budget import LEAST_STEPS, steps_within, walltimes
@@ -358,7 +360,9 @@ def test_walltimes_have_a_margin_and_a_limit(priced: RunSettings) -> None:
     found = walltimes([expert, merge], longest=1e9)
     hours = -(-(1.5 * expert.duration + 1800) // 3600)
     assert found["grpo"] == f"{hours:02.0f}:00:00"
-    assert walltimes([expert, merge], longest=3600)["grpo"] == "01:00:00"
+    endless = replace(expert, steps=10**6)
+    for longest in ("01:00:00", "01:30:00", "00:00:59", "1-12:30:00"):  # sbatch refuses more
+        assert walltimes([endless], seconds_of(longest))["grpo"] == longest
     assert walltimes([expert], longest=1e9).keys() == {"grpo"}
 
 
