@@ -218,6 +218,18 @@ for _name, (_form, _first) in CORE.items():
     )
 
 
+class _LineDumper(_Dumper):
+    """A dumper that keeps text with line breaks on one line, in double quotes."""
+
+
+def _text_on_a_line(dumper: Any, text: str) -> Any:
+    style = '"' if "\n" in text else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style)
+
+
+_LineDumper.add_representer(str, _text_on_a_line)
+
+
 def compose(text: str) -> tuple[Node | None, int]:
     """Return the document's root, or None where it is empty, and the number of nodes.
 
@@ -244,6 +256,14 @@ def _composed_by(parser: Any) -> tuple[Node | None, int]:
 def dump(values: Any) -> str:
     """Return plain values as YAML that reads back unchanged."""
     return str(yaml.dump(values, Dumper=_Dumper, sort_keys=False, width=100))
+
+
+def dump_line(value: Any) -> str:
+    """Return a plain value as YAML on one line that reads back unchanged."""
+    text = str(
+        yaml.dump(value, Dumper=_LineDumper, default_flow_style=True, sort_keys=False, width=10**6)
+    )
+    return text.removesuffix("\n").removesuffix("\n...")
 
 
 def scalar(node: ScalarNode) -> Any:

@@ -14,8 +14,8 @@ from parallel.roofline.work import StepWorkload
 from parallel.settings import EngineSettings, LayoutSettings
 from parallel.slots import fits_nodes
 from pipeline.config.engine_rules import engine_rules
+from pipeline.config.yaml_core import dump_line
 from pipeline.report.gpu_memory import NodeGpus, stage_phases
-from pipeline.report.run_file import flow
 from pipeline.report.simulation import HOUR, Assumptions, without_sync, workload
 from pipeline.report.tables import Cell, table
 from pipeline.run.graph import Stage
@@ -62,7 +62,7 @@ class FoundLayout:
                 getattr(each, block).model_dump(mode="json") for each in (self.given, self.settings)
             )
             reset = [key for key in RESET[block] if after[key] != before[key]]
-            found += [f"{block}.{key}={flow(after[key])}" for key in (*keys, *reset)]
+            found += [f"{block}.{key}={dump_line(after[key])}" for key in (*keys, *reset)]
         return found
 
 

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from parallel.settings import LayoutSettings, ModelSettings
 from pipeline.config.read import CONFIGS
+from pipeline.config.yaml_core import dump_line
 
 PARENT = CONFIGS / "runs" / "_experts_merge.yaml"
 # Of a model's settings, what a run's file states of any model.
@@ -64,30 +63,34 @@ class NewRun:
     def text(self, directory: Path) -> str:
         """Return the YAML of a file in a directory; in the checkout its paths are relative."""
         lines = [f"# {each}" for each in self.head]
-        lines += [f"extends: {_path(PARENT, directory)}", f"name: {flow(self.name)}", ""]
+        lines += [
+            f"extends: {dump_line(_path(PARENT, directory))}",
+            f"name: {dump_line(self.name)}",
+            "",
+        ]
         lines += [*self._model(directory), "", "domains:"]
         for name, domain in self.domains.items():
-            lines.append(_aside(f"  {flow(name)}:", domain.about))
-            lines.append(f"    extends: {flow(_path(domain.base, directory))}")
-            lines += [f"    {key}: {flow(value)}" for key, value in domain.keys.items()]
+            lines.append(_aside(f"  {dump_line(name)}:", domain.about))
+            lines.append(f"    extends: {dump_line(_path(domain.base, directory))}")
+            lines += [f"    {key}: {dump_line(value)}" for key, value in domain.keys.items()]
         lines += ["", *(f"# {each}" for each in self.about_layout)]
         if self.layout is not None:
-            lines.append(f"layout: {flow(differing(self.layout))}")
+            lines.append(f"layout: {dump_line(differing(self.layout))}")
         if self.engine:
-            lines.append(f"engine: {flow(dict(self.engine))}")
+            lines.append(f"engine: {dump_line(dict(self.engine))}")
         lines += ["", *self._stages()]
         if self.problems is not None:
-            lines.append(f"evaluation: {flow({'problems': self.problems})}")
+            lines.append(f"evaluation: {dump_line({'problems': self.problems})}")
         return "\n".join(lines).rstrip() + "\n"
 
     def _model(self, directory: Path) -> list[str]:
         lines = ["model:"]
         if self.described is not None:
-            lines.append(f"  extends: {flow(_path(self.described, directory))}")
+            lines.append(f"  extends: {dump_line(_path(self.described, directory))}")
         else:
             sizes = self.model.model_dump(mode="json", exclude=PLACES | {"initialization"})
-            lines += [f"  {key}: {flow(value)}" for key, value in sizes.items() if value != {}]
-        weights = flow(str(self.weights))
+            lines += [f"  {key}: {dump_line(value)}" for key, value in sizes.items() if value != {}]
+        weights = dump_line(str(self.weights))
         return [*lines, f"  initial_weights: {weights}", f"  tokenizer: {weights}"]
 
     def _stages(self) -> list[str]:
@@ -97,11 +100,11 @@ class NewRun:
                 "# One domain has nothing to merge.",
                 "stages:",
                 "  merge: null",
-                f"  export: {flow({'from': f'experts.{domain}'})}",
+                f"  export: {dump_line({'from': f'experts.{domain}'})}",
             ]
         if not self.merge:
             return []
-        merge = [f"    {key}: {flow(value)}" for key, value in self.merge.items()]
+        merge = [f"    {key}: {dump_line(value)}" for key, value in self.merge.items()]
         return ["stages:", "  merge:", *merge]
 
 
@@ -119,13 +122,15 @@ def profile_text(
     To `fill_in` it has the keys that only the cluster's users know, as comments.
     """
     lines = [f"# {each}" for each in head.splitlines()]
-    lines.append(f"extends: {flow(_path(base, directory))}")
+    lines.append(f"extends: {dump_line(_path(base, directory))}")
     about = {"gpu_type": GPU_TYPE} if fill_in else {}
-    lines += [_aside(f"{key}: {flow(value)}", about.get(key, "")) for key, value in keys.items()]
+    lines += [
+        _aside(f"{key}: {dump_line(value)}", about.get(key, "")) for key, value in keys.items()
+    ]
     if fill_in:
         lines += ["", "# FILL IN what your cluster needs: remove the first #, write your value."]
         examples = TO_FILL_IN.items()
-        lines += [_aside(f"# {key}: {flow(value)}", what) for key, (value, what) in examples]
+        lines += [_aside(f"# {key}: {dump_line(value)}", what) for key, (value, what) in examples]
         lines.append("")
     if times:
         lines.append("kinds:")
@@ -137,12 +142,6 @@ def differing(layout: LayoutSettings) -> dict[str, Any]:
     """Return the keys of a layout that are not the default."""
     found = layout.model_dump(mode="json", exclude_defaults=True)
     return {"ranks": layout.ranks, **found}
-
-
-def flow(value: Any) -> str:
-    """Return a value as YAML on one line."""
-    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10**6)
-    return text.removesuffix("\n").removesuffix("\n...")
 
 
 def _path(path: Path, directory: Path) -> str:

@@ -13,6 +13,7 @@ import pytest
 from pipeline.config import rules
 from pipeline.config.read import ConfigError, Reader, plain
 from pipeline.config.validate import dump_resolved, load
+from pipeline.config.yaml_core import dump_line
 from tests.pipeline.test_bounds import within
 from tests.pipeline.violations import edited, errors
 
@@ -218,3 +219,20 @@ def test_rules_only_see_valid_settings(config: Path, monkeypatch: pytest.MonkeyP
 def test_a_long_value_or_key_is_shortened_in_the_message(config: Path) -> None:
     found = errors(config, "seed=" + "x" * 100_000, f"{'y' * 100_000}=1", "seed=" + "[1, " * 60)
     assert max(map(len, found)) < 1500
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("1e3", "08", "0o7", "12e4", "3e5", "0x1F", "1_000", ".inf", "1:30", "2026-01-01", "+.5"),
+        *("null", "~", "", "true", "No", "on", "y", "=", "<<", "-", "--", "---", "...", "- d"),
+        *("a: b", "a #b", "# c", "[e]", "{f}", "&g", "*h", "!i", "|", ">", "%j", "@k", "`l", "? m"),
+        *(" a", "a ", "a\nb", "a\tb", "'", '"', "\\n", "\x85", "\u2028", "\ufeff", "\x1b[m", "ü"),
+    ],
+)
+def test_text_on_one_line_reads_back_as_the_same_text(text: str) -> None:
+    value = [text, {"key": text, text or "empty": "value"}]
+    line = dump_line(value)
+    assert read(line) == value
+    assert "\n" not in line
+    assert read(dump_line(text)) == text
