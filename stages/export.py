@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import glob
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ from stages.data.tokenizer import load_tokenizer
 from stages.settings import StageJob
 
 PROBES, PROBE_TOKENS = 4, 8  # random prompts and responses per data-parallel rank, their length
+LOCK = "braid_export.lock"  # of an export's temporary directory, held by its main rank
 # Of the renaming of a directory to what is no empty directory: a full one, a file, a mount point.
 TAKEN = {errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EBUSY}
 
@@ -168,12 +171,47 @@ def remove_unfinished(job: StageJob) -> None:
 
 @contextmanager
 def beside(output: Path) -> Iterator[Path]:
-    """Yield, on every rank, a temporary directory beside `output`; remove it at the end."""
+    """Yield, on every rank, the main rank's `scratch` directory beside `output`."""
     if not is_main():
         yield broadcast(None)
         return
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as scratch:
-        unfinished = Path(scratch) / output.name
-        unfinished.mkdir()
+    with scratch(output) as unfinished:
         yield broadcast(unfinished)
+
+
+@contextmanager
+def scratch(output: Path) -> Iterator[Path]:
+    """Yield a temporary directory beside `output`; remove it at the end.
+
+    Those of killed exports to the same place are removed first.
+    """
+    output.parent.mkdir(parents=True, exist_ok=True)
+    remove_abandoned(output)
+    with (
+        tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as made,
+        locked(Path(made)),
+    ):
+        unfinished = Path(made) / output.name
+        unfinished.mkdir()
+        yield unfinished
+
+
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Hold the lock of a temporary directory, which the kernel releases when the process dies.
+
+    Where a file system has no locks, it is left unlocked, and stays after a kill.
+    """
+    with (directory / f"{LOCK}.new").open("wb") as file:
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+            Path(file.name).rename(directory / LOCK)  # so that nobody sees it unlocked
+        yield
+
+
+def remove_abandoned(output: Path) -> None:
+    """Remove the temporary directories beside `output` whose processes are dead."""
+    for lock in output.parent.glob(f".{glob.escape(output.name)}.*/{LOCK}"):
+        with suppress(OSError), lock.open("r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock.parent, ignore_errors=True)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from parallel.errors import UserError
-from stages.export import publish
+from stages.export import LOCK, publish, scratch
+from tests.runs import REPOSITORY
 
 
 @pytest.fixture
@@ -54,3 +57,28 @@ def test_a_stage_replaces_its_own_output(model: Path, tmp_path: Path) -> None:
     (output / "old.json").write_text("{}")
     publish(model, output, replaces=True)
     assert [path.name for path in output.iterdir()] == ["config.json"]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from stages.export import scratch
+with scratch(Path(sys.argv[1])) as unfinished:
+    (unfinished / "model.safetensors").write_bytes(bytes(9))
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_only_what_a_killed_export_to_the_same_place_left_is_removed(tmp_path: Path) -> None:
+    output = tmp_path / "model[1]"
+    mine = tmp_path / f".{output.name}.mine"
+    mine.mkdir()
+    for each in (output, tmp_path / "other"):
+        subprocess.run([sys.executable, "-c", KILLED, str(each)], cwd=REPOSITORY, check=False)
+    [left] = (lock.parent for lock in tmp_path.glob(f".model*/{LOCK}"))
+    [other] = tmp_path.glob(".other.*")
+    with scratch(output) as first, scratch(output) as second:
+        assert not left.exists()
+        assert first.is_dir()  # it still runs
+        assert second.is_dir()
+    assert sorted(tmp_path.iterdir()) == sorted([mine, other])
