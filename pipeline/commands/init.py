@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from parallel.errors import UserError
-from parallel.files import write_atomically
 from parallel.roofline.hardware import GIB, GPUS
 from pipeline.commands import common
 from pipeline.commands.common import JSON, Argument, command, print_json
@@ -27,6 +26,7 @@ from pipeline.commands.init_inputs import (
     profile_of,
     shipped_kinds,
     shipped_models,
+    write_files,
 )
 from pipeline.config.checkpoints import has_weights
 from pipeline.config.cluster import FORMS, WALLTIME, ClusterSettings, seconds_of
@@ -166,8 +166,8 @@ def init(arguments: Namespace) -> None:
     if write and asks and _line(f"write {_named(texts)}? [Y/n] ").lower() in ("n", "no"):
         say("nothing is written")
         return
-    for path, text in texts.items() if write else ():
-        write_atomically(path, text)
+    if write:
+        write_files(texts, arguments.force)
     say(f"{'wrote' if write else 'would write'} {_named(texts)}")
     if arguments.gpus and arguments.cluster is None:
         say(f"fill in your cluster's keys, commented out in {shown(files[1])}")

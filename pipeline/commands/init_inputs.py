@@ -7,12 +7,13 @@ import re
 import stat
 import tempfile
 from argparse import ArgumentTypeError, Namespace
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from parallel.errors import UserError, hint
 from parallel.families import architecture
+from parallel.files import naming, write_atomically
 from parallel.settings import ModelSettings
 from pipeline.config.checkpoints import ANY_VALUE, has_weights, weights_violation
 from pipeline.config.described import model_of
@@ -67,6 +68,34 @@ def check_output(files: Iterable[Path], force: bool) -> None:
             raise UserError(f"--output: cannot write in {where}: {error.strerror}") from error
         if path.exists() and not force:
             raise UserError(f"{shown(path)} exists already; choose another --output, or --force")
+
+
+def write_files(texts: Mapping[Path, str], force: bool) -> None:
+    """Write files, all or none; without `force` none of them may exist.
+
+    Raises:
+        UserError: a file was created since `check_output`.
+        OSError: a file cannot be written.
+    """
+    if force:
+        for path, text in texts.items():
+            write_atomically(path, text)
+        return
+    made = []
+    try:
+        for path, text in texts.items():
+            with naming(path), path.open("x", encoding="utf-8") as file:
+                made.append(path)
+                file.write(text)
+    except OSError as error:
+        for each in made:
+            each.unlink(missing_ok=True)
+        if not isinstance(error, FileExistsError):
+            raise
+        raise UserError(
+            f"{shown(path)} was created in the meantime, and nothing is written; run the command "
+            "again with another --output, or with --force"
+        ) from None
 
 
 def check_kept(option: str, given: Iterable[Path | None], files: Sequence[Path]) -> None:

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from parallel.errors import UserError
 from parallel.roofline.hardware import GIB, GPUS
+from pipeline.commands.init_inputs import write_files
 from pipeline.config.cluster import ClusterSettings
 from pipeline.config.validate import load, load_cluster
 from pipeline.report.capacity import MOST_RANKS
@@ -40,6 +42,25 @@ def test_only_a_regular_file_is_replaced(
     message = f"{path} is not a regular file; choose another --output\n"
     refused(braid, tmp_path, [*options, *ON_GPUS, "--force"], message)
     assert path.lstat() == before
+
+
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_a_file_that_appears_while_it_thinks_is_kept(kind: str, tmp_path: Path) -> None:
+    run, profile, theirs = (
+        tmp_path / name for name in ("mine.yaml", "mine.cluster.yaml", "theirs")
+    )
+    theirs.write_text("theirs")
+    profile.symlink_to(theirs) if kind == "link" else profile.write_text("theirs")
+    texts = {run: "run", profile: "profile"}
+    with pytest.raises(UserError, match="was created in the meantime, and nothing is written"):
+        write_files(texts, force=False)
+    assert (run.exists(), profile.read_text(), theirs.read_text()) == (False, "theirs", "theirs")
+    write_files(texts, force=True)
+    assert (run.read_text(), profile.read_text(), theirs.read_text()) == (
+        "run",
+        "profile",
+        "theirs",
+    )
 
 
 def test_a_directory_that_takes_no_file(braid: Braid, tmp_path: Path) -> None:
