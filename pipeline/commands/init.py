@@ -22,6 +22,7 @@ from pipeline.commands.init_inputs import (
     check_output,
     column_named,
     domain_named,
+    expanded,
     model_named,
     profile_of,
     shipped_kinds,
@@ -50,6 +51,7 @@ from pipeline.text import say, shown
 EXAMPLE = CONFIGS / "clusters" / "example.yaml"
 USABLE = 0.99  # of a data sheet's memory, as nvidia-smi shows it
 RANKS = 2  # on CPU cores
+PATHS = ("model", "cluster", "target")  # of the options that are asked for
 
 
 def _walltime(text: str) -> float:
@@ -130,7 +132,6 @@ def _walltime(text: str) -> float:
     Argument(
         "--ranks",
         type=common.positive,
-        default=RANKS,
         metavar="N",
         help="ranks of a run on CPU cores (default: 2)",
     ),
@@ -211,13 +212,19 @@ def _ask(arguments: Namespace) -> None:
         of_gpus = each.option in ("gpu", "budget")
         if getattr(arguments, each.option) is not None or (of_gpus and not arguments.gpus):
             continue
+        if each.option == "gpus" and arguments.ranks is not None:
+            continue
         if answer := _answer(each):
-            more = answer.split() if each.option == "domains" else [answer]
             flag = "--output" if each.option == "target" else f"--{each.option}"
+            # A shell would have replaced the ~ of an option; that of rows is replaced later.
+            whole = [str(expanded(answer, flag))] if each.option in PATHS else [answer]
+            more = answer.split() if each.option == "domains" else whole
             parsed = arguments.parser.parse_args([flag, *more])
             setattr(arguments, each.option, getattr(parsed, each.option))
-        if each.option == "model" and arguments.weights is None and not Path(answer).is_dir():
-            arguments.weights = Path(_answer(_Question("weights", "directory of its weights")))
+        by_name = any(answer == model.stem for model in shipped_models())
+        if each.option == "model" and arguments.weights is None and by_name:
+            weights = _answer(_Question("weights", "directory of its weights"))
+            arguments.weights = expanded(weights, "--weights")
 
 
 def _answer(question: _Question) -> str:
@@ -256,7 +263,7 @@ def _wanted(arguments: Namespace, profile: ClusterSettings | None) -> Wanted:
         described=described,
         weights=weights,
         domains=dict(map(domain_named, arguments.domains)),
-        ranks=gpus or arguments.ranks,
+        ranks=gpus or arguments.ranks or RANKS,
         gpus=Assumptions(sheet, per_node, FILLED, 1.0, kinds) if sheet else None,
         gpu=arguments.gpu or (profile and profile.gpu_type) or "",
         budget=arguments.budget,

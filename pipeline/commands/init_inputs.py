@@ -46,6 +46,11 @@ def check_given(arguments: Namespace) -> None:
             if getattr(arguments, name) is not None:
                 option = name.replace("_", "-")
                 raise UserError(f"--{option} needs --gpus N, the number of GPUs")
+    elif arguments.ranks is not None:
+        raise UserError(
+            f"--ranks {arguments.ranks}: these are of a run on CPU cores; --gpus {arguments.gpus} "
+            "has a rank on each GPU"
+        )
     else:
         check_searched("--gpus", arguments.gpus)
 
@@ -114,15 +119,21 @@ def model_named(
     A `dry_run` needs no weights: those that are there are checked.
 
     Raises:
-        UserError: there is no such model, or the directory is no checkpoint of it.
+        UserError: there is no such model, the directory is no checkpoint of it, or a directory has
+            further weights.
     """
     named = next((each for each in shipped_models() if each.stem == given), None)
     if named is None:
-        weights = _expanded(given, f"--model {given}")
-        if not weights.is_dir() and "/" not in given:
+        directory = expanded(given, f"--model {given}")
+        if not directory.is_dir() and "/" not in given:
             names = [each.stem for each in shipped_models()]
             raise UserError(f"--model {given}: no such directory, and none of {', '.join(names)}")
-        model = model_of(weights)
+        if weights is not None:
+            raise UserError(
+                f"--weights {shown(weights)}: is for a model by name; --model {given} is a "
+                "directory, with weights of its own"
+            )
+        weights, model = directory, model_of(directory)
         alike = (each for each in shipped_models() if _sizes(_shipped(each)) == _sizes(model))
         named = next(alike, None)
     elif weights is None and not dry_run:
@@ -179,7 +190,7 @@ def column_named(text: str) -> tuple[str, str]:
     return key, column
 
 
-def _expanded(path: str, option: str) -> Path:
+def expanded(path: str, option: str) -> Path:
     """Return a path with the home directory for `~`; raise UserError where there is none."""
     try:
         return Path(path).expanduser()
@@ -193,7 +204,7 @@ def domain_named(given: str) -> tuple[str, tuple[Path, Path | None]]:
     name, _, kind = name.partition(":")
     if not equals or not rows:
         raise UserError(f"--domains {given}: write NAME=ROWS, such as math=/data/math.jsonl")
-    path = _expanded(rows, f"--domains {given}")
+    path = expanded(rows, f"--domains {given}")
     if not path.exists():
         raise UserError(f"--domains {given}: no such file: {shown(path)}")
     if path.suffix in (".yaml", ".yml"):

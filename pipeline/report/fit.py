@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -64,15 +65,22 @@ def fitted(settings: RunSettings, gpus: int, assumed: Assumptions) -> FittedRun 
 
 
 def gpus_that_fit(settings: RunSettings, gpus: int, assumed: Assumptions) -> int | None:
-    """Return the first doubling of the GPUs that has a layout; None where MOST_RANKS has none."""
+    """Return the first doubling of the GPUs that has a layout; None where MOST_RANKS has none.
+
+    More than a node has are made a multiple of them.
+    """
     stages = compile_graph(settings)
     *_, most = _changes(stages, settings)
     smallest = changed_settings(settings, most)
-    while (gpus := gpus * 2) <= MOST_RANKS:
+    while (gpus := _whole_nodes(gpus * 2, assumed.per_node)) <= MOST_RANKS:
         held = _holds(settings.model, gpus, assumed)
         if held and best_layouts(stages, smallest, gpus, assumed, 1):
             return gpus
     return None
+
+
+def _whole_nodes(gpus: int, per_node: int) -> int:
+    return gpus if gpus <= per_node else math.ceil(gpus / per_node) * per_node
 
 
 def _holds(model: ModelSettings, gpus: int, assumed: Assumptions) -> bool:

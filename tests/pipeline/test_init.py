@@ -227,11 +227,19 @@ def test_a_model_too_large_for_cpu_cores(braid: Braid, tmp_path: Path) -> None:
     refused(braid, tmp_path, options, "30.5 billion parameters, too many to train on CPU cores")
 
 
-def test_too_few_gpus_for_the_model(braid: Braid, tmp_path: Path) -> None:
-    options = given(tmp_path, "glm-4.5-air", ("math",))
+@pytest.mark.parametrize(
+    ("model", "gpus", "per_node", "enough"),
+    [("glm-4.5-air", 8, 8, 16), ("qwen3-30b-a3b", 1, 3, 6)],
+)
+def test_too_few_gpus_for_the_model(
+    model: str, gpus: int, per_node: int, enough: int, braid: Braid, tmp_path: Path
+) -> None:
+    options = given(tmp_path, model, ("math",))
+    on = ("--gpus", gpus, "--gpu", "h100", "--gpus-per-node", per_node)
     refused(
-        *(braid, tmp_path, [*options, "--gpus", "8", "--gpu", "h100"]),
-        "no layout of 8 h100 fits the model into their memory; 16 would; use --gpus 16",
+        *(braid, tmp_path, [*options, *on]),
+        f"no layout of {gpus} h100 fits the model into their memory; {enough} would; use --gpus "
+        f"{enough}",
     )
 
 
@@ -267,10 +275,16 @@ def test_a_run_is_written_without_torch(tmp_path: Path) -> None:
 def test_on_a_terminal_it_asks(tmp_path: Path) -> None:
     options = given(tmp_path, "tiny", ("math",))
     answers = [options[1], options[3], "", "", options[5], "y"]
+    answers = [each.replace(str(tmp_path), "~") for each in answers]
     mine, theirs = pty.openpty()
     command = [sys.executable, "-m", "pipeline.cli", "init"]
     with subprocess.Popen(
-        command, cwd=REPOSITORY, stdin=theirs, stdout=subprocess.PIPE, text=True
+        command,
+        cwd=REPOSITORY,
+        env={**os.environ, "HOME": str(tmp_path)},
+        stdin=theirs,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as child:
         os.write(mine, "".join(f"{each}\n" for each in answers).encode())
         out, _ = child.communicate(timeout=120)

@@ -77,6 +77,8 @@ def test_a_directory_that_takes_no_file(braid: Braid, tmp_path: Path) -> None:
         (("--gpus", "8", "--gpu", "h10"), "no GPU h10 is known"),
         (("--cluster", "mine.cluster.yaml"), "this run's profile would replace it"),
         (("--budget", "5"), "--budget needs --gpus N"),
+        (("--ranks", "2", *ON_GPUS), "--ranks 2: these are of a run on CPU cores; --gpus 32 has a"),
+        (("--weights", "model"), "--weights model: is for a model by name; --model "),
         (("--domains", "maths=model"), 'no domain maths that reads rows; did you mean "math"?'),
         (("--domains", "math"), "write NAME=ROWS"),
         (("--domains", "math=model", "math:json=model"), "math named twice"),
