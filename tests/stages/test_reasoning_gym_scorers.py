@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ from contextlib import closing
 from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,7 +26,8 @@ from stages.data.reasoning_gym_options import HASHED, REFUSED, RegisteredDataset
 from stages.data.scorer_source import SCORER, evaluations
 from stages.data.settings import ReasoningGymPromptSettings
 from stages.data.tokenizer import CHAT_TEMPLATE, CharacterTokenizer
-from stages.rewards.kinds.reasoning_gym import ReasoningGymReward, exact
+from stages.data.whole_answers import MEANINGLESS, SEARCHING
+from stages.rewards.kinds.reasoning_gym import CORRECT, ReasoningGymReward, exact
 from stages.rewards.pool import RewardPool
 from stages.rewards.reward import Response, RewardPoolSettings
 
@@ -215,6 +218,45 @@ def test_problems_that_are_drawn_one_by_one_differ(dataset: str) -> None:
 
 def test_nan_is_no_answer_where_numbers_are_compared() -> None:
     assert exact(problem_of("complex_arithmetic"), tagged("nan", "")) == 0.0
+
+
+@pytest.mark.parametrize("dataset", sorted(SEARCHING | MEANINGLESS))
+def test_text_beside_the_right_answer_and_other_text_are_not_right(dataset: str) -> None:
+    for index in range(5):
+        problem = problem_of(dataset, index)
+        right = problem.answer
+        assert exact(problem, tagged(right, "so")) == 1.0
+        others = (f"{right}zzzz", f"zzzz{right}", f"{right} zz", f"zz {right}", "I do not know")
+        for wrong in {*others, "0", right[:1]} - {right}:
+            assert exact(problem, tagged(wrong, "")) == 0.0, wrong
+
+
+def test_the_right_answer_of_another_form_stays_right() -> None:
+    fraction = problem_of("fraction_simplification")
+    above, below = re.findall(r"\d+", fraction.answer)
+    for text in (f"{above}/{below}", f"$\\frac{{{above}}}{{{below}}}$", f" {above} / {below} "):
+        assert exact(fraction, tagged(text, "")) == 1.0, text
+    flips = problem_of("coin_flip")
+    rational = flips.fields["entry"]["metadata"]["rational"]
+    text = f"{rational['numerator']}/{rational['denominator']}"
+    assert exact(flips, tagged(text, "")) == 1.0
+    assert score(flips, flips.answer[:3]) == 0.0
+    people = problem_of("knights_knaves")
+    last, first = people.answer.rstrip(".").split(", and ")[::-1]
+    assert exact(people, tagged(f"{last} and {first}", "")) == 1.0
+    duration = problem_of("time_intervals")
+    off = duration.answer[:-1] + str((int(duration.answer[-1]) + 1) % 10)
+    assert exact(duration, tagged(off, "")) == 0.0
+
+
+def test_no_letters_may_follow_a_word_of_the_quickstart() -> None:
+    config: dict[str, Any] = {"min_word_len": 3, "max_word_len": 10}
+    prompts = ReasoningGymPromptSettings(dataset="spell_backward", config=config)
+    source = ReasoningGymSource(prompts, TOKENIZER, "words", 7)
+    for problem in map(source.problem, range(50)):
+        assert exact(problem, f"<>{problem.answer}") == 1.0
+        assert exact(problem, f"<>{problem.answer}zzzz") == 0.0
+        assert 0 < score(problem, f"{problem.answer}zzzz") < CORRECT
 
 
 def test_the_options_of_a_domain_are_the_scorers_too() -> None:
