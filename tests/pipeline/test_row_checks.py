@@ -72,7 +72,7 @@ CASES = [
          "kwargs": [{"letter": "a", "let_frequency": 1}]},
         {"instruction_id_list": ["keywords:letter_frequency"],
          "kwargs": [{"letter": 5, "let_frequency": 1}]},
-        "keywords:letter_frequency does not take {'letter': 5, 'let_frequency': 1}: ",
+        "keywords:letter_frequency: letter must be text, not 5",
     ),
 ]  # fmt: skip
 

@@ -8,6 +8,7 @@ digits, and the pieces between `.`, `!` and `?`.
 from __future__ import annotations
 
 import json
+import math
 import operator
 import re
 from collections.abc import Callable, Mapping
@@ -25,6 +26,17 @@ RELATIONS: dict[str, Callable[[int, int], bool]] = {
     "less than": operator.lt,
     "at most": operator.le,
     "exactly": operator.eq,
+}
+# Arguments with their least values.
+NUMBERS = {
+    **dict.fromkeys(("num_paragraphs", "nth_paragraph"), 1),
+    **dict.fromkeys(("frequency", "let_frequency", "capital_frequency", "num_words"), 0),
+    **dict.fromkeys(("num_sentences", "num_placeholders", "num_bullets", "num_highlights"), 0),
+    "num_sections": 0,
+}
+TEXTS = {
+    *("keyword", "letter", "first_word", "postscript_marker", "section_spliter"),
+    *("prompt_to_repeat", "start_phrase", "end_phrase"),
 }
 WORD = re.compile(r"\w+(?:['\u2019-]\w+)*")
 CONSTRAINED = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
@@ -90,11 +102,37 @@ def _constraints(row: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 
 def _kept(name: str, text: str, arguments: dict[str, Any]) -> bool:
     # A Parquet row gives each instruction the arguments of all, null where they do not apply.
-    stated = {key: value for key, value in arguments.items() if value is not None}
+    stated = {key: _whole(value) for key, value in arguments.items() if value is not None}
+    for key, value in stated.items():
+        if wanted := _wanted(key, value):
+            raise RewardError(f"{name}: {key} must be {wanted}, not {value!r}")
+    if stated.get("nth_paragraph", 1) > stated.get("num_paragraphs", math.inf):
+        raise RewardError(f"{name} does not take {stated!r}: no such paragraph")
     try:
         return CHECKS[name](text, **stated)
     except (AttributeError, TypeError, KeyError, ValueError) as error:
         raise RewardError(f"{name} does not take {stated!r}: {error}") from error
+
+
+def _whole(value: Any) -> Any:
+    """Return a whole number as an integer: a table with nulls has it as a float."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _wanted(key: str, value: Any) -> str:
+    """Return what an argument of an instruction must be; "" where `value` is that."""
+    if key in ("keywords", "forbidden_words"):
+        fits = isinstance(value, list) and bool(value) and all(map(_is_text, value))
+        return "" if fits else "a list of words"
+    if key in NUMBERS:
+        least = NUMBERS[key]
+        fits = isinstance(value, int) and not isinstance(value, bool) and value >= least
+        return "" if fits else f"a whole number of at least {least}"
+    return "" if key not in TEXTS or _is_text(value) else "text"
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
 
 
 def _count_of(phrase: str, text: str) -> int:
