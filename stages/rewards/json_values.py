@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from functools import cache
 from typing import Any, NoReturn
 
 from stages.rewards.reward import RewardError
 
+# Of jsonschema's validator classes, by what a schema may state as its $schema.
+DRAFTS = {
+    "draft-03": "Draft3Validator",
+    "draft-04": "Draft4Validator",
+    "draft-06": "Draft6Validator",
+    "draft-07": "Draft7Validator",
+    "draft/2019-09": "Draft201909Validator",
+    "draft/2020-12": "Draft202012Validator",
+}
+STATED = re.compile(r"https?://json-schema\.org/(?P<draft>.+)/schema#?")
 DEEPEST = 50  # nested lists and objects of an answer that can be valid
 
 
@@ -60,13 +71,31 @@ def is_deep(value: Any) -> bool:
     return bool(level)
 
 
+def draft_of(schema: Any) -> str:
+    """Return the name of the validator class of a schema's draft, 2020-12 where it states none.
+
+    Raises RewardError where it states another. Imports no library.
+    """
+    stated = schema.get("$schema") if isinstance(schema, dict) else None
+    if stated is None:
+        return DRAFTS["draft/2020-12"]
+    found = STATED.fullmatch(stated) if isinstance(stated, str) else None
+    if found is None or found["draft"] not in DRAFTS:
+        known = ", ".join(DRAFTS)
+        raise RewardError(
+            f"not a JSON schema: unknown $schema {stated!r}; known are"
+            f" http://json-schema.org/DRAFT/schema with DRAFT of {known}"
+        )
+    return DRAFTS[found["draft"]]
+
+
 def check_schema(schema: Any) -> None:
-    """Raise RewardError where `schema` is no JSON schema."""
-    from jsonschema import Draft202012Validator
+    """Raise RewardError where `schema` is no JSON schema of the draft that it states."""
     from jsonschema.exceptions import SchemaError
 
+    validator = _validator(draft_of(schema))
     try:
-        Draft202012Validator.check_schema(schema)
+        validator.check_schema(schema)
     except SchemaError as error:
         raise RewardError(f"not a JSON schema: {error.message} at {error.json_path}") from error
     except RecursionError as error:
@@ -85,8 +114,9 @@ def schema_violation(value: Any, schema: Any) -> str:
     from referencing import Registry
     from referencing.exceptions import Unresolvable
 
+    validator = _validator(draft_of(schema))
     try:
-        first = next(_validator()(schema, registry=Registry()).iter_errors(value), None)
+        first = next(validator(schema, registry=Registry()).iter_errors(value), None)
         return "" if first is None else f"{first.json_path}: {first.message}"
     except Unresolvable as error:
         raise RewardError(f"the schema cannot be used: {error}") from error
@@ -101,12 +131,12 @@ def schema_violation(value: Any, schema: Any) -> str:
 
 
 @cache
-def _validator() -> Any:
+def _validator(name: str) -> Any:
     """Return jsonschema's class, except that equal elements are found in one pass.
 
     It compares objects pair by pair, which takes seconds for 3,000 of them.
     """
-    from jsonschema import Draft202012Validator
+    import jsonschema
     from jsonschema.exceptions import ValidationError
     from jsonschema.validators import extend
 
@@ -114,7 +144,7 @@ def _validator() -> Any:
         if wanted and isinstance(value, list) and len({*map(canonical, value)}) < len(value):
             yield ValidationError(f"{value!r} has non-unique elements")
 
-    return extend(Draft202012Validator, {"uniqueItems": unique})
+    return extend(getattr(jsonschema, name), {"uniqueItems": unique})
 
 
 def _refuse(constant: str) -> NoReturn:

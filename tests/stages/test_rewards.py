@@ -189,6 +189,39 @@ def test_unusual_json_is_scored() -> None:
         violation("1", {"$ref": "#"})
 
 
+@pytest.mark.parametrize(
+    ("draft", "schema", "text", "right"),
+    [
+        ("draft-04", {"maximum": 3, "exclusiveMaximum": True}, "3", 0),
+        ("draft-04", {"maximum": 3, "exclusiveMaximum": True}, "2", 1),
+        ("draft-07", {"items": [{"type": "string"}, {"type": "string"}]}, '["x", 1]', 0),
+        ("draft-07", {"items": [{"type": "string"}, {"type": "string"}]}, '["x", "y", 1]', 1),
+        ("draft-07", {"dependencies": {"a": ["b"]}}, '{"a": 1}', 0),
+        ("draft-07", {"uniqueItems": True}, "[1, 1.0]", 0),
+        ("draft/2019-09", {"items": [{"type": "string"}]}, "[1]", 0),
+        ("draft/2020-12", {"prefixItems": [{"type": "string"}]}, "[1]", 0),
+    ],
+)
+def test_a_schema_is_of_the_draft_that_it_states(
+    draft: str, schema: dict[str, Any], text: str, right: int
+) -> None:
+    for stated in (
+        f"http://json-schema.org/{draft}/schema#",
+        f"https://json-schema.org/{draft}/schema",
+    ):
+        asked = problem(schema={"$schema": stated, **schema})
+        assert score(reward("json_schema"), text, asked) == right, stated
+
+
+@pytest.mark.parametrize("stated", ["draft-07", "http://json-schema.org/draft-99/schema#", 7])
+def test_an_unknown_draft_is_an_error_of_the_row(stated: object) -> None:
+    schema = {"$schema": stated}
+    why = f"not a JSON schema: unknown $schema {stated!r}; known are"
+    assert why in str(settings("json_schema").row_violation({"schema": schema}, ""))
+    tools = {"tools": [{"name": "now", "parameters": schema}], "calls": []}
+    assert f"tool now: {why}" in str(settings("tool_call").row_violation(tools, ""))
+
+
 def test_an_invalid_schema_is_an_error() -> None:
     with pytest.raises(RewardError, match="has no field 'schema'"):
         score(reward("json_schema"), "{}")

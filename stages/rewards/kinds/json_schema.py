@@ -11,6 +11,7 @@ from pydantic import Field
 from stages.data.problem import Problem
 from stages.rewards.json_values import (
     check_schema,
+    draft_of,
     field_value,
     parsed,
     schema_violation,
@@ -28,7 +29,10 @@ from stages.rewards.reward import (
 
 
 class JSONSchemaReward(RewardBase):
-    """1 where the response is JSON that is valid against a schema, else 0."""
+    """1 where the response is JSON that is valid against a schema, else 0.
+
+    A schema is of the draft that its `$schema` states, and of 2020-12 without one.
+    """
 
     kind: Literal["json_schema"] = "json_schema"
     schema_field: str = Field(default="schema", description="field of the problem with its schema")
@@ -38,7 +42,7 @@ class JSONSchemaReward(RewardBase):
 
     def row_violation(self, row: Mapping[str, Any], answer: str) -> str | None:
         try:
-            self.schema_of(row)
+            draft_of(self.schema_of(row))
         except RewardError as error:
             return str(error)
         return None

@@ -9,7 +9,7 @@ import json
 import re
 import reprlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ from stages.rewards.json_values import (
     DEEPEST,
     canonical,
     check_schema,
+    draft_of,
     field_value,
     is_deep,
     parsed,
@@ -66,6 +67,8 @@ class ToolCallReward(RewardBase):
     def row_violation(self, row: Mapping[str, Any], answer: str) -> str | None:
         try:
             tools = tools_of(row, self.tools_field)
+            for name, schema in tools.items():
+                _check(name, draft_of, schema)
             for call in self.expected(row) or []:
                 if call["name"] not in tools:
                     raise RewardError(f"the expected call of {call['name']!r} has no such tool")
@@ -78,12 +81,9 @@ class ToolCallReward(RewardBase):
         if (why := self.row_violation(problem.fields, problem.answer)) is not None:
             return why
         tools = tools_of(problem.fields, self.tools_field)
-        for name, schema in tools.items():
-            try:
-                check_schema(schema)
-            except RewardError as error:
-                return f"tool {name}: {error}"
         try:
+            for name, schema in tools.items():
+                _check(name, check_schema, schema)
             wrong = calls_violation(self.expected(problem.fields) or [], tools)
         except RewardError as error:
             return str(error)
@@ -167,6 +167,14 @@ def tools_of(row: Mapping[str, Any], field: str) -> dict[str, Any]:
             raise RewardError(f"field {field!r} has {what}")
         found[name] = field_value(schema or {})
     return found
+
+
+def _check(name: str, check: Callable[[Any], object], schema: Any) -> None:
+    """Raise a RewardError of `check` with the name of the tool whose schema it is."""
+    try:
+        check(schema)
+    except RewardError as error:
+        raise RewardError(f"tool {name}: {error}") from error
 
 
 def read_calls(text: str, form: str) -> list[Call] | str:
