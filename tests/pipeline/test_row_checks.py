@@ -33,7 +33,7 @@ CASES = [
         "{kind: tool_call}",
         TOOLS,
         {**TOOLS, "tools": [{"name": "a", "parameters": "[" * 5000}]},
-        "JSON nested too deeply",
+        "field 'tools': parameters of 'a': JSON nested too deeply",
     ),
     (
         "{kind: instruction}",

@@ -182,7 +182,20 @@ def test_thoughts_may_be_required_or_forbidden(
         (problem((DEEP,)), "field 'calls' has arguments nested more than 50 deep"),
         (problem(tools="[" * 5000), "JSON nested too deeply"),
         (problem(tools=[DEEP["arguments"]]), "field 'tools' has a tool without a name"),
-        (problem(tools=[{"name": "now", "parameters": "[" * 5000}]), "JSON nested too deeply"),
+        (
+            problem(tools=[{"name": "now", "parameters": "[" * 5000}]),
+            "field 'tools': parameters of 'now': JSON nested too deeply",
+        ),
+        (
+            problem(tools=[{"name": "now", "parameters": "{"}]),
+            "field 'tools': parameters of 'now': Expecting property name",
+        ),
+        (problem(tools=[*TOOLS, {"name": "now"}]), "field 'tools' has two tools of the name 'now'"),
+        (
+            problem(({"function": {"name": "now", "arguments": "{"}},)),
+            "field 'calls': arguments of 'now': Expecting property name",
+        ),
+        (problem(({"function": {"name": "now"}},)), "field 'calls' must be a list of calls"),
     ],
 )
 def test_a_row_that_cannot_be_scored_is_found_without_a_library(asked: Problem, why: str) -> None:
@@ -210,6 +223,17 @@ def test_fields_may_be_json_text() -> None:
     assert ToolCallReward().problem_violation(asked) is None
     other = Problem("agents", 0, "?", "", {"functions": TOOLS, "calls": [CALL]})
     assert score(tagged(CALL), other, tools_field="functions")[0] == 1.0
+
+
+def test_expected_calls_may_be_nested_as_openai_has_them() -> None:
+    own = {"name": "weather", "arguments": json.dumps(CALL["arguments"])}
+    for function in (own, CALL):
+        asked = problem(({"id": "call_1", "type": "function", "function": function},))
+        assert score(tagged(CALL), asked) == (1.0, "")
+        assert ToolCallReward().problem_violation(asked) is None
+        assert ToolCallReward().reference_response(asked) == (
+            f"<tool_call>\n{json.dumps(CALL)}\n</tool_call>"
+        )
 
 
 def test_the_shipped_domain_scores_the_expected_calls_best(

@@ -53,7 +53,8 @@ class ToolCallReward(RewardBase):
     )
     calls_field: str | None = Field(
         default="calls",
-        description="field with the expected calls, a list or JSON text; null: any valid call",
+        description="field with the expected calls, also as OpenAI's API nests them; a list, or"
+        " JSON text; null: any valid call",
     )
     form: Literal["tagged", "json"] = Field(
         default="tagged",
@@ -110,6 +111,8 @@ class ToolCallReward(RewardBase):
         if row.get(field) is None:
             raise RewardError(f"the problem has no field {field!r}; calls_field: null wants none")
         calls = field_value(row[field])
+        if isinstance(calls, list):
+            calls = [_unnested(each, field) for each in calls]
         if not isinstance(calls, list) or not all(map(_is_call, calls)):
             raise RewardError(f"field {field!r} must be a list of calls: name and arguments")
         if any(is_deep(each["arguments"]) for each in calls):
@@ -165,7 +168,12 @@ def tools_of(row: Mapping[str, Any], field: str) -> dict[str, Any]:
         if not isinstance(name, str) or not isinstance(schema, dict | str | None):
             what = f"a tool without a name or a schema: {reprlib.repr(each)}"
             raise RewardError(f"field {field!r} has {what}")
-        found[name] = field_value(schema or {})
+        if name in found:
+            raise RewardError(f"field {field!r} has two tools of the name {name!r}")
+        try:
+            found[name] = field_value(schema or {})
+        except RewardError as error:
+            raise RewardError(f"field {field!r}: parameters of {name!r}: {error}") from error
     return found
 
 
@@ -220,6 +228,16 @@ def calls_violation(calls: list[Call], tools: Mapping[str, Any]) -> str:
         if wrong := schema_violation(call["arguments"], tools[name]):
             return f"{name}: {wrong}"
     return ""
+
+
+def _unnested(call: Any, field: str) -> Any:
+    """Return an expected call without OpenAI's nesting, in which arguments are JSON text."""
+    if not isinstance(call, dict) or not isinstance(own := call.get("function"), dict):
+        return call
+    try:
+        return {**own, "arguments": field_value(own.get("arguments"))}
+    except RewardError as error:
+        raise RewardError(f"field {field!r}: arguments of {own.get('name')!r}: {error}") from error
 
 
 def _is_call(value: Any) -> bool:
