@@ -13,10 +13,12 @@ from typing import Any
 
 from stages.data.problem import ASSISTANT, Message, content_key
 
+ARRAY = "a JSON array; write one object a line"
 Row = dict[str, Any]
 Turns = str | list[Message]  # a text, or chat messages
 Conversation = tuple[str, str] | list[Message]  # a prompt's text and a response's, or chat messages
 
+GZIP = b"\x1f\x8b"  # what a compressed file begins with
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # as escaped in JSON
 
 
@@ -147,11 +149,17 @@ def parsed_line(line: bytes) -> Row | RowError:
     except UnicodeEncodeError:
         return RowError("half of a surrogate pair, which is not text")
     except UnicodeDecodeError as error:
+        if line.startswith(GZIP):
+            return RowError("is compressed (gzip); unpack the file")
         return RowError(f"not UTF-8: {error}")
     except json.JSONDecodeError as error:
+        if error.doc.lstrip().startswith("[") and not error.doc[error.pos :].strip():
+            return RowError(ARRAY)  # which goes on in the next lines
         return RowError(f"not valid JSON: {error.msg} at column {error.colno}")
     except ValueError:
         return RowError("a whole number has too many digits")
     except RecursionError:
         return RowError("nested too deeply")
+    if isinstance(row, list):
+        return RowError(ARRAY)
     return row if isinstance(row, dict) else RowError("not a JSON object")

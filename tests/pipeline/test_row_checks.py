@@ -131,7 +131,7 @@ def test_rows_of_all_files_are_checked_up_to_a_number(tmp_path: Path) -> None:
     assert row_report(source).checked == MOST_ROWS
     assert row_report(source).unusable == []
     [bad] = row_report(source, most=MOST_ROWS + 1).unusable
-    assert bad == f"{tmp_path}/b.jsonl:3: not a JSON object"
+    assert bad == f"{tmp_path}/b.jsonl:3: a JSON array; write one object a line"
 
 
 def test_rows_are_checked_up_to_a_number_of_bytes(tmp_path: Path) -> None:

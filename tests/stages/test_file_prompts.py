@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import tracemalloc
@@ -191,7 +192,11 @@ BAD_LINES = [
     (f'{{"prompt": "1", "answer": {"1" * 5000}}}', "a whole number has too many digits"),
     ("[" * 100_000, "nested too deeply"),
     ('{"prompt": "1+1=", "answer"}', "not valid JSON: Expecting ':' delimiter at column 28"),
-    ("[1]", "not a JSON object"),
+    ("1", "not a JSON object"),
+    ('[{"prompt": "1+1=", "answer": 2}]', "a JSON array; write one object a line"),
+    ("[", "a JSON array; write one object a line"),
+    ('[{"prompt": "1+1="},', "a JSON array; write one object a line"),
+    ("[1, x]", "not valid JSON: Expecting value at column 5"),
     ('{"question": "1+1="}', "no column 'prompt'; columns: 'question'"),
     ('{"prompt": "1+1="}', "no column 'answer'; columns: 'prompt'"),
     ('{"prompt": "1+1=", "answer": NaN}', "'answer' is neither text nor a finite number"),
@@ -250,6 +255,13 @@ def test_null_keys_of_messages_are_as_if_missing() -> None:
     """Parquet cannot omit a key of one message that another one has."""
     user = {"role": "user", "content": "1+1="}
     assert messages_of({"chat": [{**user, "name": None}]}, "chat") == [user]
+
+
+def test_a_compressed_file_is_named_so(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"prompt": "1+1=", "answer": 2}\n'))
+    with pytest.raises(DomainError, match=r"gz:1: is compressed \(gzip\); unpack the file"):
+        stream(jsonl(path))
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-32", "latin-1"])
