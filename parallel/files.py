@@ -25,6 +25,7 @@ RESTART_REQUEST = "restart"
 # Maps each tensor of a Hugging Face checkpoint to its file, where there are several.
 WEIGHTS_INDEX = "model.safetensors.index.json"
 HUGGING_FACE = "config.json"  # of a Hugging Face checkpoint
+GENERATION = "generation_config.json"  # of one too: sampling's defaults, and further end tokens
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", HUGGING_FACE)
 # `braid status` digests every data file of a run: size, head and tail of files over WHOLE_BYTES.
 WHOLE_BYTES, END_BYTES = 1 << 20, 1 << 16

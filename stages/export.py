@@ -20,6 +20,7 @@ from parallel.batch import RankPlace, Responses, split
 from parallel.checkpoint import load
 from parallel.distributed import barrier, broadcast, is_main, max_over_ranks
 from parallel.errors import UserError
+from parallel.files import GENERATION
 from parallel.hugging_face.config import expected_tensors, hugging_face_config
 from parallel.hugging_face.files import WeightFiles, WeightsError
 from parallel.hugging_face.multi_token import MultiTokenTensors
@@ -94,8 +95,10 @@ def complete(
 ) -> None:
     """Add configuration and tokenizer to written weights.
 
-    The configuration counts the layers of the MTP tensors that were `kept`, else vLLM would refuse
-    the checkpoint: it takes them for layers of the model.
+    `generation_config.json` is that of `model.initial_weights`, if it has one: vLLM reads
+    sampling's defaults and further end tokens there. The configuration counts the layers of the MTP
+    tensors that were `kept`, else vLLM would refuse the checkpoint: it takes them for layers of the
+    model.
     """
     tokenizer = load_tokenizer(settings)
     config = hugging_face_config(settings)
@@ -109,6 +112,9 @@ def complete(
         config.quantization_config = quantization
     config.save_pretrained(unfinished)
     tokenizer.save(unfinished)
+    start = settings.initial_weights
+    if start is not None and (start / GENERATION).is_file():
+        shutil.copyfile(start / GENERATION, unfinished / GENERATION)
 
 
 def publish(unfinished: Path, output: Path, *, replaces: bool) -> None:

@@ -172,7 +172,8 @@ def init(arguments: Namespace) -> None:
     say(f"{'wrote' if write else 'would write'} {_named(texts)}")
     if arguments.gpus and arguments.cluster is None:
         say(f"fill in your cluster's keys, commented out in {shown(files[1])}")
-    say("continue with:", *(f"  {each}" for each in commands))
+    then = "continue with:" if write else "after the same command without --dry-run, continue with:"
+    say(then, *(f"  {each}" for each in commands))
     if arguments.gpus and arguments.cluster is None:
         say(f"or, where this machine has the GPUs: braid run {shlex.quote(shown(output))}")
     if arguments.json:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from parallel.errors import UserError
-from parallel.files import HUGGING_FACE, WEIGHTS, Checkpoint, files_digest, sha256
+from parallel.files import GENERATION, HUGGING_FACE, WEIGHTS, Checkpoint, files_digest, sha256
 from parallel.settings import CHARACTERS
 from pipeline.config.modules import module_files
 from pipeline.config.read import Key
@@ -254,7 +254,7 @@ def _copy_model(path: Path, found: Checkpoint, target: Path) -> None:
     elif found.files or not (path / HUGGING_FACE).is_file():
         shutil.copytree(found.path, target / "checkpoints" / found.path.name)
     else:
-        names = [*WEIGHTS, *TOKENIZER_FILES, "generation_config.json"]
+        names = [*WEIGHTS, *TOKENIZER_FILES, GENERATION]
         for file in sorted({file for name in names for file in path.glob(name)}):
             _copy(file, target / file.relative_to(path))
 

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from parallel.errors import UserError
-from stages.export import LOCK, publish, scratch
+from parallel.hugging_face.multi_token import MultiTokenTensors
+from stages.export import LOCK, complete, publish, scratch
+from tests.pipeline.checkpoint_headers import SMALL
 from tests.runs import REPOSITORY
 
 
@@ -19,6 +21,18 @@ def model(tmp_path: Path) -> Path:
     (tmp_path / "scratch").mkdir()
     (tmp_path / "scratch" / "config.json").write_text("{}")
     return tmp_path / "scratch"
+
+
+def test_defaults_of_generation_are_those_of_the_start(tmp_path: Path) -> None:
+    start, exported = tmp_path / "start", tmp_path / "exported"
+    start.mkdir()
+    exported.mkdir()
+    none_kept = MultiTokenTensors(SMALL)
+    complete(SMALL, exported, none_kept)
+    assert not (exported / "generation_config.json").exists()
+    (start / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
+    complete(SMALL.model_copy(update={"initial_weights": start}), exported, none_kept)
+    assert (exported / "generation_config.json").read_text() == '{"eos_token_id": [1, 2]}'
 
 
 @pytest.mark.parametrize("exists", [True, False])
