@@ -154,7 +154,7 @@ def parsed_line(line: bytes) -> Row | RowError:
         return RowError(f"not UTF-8: {error}")
     except json.JSONDecodeError as error:
         if error.doc.lstrip().startswith("[") and not error.doc[error.pos :].strip():
-            return RowError(ARRAY)  # which goes on in the next lines
+            return RowError(ARRAY)  # that continues in the next lines
         return RowError(f"not valid JSON: {error.msg} at column {error.colno}")
     except ValueError:
         return RowError("a whole number has too many digits")
