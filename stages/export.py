@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import glob
+import json
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -30,7 +31,7 @@ from parallel.model.policy import Policy
 from parallel.model.vocabulary import HeadLogits
 from parallel.sample import Sample
 from parallel.settings import ModelSettings
-from stages.data.tokenizer import load_tokenizer
+from stages.data.tokenizer import Tokenizer, load_tokenizer
 from stages.settings import StageJob
 
 PROBES, PROBE_TOKENS = 4, 8  # random prompts and responses per data-parallel rank, their length
@@ -95,10 +96,10 @@ def complete(
 ) -> None:
     """Add configuration and tokenizer to written weights.
 
-    `generation_config.json` is that of `model.initial_weights`, if it has one: vLLM reads
-    sampling's defaults and further end tokens there. The configuration counts the layers of the MTP
-    tensors that were `kept`, else vLLM would refuse the checkpoint: it takes them for layers of the
-    model.
+    `generation_config.json` is that of `model.initial_weights`, if it has one, and the tokenizer's
+    end token is the first there: vLLM reads sampling's defaults and further end tokens in it. The
+    configuration counts the layers of the MTP tensors that were `kept`, else vLLM would refuse the
+    checkpoint: it takes them for layers of the model.
     """
     tokenizer = load_tokenizer(settings)
     config = hugging_face_config(settings)
@@ -112,9 +113,23 @@ def complete(
         config.quantization_config = quantization
     config.save_pretrained(unfinished)
     tokenizer.save(unfinished)
-    start = settings.initial_weights
-    if start is not None and (start / GENERATION).is_file():
-        shutil.copyfile(start / GENERATION, unfinished / GENERATION)
+    if settings.initial_weights is not None:
+        defaults = _generation_defaults(settings.initial_weights / GENERATION, tokenizer)
+        if defaults is not None:
+            (unfinished / GENERATION).write_text(json.dumps(defaults, indent=2) + "\n")
+
+
+def _generation_defaults(path: Path, tokenizer: Tokenizer) -> dict[str, Any] | None:
+    """Return a file's defaults with the tokenizer's tokens; None where it cannot be read."""
+    try:
+        given = dict(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError, RecursionError):
+        return None
+    ends = given.get("eos_token_id")
+    others = ends if isinstance(ends, list) else [ends] if isinstance(ends, int) else []
+    # The policy was trained to end with the tokenizer's, which may be another than the start's.
+    both = [*dict.fromkeys([tokenizer.end_token, *others])]
+    return given | {"eos_token_id": both, "pad_token_id": tokenizer.pad_token}
 
 
 def publish(unfinished: Path, output: Path, *, replaces: bool) -> None:
@@ -125,8 +140,9 @@ def publish(unfinished: Path, output: Path, *, replaces: bool) -> None:
     Raises:
         UserError: something else is there by now; the message says where the model is instead.
     """
-    if replaces:
-        shutil.rmtree(output, ignore_errors=True)
+    if replaces and output.exists():
+        # Into the scratch directory, which is removed: a reader's open files on NFS stay in theirs.
+        output.rename(unfinished.with_name(f"{output.name}.before"))
     try:
         unfinished.rename(output)  # replaces an empty directory, and nothing else
     except OSError as error:
@@ -194,7 +210,9 @@ def scratch(output: Path) -> Iterator[Path]:
     output.parent.mkdir(parents=True, exist_ok=True)
     remove_abandoned(output)
     with (
-        tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as made,
+        tempfile.TemporaryDirectory(
+            dir=output.parent, prefix=f".{output.name}.", ignore_cleanup_errors=True
+        ) as made,
         locked(Path(made)),
     ):
         unfinished = Path(made) / output.name

@@ -218,7 +218,8 @@ def _ask(arguments: Namespace) -> None:
         if answer := _answer(each):
             flag = "--output" if each.option == "target" else f"--{each.option}"
             # A shell would have replaced the ~ of an option; that of rows is replaced later.
-            whole = [str(expanded(answer, flag))] if each.option in PATHS else [answer]
+            of_home = each.option in PATHS and answer.startswith("~")
+            whole = [str(expanded(answer, flag))] if of_home else [answer]
             more = answer.split() if each.option == "domains" else whole
             parsed = arguments.parser.parse_args([flag, *more])
             setattr(arguments, each.option, getattr(parsed, each.option))

@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 from rich.console import Console
 
+from parallel.engine.cpu_limits import check_cpu_engine
 from parallel.errors import UserError, hint
 from parallel.files import write_atomically
 from parallel.gpus import usable_gpus
@@ -211,6 +212,8 @@ def _execute(
         **fields,
     )
     engine = settings.engine if job.samples else None
+    if job.samples and not usable_gpus():
+        check_cpu_engine(settings.model)
     gpus = share_gpus(settings.layout, engine, usable_gpus())
     placement = ThisMachine(settings.engine, gpus=gpus)
     with (

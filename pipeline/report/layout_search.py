@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -245,7 +246,7 @@ def search_text(found: Sequence[FoundLayout], gpus: int) -> str:
             clock(each.seconds),
             f"{each.seconds * gpus / HOUR:,.0f}",
             f"{each.filled:.0%}",
-            " ".join(each.overrides),
+            shlex.join(each.overrides),
         ]
         for each in found
     ]

@@ -20,6 +20,7 @@ from pipeline.text import clock
 from stages.domains import PromptRolloutSettings
 from stages.kinds.distill import DistillSettings
 from stages.kinds.dpo import DpoSettings
+from stages.kinds.kind import KINDS
 from stages.kinds.sft import SftSettings
 from stages.settings import RunSettings
 
@@ -94,12 +95,21 @@ def data_sheet(gpu: str | None, profile: ClusterSettings | None) -> DataSheet:
 
 
 def sheets_of_kinds(gpu: str | None, profile: ClusterSettings | None) -> dict[str, DataSheet]:
-    """Return the data sheets of the kinds of stages that a profile gives other GPUs."""
-    if profile is None:
-        return {}
-    common = data_sheet(gpu, profile)
-    own = {kind: data_sheet(gpu, profile.of_kind(kind)) for kind in profile.kinds}
-    return {kind: sheet for kind, sheet in own.items() if sheet != common}
+    """Return the data sheets of the kinds of stages that a profile gives other GPUs.
+
+    Only stages that train are timed: of other kinds it is the memory alone that counts, and their
+    GPUs need not be known.
+    """
+    found: dict[str, DataSheet] = {}
+    for kind in profile.kinds if profile else ():
+        assert profile is not None
+        own, common = profile.of_kind(kind), data_sheet(gpu, profile)
+        if not KINDS[kind].trains:
+            own = own.model_copy(update={"gpu_type": profile.gpu_type})
+        sheet = data_sheet(gpu if own.gpu_type == profile.gpu_type else None, own)
+        if sheet != common:
+            found[kind] = sheet
+    return found
 
 
 def simulated(

@@ -27,7 +27,9 @@ FORMS = {
     "sokoban": r"[DLRU\s]+",
     "survo": r"[\d\s]+",
     "time_intervals": r"\d+( days?)?(, \d+:\d+(:\d+)?)?|\d+:\d+(:\d+(\.\d+)?)?",
-    "tower_of_hanoi": r"(Move disk \d+ from Peg \d+ to Peg \d+\.?\s*)+",
+    # A line's first move alone is read.
+    "tower_of_hanoi": r"Move disk \d+ from Peg \d+ to Peg \d+\.?"
+    r"(\s*\n\s*Move disk \d+ from Peg \d+ to Peg \d+\.?)*",
 }
 # Statements in any order, of the answer's words and these.
 STATEMENTS = {"knights_knaves"}
@@ -55,6 +57,8 @@ def _is_whole(dataset: str, text: str, answer: str) -> bool:
         return _words(text) <= _words(answer) | SMALL_WORDS
     if dataset == "coin_flip":
         return math.isclose(Fraction(text.replace(",", "")), Fraction(answer), rel_tol=CLOSE)
+    if dataset == "time_intervals" and ("," in text) != ("," in answer):
+        return False  # of an answer in days what follows a comma is not read
     form = FORMS.get(dataset)
     return form is None or re.fullmatch(form, text, re.IGNORECASE) is not None
 

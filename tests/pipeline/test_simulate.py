@@ -18,10 +18,11 @@ from parallel.layout_rules import divisors, layout_violations
 from parallel.roofline.hardware import GPUS
 from parallel.slots import fits_nodes
 from parallel.weights.needs import engine_violations
+from pipeline.config.cluster import ClusterSettings
 from pipeline.config.validate import load
 from pipeline.report.gpu_memory import NodeGpus, stage_phases
 from pipeline.report.layout_search import FILLED_AT_MOST, best_layouts
-from pipeline.report.simulation import Assumptions, simulated, without_sync
+from pipeline.report.simulation import Assumptions, sheets_of_kinds, simulated, without_sync
 from pipeline.run.graph import compile_graph
 from stages.settings import RunSettings
 from tests.pipeline.conftest import Braid
@@ -296,6 +297,12 @@ def test_memory_is_what_the_profile_states(braid: Braid, tmp_path: Path) -> None
 
 
 PROFILE = "gpus_per_node: 8\ngpu_type: h100\ngpu_memory_gib: 79.2\n"
+
+
+def test_only_kinds_that_train_need_known_gpus() -> None:
+    kinds = {"evaluate": {"gpu_type": "l40s"}, "grpo": {"gpu_type": "h200"}}
+    profile = ClusterSettings.model_validate({"gpu_type": "h100", "kinds": kinds})
+    assert sheets_of_kinds("h100", profile) == {"grpo": GPUS["h200"]}
 
 
 def test_memory_of_a_kind_is_what_the_profile_states(braid: Braid, tmp_path: Path) -> None:

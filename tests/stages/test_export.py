@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -30,9 +31,15 @@ def test_defaults_of_generation_are_those_of_the_start(tmp_path: Path) -> None:
     none_kept = MultiTokenTensors(SMALL)
     complete(SMALL, exported, none_kept)
     assert not (exported / "generation_config.json").exists()
-    (start / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
-    complete(SMALL.model_copy(update={"initial_weights": start}), exported, none_kept)
-    assert (exported / "generation_config.json").read_text() == '{"eos_token_id": [1, 2]}'
+    begun = SMALL.model_copy(update={"initial_weights": start})
+    for ends, both in ((7, [1, 7]), ([7, 1], [1, 7]), (None, [1])):
+        defaults = {"eos_token_id": ends, "pad_token_id": 7, "top_k": 20}
+        (start / "generation_config.json").write_text(json.dumps(defaults))
+        complete(begun, exported, none_kept)
+        found = json.loads((exported / "generation_config.json").read_text())
+        assert found == {"eos_token_id": both, "pad_token_id": 0, "top_k": 20}
+    (start / "generation_config.json").write_text("[")
+    complete(begun, exported, none_kept)
 
 
 @pytest.mark.parametrize("exists", [True, False])

@@ -226,8 +226,9 @@ def test_text_beside_the_right_answer_and_other_text_are_not_right(dataset: str)
         problem = problem_of(dataset, index)
         right = problem.answer
         assert exact(problem, tagged(right, "so")) == 1.0
-        others = (f"{right}zzzz", f"zzzz{right}", f"{right} zz", f"zz {right}", "I do not know")
-        for wrong in {*others, "0", right[:1]} - {right}:
+        after = (f"{right}, 99:99", f"{right} Move disk 9 from Peg 9 to Peg 9")
+        around = (f"{right}zzzz", f"zzzz{right}", f"{right} zz", f"zz {right}")
+        for wrong in {*after, *around, "I do not know", "0", right[:1]} - {right}:
             assert exact(problem, tagged(wrong, "")) == 0.0, wrong
 
 
