@@ -80,11 +80,11 @@ def simulate(arguments: Namespace) -> None:
     if arguments.search is not None:
         tried = best_layouts(stages, settings, arguments.search, assumed, TRIED)
         # A step or an evaluation may have too few problems for the data-parallel ranks of some.
-        valid = [each for each in tried if not any(violations(each.settings))]
-        if not (found := (valid or tried)[:SHOWN]):
+        found = [each for each in tried if not any(violations(each.settings))][:SHOWN]
+        if not found:
             raise UserError(
-                f"no layout of {arguments.search} GPUs fits the model in their memory; search more"
-                " GPUs, or lower loop.micro_batch_tokens or engine.max_sequences"
+                f"no valid layout of {arguments.search} GPUs fits the model in their memory; search"
+                " more GPUs, or lower loop.micro_batch_tokens or engine.max_sequences"
             )
         if arguments.json:
             print_json(arguments, search_json(found, arguments.search))

@@ -55,11 +55,13 @@ def fitted(settings: RunSettings, gpus: int, assumed: Assumptions) -> FittedRun 
     for changes in _changes(stages, settings):
         changed = changed_settings(settings, changes)
         if found := best_layouts(stages, changed, gpus, assumed, TRIED):
-            near = ((_trained_share(stages, each, gpus, assumed), each) for each in _near(found))
-            ordered = sorted(near, key=lambda pair: (max(pair[0], ROOMY), pair[1].seconds))
             # A step may have too few problems for the data-parallel ranks of some.
-            valid = (pair for pair in ordered if not any(violations(pair[1].settings)))
-            share, chosen = next(valid, ordered[0])
+            valid = [each for each in found if not any(violations(each.settings))]
+            near = [
+                (_trained_share(stages, each, gpus, assumed), each)
+                for each in _near(valid or found)
+            ]
+            share, chosen = min(near, key=lambda pair: (max(pair[0], ROOMY), pair[1].seconds))
             return FittedRun(chosen.settings, changes, chosen.seconds, share)
     return None
 

@@ -249,7 +249,11 @@ def test_the_search_proposes_layouts_with_a_problem_for_every_rank(
 @pytest.mark.parametrize(
     ("model", "options", "said"),
     [
-        ("deepseek-v3", ("--gpu", "h100", "--search", "8"), "no layout of 8 GPUs fits the model"),
+        (
+            "deepseek-v3",
+            ("--gpu", "h100", "--search", "8"),
+            "no valid layout of 8 GPUs fits",
+        ),
         ("qwen3-30b-a3b", ("--gpu", "h10"), "no GPU h10 is known"),
         ("qwen3-30b-a3b", (), "name the GPU: --gpu h100"),
         ("qwen3-30b-a3b", ("--gpu", "h100", "--filled", "2"), "2 is no share from above 0 to 1"),
