@@ -35,7 +35,7 @@ BLOCK = {
 def write(layout: LayoutSettings, model: ModelSettings, directory: str, seed: int) -> None:
     """Write a teacher as a stage does, and as a Hugging Face directory beside it."""
     from parallel.distributed import is_main
-    from parallel.hugging_face import files
+    from parallel.hugging_face import writer
     from parallel.hugging_face.config import expected_tensors, hugging_face_config
 
     policy, path = build(layout, SGD, seed, model=model), Path(directory)
@@ -46,7 +46,7 @@ def write(layout: LayoutSettings, model: ModelSettings, directory: str, seed: in
         config.save_pretrained(outside)
     for_main = policy.weights()
     if is_main():
-        files.write(outside, expected_tensors(config), for_main)
+        writer.write(outside, expected_tensors(config), for_main)
     else:
         list(for_main)
 
