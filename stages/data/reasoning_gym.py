@@ -23,7 +23,7 @@ from stages.data.problem import DomainError, Message, Problem
 from stages.data.reasoning_gym_options import dataset_violation, option_violations
 from stages.data.settings import ReasoningGymPromptSettings
 from stages.data.tokenizer import Tokenizer
-from stages.data.whole_answers import held_to_whole
+from stages.data.whole_answers import whole_answer_score
 
 UNBOUNDED = 2**62
 # Datasets that build all problems at once, or draw from numpy's seeds: each problem is the first of
@@ -106,7 +106,7 @@ def tagged_answer(response: str) -> tuple[str, str] | None:
 def score(problem: Problem, answer: str) -> float:
     """Return reasoning-gym's score of `answer`, in [0, 1]; 0 for an invalid answer.
 
-    Where its scorer gives all to more than the right text, `held_to_whole` corrects it.
+    Where its scorer gives all to more than the right text, `whole_answer_score` corrects it.
     reasoning-gym's number_sorting tolerates an error of 1 in each number.
     Raises ValueError for a problem of another source, which has no such scorer.
     """
@@ -126,7 +126,7 @@ def score(problem: Problem, answer: str) -> float:
     except Exception:  # several scorers raise on an answer of a form that they do not expect
         return 0.0
     found = found if 0 <= found <= 1 else float(found > 1)
-    return held_to_whole(dataset, found, handed_in, str(problem.fields["entry"]["answer"]))
+    return whole_answer_score(dataset, found, handed_in, str(problem.fields["entry"]["answer"]))
 
 
 @cache  # each is a new dataset

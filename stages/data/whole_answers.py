@@ -37,7 +37,7 @@ SMALL_WORDS = {"a", "an", "and", "is"}
 SEARCHING = ONE_TEXT | STATEMENTS | FORMS.keys()
 
 
-def held_to_whole(dataset: str, score: float, text: str, answer: str) -> float:
+def whole_answer_score(dataset: str, score: float, text: str, answer: str) -> float:
     """Return a scorer's score of `text`, less than 1 where it is not the whole right answer.
 
     `score` is within [0, 1] and `answer` the entry's. Scores of other datasets are as they were,
