@@ -19,6 +19,7 @@ import torch
 
 from parallel.batch import RankPlace, Responses, split
 from parallel.checkpoint import load
+from parallel.determinism import set_up_rank
 from parallel.distributed import barrier, broadcast, is_main, max_over_ranks
 from parallel.errors import UserError
 from parallel.files import GENERATION
@@ -44,7 +45,9 @@ def run(job: StageJob) -> None:
     """Write the parent's weights, configuration and tokenizer to `job.output`."""
     assert job.parent is not None and job.output is not None
     remove_unfinished(job)
-    # On a GPU, kernels that sum in any order give unequal logits for equal weights.
+    # On a GPU, kernels that sum in any order give unequal logits for equal weights. Without these
+    # variables TransformerEngine's attention refuses megatron-core's deterministic_mode.
+    set_up_rank(deterministic=True)
     torch.use_deterministic_algorithms(True, warn_only=True)
     if is_main():
         MultiTokenTensors(job.settings.model)  # its errors come before a model is loaded

@@ -105,7 +105,9 @@ class Policy:
         for chunk in self.chunks:
             chunk.eval()
         self._training = False
-        return self._run(batches, lambda responses: (torch.zeros(()), function(responses)))
+        return self._run(
+            batches, lambda responses: (torch.zeros((), device=device()), function(responses))
+        )
 
     def target_logprobs(self, batches: list[MicroBatch], temperature: float) -> list[Tensor]:
         """Return log pi of every target in nats, fp32 [B, R] per micro-batch; as `evaluate`."""
@@ -250,7 +252,7 @@ class TrainedPolicy(Policy):
         if self.losses.counts_first:
             self._training = False
             with self.losses.counting(), torch.no_grad():
-                self._run(batches, lambda _: (torch.zeros(()), None))
+                self._run(batches, lambda _: (torch.zeros((), device=device()), None))
         self._training = True
         return self._run(batches, loss, forward_only=False)
 

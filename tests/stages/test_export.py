@@ -3,17 +3,49 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
+from parallel.determinism import RANK_ENVIRONMENT
 from parallel.errors import UserError
 from parallel.hugging_face.multi_token import MultiTokenTensors
-from stages.export import LOCK, complete, publish, scratch
+from stages.export import LOCK, complete, publish, run, scratch
 from tests.pipeline.checkpoint_headers import SMALL
 from tests.runs import REPOSITORY
+
+
+def test_a_model_is_built_with_the_variables_of_deterministic_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU TransformerEngine refuses to build deterministic attention without its variable."""
+    for variable in RANK_ENVIRONMENT:
+        monkeypatch.delenv(variable, raising=False)
+    built: dict[str, str | None] = {}
+
+    def build(*_: object) -> None:
+        built.update({variable: os.environ.get(variable) for variable in RANK_ENVIRONMENT})
+        raise UserError("far enough")
+
+    monkeypatch.setattr("stages.export.Policy", build)
+    monkeypatch.setattr("stages.export.remove_unfinished", lambda _: None)
+    monkeypatch.setattr("stages.export.is_main", lambda: False)
+    settings = SimpleNamespace(model=SMALL, layout=None)
+    job: Any = SimpleNamespace(settings=settings, parent=tmp_path, output=tmp_path / "out")
+    before = torch.are_deterministic_algorithms_enabled()
+    try:
+        with pytest.raises(UserError, match="far enough"):
+            run(job)
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert built == RANK_ENVIRONMENT
 
 
 @pytest.fixture
