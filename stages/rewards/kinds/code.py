@@ -14,10 +14,10 @@ from stages.data.problem import Problem
 from stages.rewards import sandbox
 from stages.rewards.json_values import field_value
 from stages.rewards.reward import (
+    AnswerReward,
     Explained,
     Response,
     Reward,
-    RewardBase,
     RewardContext,
     RewardError,
     Seconds,
@@ -31,7 +31,7 @@ RunSeconds = Annotated[float, Field(gt=0, le=600)]
 FENCE = re.compile(r"^```python[ \t]*\n(?P<program>.*?)(?:^```|\Z)", re.DOTALL | re.MULTILINE)
 
 
-class CodeReward(RewardBase):
+class CodeReward(AnswerReward):
     """The share of a problem's tests that the response's program passes, run in the sandbox.
 
     Each pair of input and output is one run; asserts share one (docs/explanation/sandbox.md).

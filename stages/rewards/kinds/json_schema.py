@@ -18,17 +18,17 @@ from stages.rewards.json_values import (
     unfenced,
 )
 from stages.rewards.reward import (
+    AnswerReward,
     Explained,
     Response,
     Reward,
-    RewardBase,
     RewardContext,
     RewardError,
     register,
 )
 
 
-class JSONSchemaReward(RewardBase):
+class JSONSchemaReward(AnswerReward):
     """1 where the response is JSON that is valid against a schema, else 0.
 
     A schema is of the draft that its `$schema` states, and of 2020-12 without one.

@@ -25,11 +25,11 @@ from parallel.files import write_atomically
 from parallel.settings import Tokens
 from stages.data.problem import Problem
 from stages.rewards.reward import (
+    AnswerReward,
     Explained,
     Pattern,
     Response,
     Reward,
-    RewardBase,
     RewardContext,
     RewardError,
     Seconds,
@@ -49,7 +49,7 @@ def _with_a_group(text: str) -> str:
     return text
 
 
-class JudgeReward(RewardBase):
+class JudgeReward(AnswerReward):
     """A rubric scored by a model behind any OpenAI-compatible endpoint, as a number in [0, 1]."""
 
     waits: ClassVar[bool] = True

@@ -16,10 +16,10 @@ from pydantic import Field
 
 from stages.data.problem import Problem
 from stages.rewards.reward import (
+    AnswerReward,
     Explained,
     Response,
     Reward,
-    RewardBase,
     RewardError,
     Seconds,
     register,
@@ -28,7 +28,7 @@ from stages.rewards.reward import (
 MARKED = re.compile(r"\$|\\boxed|\\\(|\\\[")  # LaTeX that marks its mathematics
 
 
-class MathReward(RewardBase):
+class MathReward(AnswerReward):
     """1 where math-verify finds the response's answer equal to the problem's, else 0."""
 
     kind: Literal["math"] = "math"

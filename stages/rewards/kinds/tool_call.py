@@ -6,7 +6,6 @@ No tool is executed: a call is compared, as JSON, with the row's.
 from __future__ import annotations
 
 import json
-import re
 import reprlib
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -27,17 +26,16 @@ from stages.rewards.json_values import (
     schema_violation,
     unfenced,
 )
-from stages.rewards.reward import Explained, Response, Reward, RewardBase, RewardError, register
+from stages.rewards.reward import AnswerReward, Explained, Response, Reward, RewardError, register
+from stages.rewards.thoughts import THINK
 
-THOUGHT_END = "</think>"
 BEGIN, END = "<tool_call>", "</tool_call>"
 # A response with more characters or calls earns 0 before they are checked, which takes seconds.
 LONGEST, MOST_CALLS = 1 << 18, 1000
-THOUGHT = re.compile(r"\s*<think>.*\S.*", re.DOTALL)
 Call = dict[str, Any]  # `{"name": ..., "arguments": {...}}`
 
 
-class ToolCallReward(RewardBase):
+class ToolCallReward(AnswerReward):
     """1 where the response's tool calls are valid and equal the row's, in any order; else 0.
 
     Each is `{"name": ..., "arguments": {...}}`. Nothing but thoughts may stand beside them. Where a
@@ -62,7 +60,7 @@ class ToolCallReward(RewardBase):
         " of calls",
     )
     thoughts: Literal["optional", "required", "forbidden"] = Field(
-        default="optional", description="<think> ... </think> before the calls"
+        default="optional", description="thoughts before the calls, opened by response or prompt"
     )
 
     def row_violation(self, row: Mapping[str, Any], answer: str) -> str | None:
@@ -94,9 +92,10 @@ class ToolCallReward(RewardBase):
         """Return the response that makes the expected calls, or None without any."""
         if not (calls := self.expected(problem.fields)):
             return None
-        thoughts = (
-            f"<think>\nI call a tool.\n{THOUGHT_END}\n" if self.thoughts == "required" else ""
-        )
+        thoughts = ""
+        if self.thoughts == "required":
+            opening, closing = (self.thought_markers or (THINK,))[0]
+            thoughts = f"{opening}\nI call a tool.\n{closing}\n"
         if self.form == "json":
             return thoughts + json.dumps(calls[0] if len(calls) == 1 else calls)
         return thoughts + "\n".join(f"{BEGIN}\n{json.dumps(each)}\n{END}" for each in calls)
@@ -127,10 +126,7 @@ def make(settings: ToolCallReward, _directory: Path) -> Reward:
     def reward(problem: Problem, response: Response) -> Explained:
         tools = tools_of(problem.fields, settings.tools_field)
         expected = settings.expected(problem.fields)
-        thought, found, said = response.text.rpartition(THOUGHT_END)
-        thinks = bool(found) and THOUGHT.fullmatch(thought) is not None
-        if found and not thinks and thought.strip() not in ("", "<think>"):
-            return 0.0, "thoughts that do not begin with <think>"
+        said, thinks = response.text, bool(response.thoughts.strip())
         if settings.thoughts != "optional" and thinks != (settings.thoughts == "required"):
             return 0.0, f"thoughts are {settings.thoughts}"
         if expected != [] and len(said) > LONGEST:
@@ -186,7 +182,7 @@ def _check(name: str, check: Callable[[Any], object], schema: Any) -> None:
 
 
 def read_calls(text: str, form: str) -> list[Call] | str:
-    """Return the calls of a response without its thoughts, or why it has none."""
+    """Return the calls of an answer, or why it has none."""
     pieces = [unfenced(text)]
     if form == "tagged":
         before, *rest = text.split(BEGIN)
