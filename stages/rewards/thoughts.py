@@ -60,4 +60,4 @@ def opens_thoughts(prompt: str, opening: str) -> bool:
 def answer_after(prompt: str, answer: str, markers: tuple[Markers, ...] = KNOWN) -> str:
     """Return a response to the prompt that is this answer, after no thoughts."""
     closings = [closing for opening, closing in markers if opens_thoughts(prompt, opening)]
-    return f"{closings[0]}\n\n{answer}" if closings else answer
+    return f"{closings[0]}{answer}" if closings else answer
