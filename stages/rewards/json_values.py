@@ -23,13 +23,6 @@ STATED = re.compile(r"https?://json-schema\.org/(?P<draft>.+)/schema#?")
 DEEPEST = 50  # nested lists and objects of an answer that can be valid
 
 
-def unfenced(text: str) -> str:
-    """Return the content of the code fence that the text consists of, or the text."""
-    lines = text.strip().splitlines()
-    fenced = len(lines) > 1 and lines[0].strip().lower() in ("```", "```json")
-    return "\n".join(lines[1:-1]) if fenced and lines[-1].strip() == "```" else text
-
-
 def parsed(text: str) -> Any:
     """Return the value of JSON. Raises ValueError or RecursionError for other text."""
     return json.loads(text, parse_constant=_refuse)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -12,6 +11,7 @@ from pydantic import Field
 from parallel.settings import Count
 from stages.data.problem import Problem
 from stages.rewards import sandbox
+from stages.rewards.fences import extract_program
 from stages.rewards.json_values import field_value
 from stages.rewards.reward import (
     AnswerReward,
@@ -26,9 +26,6 @@ from stages.rewards.reward import (
 
 LIMITS = {"wall_seconds", "cpu_seconds", "memory_mebibytes", "processes", "output_bytes"}
 RunSeconds = Annotated[float, Field(gt=0, le=600)]
-
-# The last fence, since the first ones are often drafts; a truncated one extends to the end.
-FENCE = re.compile(r"^```python[ \t]*\n(?P<program>.*?)(?:^```|\Z)", re.DOTALL | re.MULTILINE)
 
 
 class CodeReward(AnswerReward):
@@ -113,7 +110,7 @@ def make(settings: CodeReward, _directory: Path) -> Reward:
 
     def reward(problem: Problem, response: Response) -> Explained:
         result = sandbox.score(
-            extract_program(response.text),
+            extract_program(response.text, "" if response.thoughts else problem.prompt),
             settings.tests_of(problem.fields),
             limits,
             seconds=settings.tests_seconds,
@@ -133,9 +130,3 @@ def failed_test(result: sandbox.Score) -> str:
     passed = f"{result.verdicts.count('passed')} of {len(result.verdicts)} tests passed"
     lines = result.errors.strip().splitlines()
     return "; ".join([f"{passed}; test {number}: {result.verdicts[number - 1]}", *lines[-1:]])
-
-
-def extract_program(response: str) -> str:
-    """Return the content of the response's last ```python fence; all of it without a fence."""
-    fences = FENCE.findall(response)
-    return fences[-1] if fences else response

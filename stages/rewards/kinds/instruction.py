@@ -18,7 +18,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from stages.data.problem import Problem
-from stages.rewards.json_values import unfenced
+from stages.rewards.fences import unfenced
 from stages.rewards.reward import AnswerReward, Explained, Response, Reward, RewardError, register
 
 RELATIONS: dict[str, Callable[[int, int], bool]] = {

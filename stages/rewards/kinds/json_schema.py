@@ -9,13 +9,13 @@ from typing import Any, Literal
 from pydantic import Field
 
 from stages.data.problem import Problem
+from stages.rewards.fences import unfenced
 from stages.rewards.json_values import (
     check_schema,
     draft_of,
     field_value,
     parsed,
     schema_violation,
-    unfenced,
 )
 from stages.rewards.reward import (
     AnswerReward,

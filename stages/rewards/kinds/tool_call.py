@@ -15,6 +15,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from stages.data.problem import Problem
+from stages.rewards.fences import unfenced
 from stages.rewards.json_values import (
     DEEPEST,
     canonical,
@@ -24,7 +25,6 @@ from stages.rewards.json_values import (
     is_deep,
     parsed,
     schema_violation,
-    unfenced,
 )
 from stages.rewards.reward import AnswerReward, Explained, Response, Reward, RewardError, register
 from stages.rewards.thoughts import THINK
