@@ -136,10 +136,12 @@ def test_the_first_failed_test_is_named() -> None:
 
 
 def test_every_setting_reaches_the_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[Limits, float, bool]] = []
+    seen: list[tuple[Any, ...]] = []
 
-    def score(program: str, tests: Any, limits: Limits, seconds: float, stop_early: bool) -> Score:
-        seen.append((limits, seconds, stop_early))
+    def score(
+        program: str, tests: Any, limits: Limits, seconds: float, stop_early: bool, tolerance: float
+    ) -> Score:
+        seen.append((limits, seconds, stop_early, tolerance))
         return Score(("passed",), "")
 
     monkeypatch.setattr(sandbox, "score", score)
@@ -150,12 +152,13 @@ def test_every_setting_reaches_the_sandbox(monkeypatch: pytest.MonkeyPatch) -> N
         "processes": 4,
         "output_bytes": 5,
         "tests_seconds": 6,
+        "float_tolerance": 0.1,
         "credit": "all",
     }
     assert earned(PAIRS, "", **settings) == 1.0
     assert earned(PAIRS, "") == 1.0
     limits = Limits(1, 2, 65, 4, output_bytes=5)
-    assert seen == [(limits, 6.0, True), (Limits(), 60.0, False)]
+    assert seen == [(limits, 6.0, True, 0.1), (Limits(), 60.0, False, 1e-6)]
 
 
 def test_all_runs_together_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +183,7 @@ def test_impossible_settings_are_errors() -> None:
 
 
 def test_an_error_of_the_sandbox_is_not_a_reward(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="no tests"):
+    with pytest.raises(RewardError, match="there are no tests"):
         earned([], ADDS)
     with pytest.raises(RewardError, match="the problem has no field 'checks'"):
         earned(PAIRS, ADDS, tests_field="checks")
