@@ -1,0 +1,133 @@
+r"""Mathematical answers as math-verify reads them, and what it reads otherwise than people write.
+
+Numbers are respelled before it reads a text (`1.6e-19`, `1\,250`, `5.`), and values that it finds
+equal are compared again where it rounds them away: it compares floats to 6 decimals. Imports
+math-verify and sympy inside functions, since `pipeline` reads the settings of rewards.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from decimal import Decimal
+from typing import Any
+
+MARKED = re.compile(r"\$|\\boxed|\\\(|\\\[")  # LaTeX that marks its mathematics
+BOXED = re.compile(r"\\boxed\s*\{")
+# Between a digit and three others, or any where it is a thin space; LaTeX's spaces and Unicode's.
+THIN_SPACE = re.compile(r"(?<=\d)(?:\\,|\\!|\\thinspace\s?|[\u2009\u202f])(?=\d)")
+GROUP = re.compile(r"(?<=\d)(?:~|\\[ ;:]|\u00a0)(?=\d{3}(?!\d))")
+SPACED = re.compile(r"(?<=\{)\s*\d{1,3}(?: \d{3})+(?:\.\d+)?\s*(?=\})")  # alone within braces
+FINAL_POINT = re.compile(r"(?<=\d)\.(?=\s*(?:\}|\$|\\\)|\\\]))")
+SCIENTIFIC = re.compile(
+    r"(?<![\w.\\])(?P<mantissa>\d+(?:\.\d*)?|\.\d+)[eE](?P<exponent>[+-]?\d{1,3})(?![\w.]\w)(?!\w)"
+)
+EULER = re.compile(r"\d+e-\d")  # 2e-1 is 0.2, or 2e - 1
+SMALL = 1e-3  # of numbers below, 6 decimals are fewer than 4 digits
+NEAR = 1.000001e-6  # relative error of a small number: 0.333333 of 1/3, at its scale
+
+
+def spelled(text: str) -> list[str]:
+    """Return the texts that a text may be: its numbers are written plainly.
+
+    `1.6e-19` is a number, digits are not grouped, and no point ends a number. A text with `2e-1` is
+    returned as written too, where `e` may be Euler's number.
+    """
+    text = BOXED.sub(r"\\boxed{", text)
+    for pattern in (THIN_SPACE, GROUP, FINAL_POINT):
+        text = pattern.sub("", text)
+    text = SPACED.sub(lambda match: match[0].replace(" ", ""), text)
+    plain = SCIENTIFIC.sub(lambda match: format(Decimal(match[0]), "f"), text)
+    ambiguous = any(EULER.fullmatch(match[0]) for match in SCIENTIFIC.finditer(text))
+    return [plain, text] if ambiguous else [plain]
+
+
+def read(text: str) -> list[list[Any]]:
+    """Return each reading of a text's last answer by math-verify: an expression, and its text.
+
+    A reading without an answer is left out.
+    """
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
+
+    any_form = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
+    readings = (
+        parse(each, extraction_config=any_form, parsing_timeout=None) for each in spelled(text)
+    )
+    return [reading for reading in readings if reading]
+
+
+def boxes(text: str) -> str:
+    r"""Return the text from the first `\boxed{...}` to the last; "" where the last has no content.
+
+    A box that is not closed has none.
+    """
+    starts = [match.end() for match in BOXED.finditer(text)]
+    if not starts or text.rfind("\\boxed") >= starts[-1]:
+        return ""
+    depth = 1
+    for end in range(starts[-1], len(text)):
+        depth += {"{": 1, "}": -1}.get(text[end], 0) if text[end - 1] != "\\" else 0
+        if not depth:
+            content = text[starts[-1] : end]
+            begins = BOXED.search(text)
+            return text[begins.start() : end + 1] if content.strip() and begins else ""
+    return ""
+
+
+def equal(expected: list[Any], answer: list[Any]) -> bool:
+    """Return whether two readings are equal: to math-verify, and their small numbers to 6 digits.
+
+    An answer that is a false equation of numbers, as `6 = 7`, equals nothing; math-verify would
+    take its last side.
+    """
+    from math_verify import verify
+    from sympy import Basic, UnevaluatedExpr
+
+    if is_false_equation(answer[0]) or not verify(expected, answer, timeout_seconds=None):
+        return False
+    expressions = (expected[0], answer[0])
+    if any(isinstance(each, Basic) and each.has(UnevaluatedExpr) for each in expressions):
+        return True  # a percentage, which is two numbers: 7 % equals 7 and 0.07
+    values, others = (list(numbers(each)) for each in expressions)
+    return _have_near(values, others) and _have_near(others, values)
+
+
+def is_false_equation(expression: Any) -> bool:
+    """Return whether an expression is an equation, or a chain of them, of two unequal numbers."""
+    from math_verify import verify
+    from sympy import And, Equality
+
+    equations = expression.args if isinstance(expression, And) else (expression,)
+    return any(
+        isinstance(each, Equality)
+        and each.lhs.is_number
+        and each.rhs.is_number
+        and not verify(each.lhs, each.rhs, timeout_seconds=None)
+        for each in equations
+    )
+
+
+def numbers(expression: Any) -> Iterator[Any]:
+    """Yield the numbers that an expression consists of: itself, a set's or a tuple's.
+
+    Each is sympy's, of 20 digits.
+    """
+    from sympy import Basic, Expr, MatrixBase
+
+    if isinstance(expression, MatrixBase):
+        for entry in expression.flat():
+            yield from numbers(entry)
+    elif isinstance(expression, Basic):
+        if isinstance(expression, Expr) and expression.is_number:
+            value = expression.evalf(20)
+            if value.is_finite:
+                yield value
+        elif not isinstance(expression, Expr):
+            for part in expression.args:
+                yield from numbers(part)
+
+
+def _have_near(values: list[Any], others: list[Any]) -> bool:
+    """Return whether each small value has another one near it."""
+    small = [value for value in values if 0 < abs(value) < SMALL]
+    return all(any(abs(value - other) <= NEAR * abs(value) for other in others) for value in small)
