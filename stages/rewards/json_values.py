@@ -19,6 +19,23 @@ DRAFTS = {
     "draft/2019-09": "Draft201909Validator",
     "draft/2020-12": "Draft202012Validator",
 }
+# Keywords of all drafts, and annotations. A mapping with other keys alone would allow everything.
+KEYWORDS = frozenset({
+    "$anchor", "$comment", "$defs", "$dynamicAnchor", "$dynamicRef", "$id", "$recursiveAnchor",
+    "$recursiveRef", "$ref", "$schema", "$vocabulary", "additionalItems",
+    "additionalProperties", "allOf", "anyOf", "const", "contains", "contentEncoding",
+    "contentMediaType", "contentSchema", "default", "definitions", "dependencies",
+    "dependentRequired", "dependentSchemas", "deprecated", "description", "disallow",
+    "divisibleBy", "else", "enum", "examples", "exclusiveMaximum", "exclusiveMinimum",
+    "extends", "format", "id", "if", "items", "maxContains", "maxItems", "maxLength",
+    "maxProperties", "maximum", "minContains", "minItems", "minLength", "minProperties",
+    "minimum", "multipleOf", "not", "nullable", "oneOf", "pattern", "patternProperties",
+    "prefixItems", "properties", "propertyNames", "readOnly", "required", "then", "title",
+    "type", "unevaluatedItems", "unevaluatedProperties", "uniqueItems", "writeOnly",
+})  # fmt: skip
+# What holds a schema in requests of OpenAI's APIs and those like them, and what stands beside it.
+WRAPPERS = ("response_format", "format", "json_schema", "schema")
+BESIDE = {"description", "name", "strict", "type"}
 STATED = re.compile(r"https?://json-schema\.org/(?P<draft>.+)/schema#?")
 DEEPEST = 50  # nested lists and objects of an answer that can be valid
 
@@ -39,6 +56,23 @@ def field_value(given: Any) -> Any:
         raise RewardError(str(error)) from error
     except RecursionError as error:
         raise RewardError("JSON nested too deeply") from error
+
+
+def unwrapped(schema: Any) -> Any:
+    """Return the schema within a `response_format` of OpenAI's APIs, or the schema as it is.
+
+    Example:
+        >>> unwrapped({"name": "x", "strict": True, "schema": {"type": "object"}})
+        {'type': 'object'}
+        >>> unwrapped({"type": "json_object"})
+        {'type': 'object'}
+    """
+    while isinstance(schema, dict) and schema.get("type") in (None, "json_object", "json_schema"):
+        inside = [key for key in WRAPPERS if isinstance(schema.get(key), dict)]
+        if not inside or schema.keys() - {inside[0], *BESIDE}:
+            break
+        schema = schema[inside[0]]
+    return {"type": "object"} if schema == {"type": "json_object"} else schema
 
 
 def canonical(value: Any) -> str:
@@ -67,8 +101,12 @@ def is_deep(value: Any) -> bool:
 def draft_of(schema: Any) -> str:
     """Return the name of the validator class of a schema's draft, 2020-12 where it states none.
 
-    Raises RewardError where it states another. Imports no library.
+    Raises RewardError where it states another, and for a mapping without any keyword of a schema.
+    Imports no library.
     """
+    if isinstance(schema, dict) and schema and not schema.keys() & KEYWORDS:
+        keys = ", ".join(map(repr, schema))
+        raise RewardError(f"not a JSON schema: none of its keys is a keyword of one: {keys}")
     stated = schema.get("$schema") if isinstance(schema, dict) else None
     if stated is None:
         return DRAFTS["draft/2020-12"]

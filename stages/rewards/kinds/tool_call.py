@@ -32,6 +32,7 @@ from stages.rewards.thoughts import THINK
 BEGIN, END = "<tool_call>", "</tool_call>"
 # A response with more characters or calls earns 0 before they are checked, which takes seconds.
 LONGEST, MOST_CALLS = 1 << 18, 1000
+SCHEMAS = ("parameters", "input_schema", "inputSchema")  # OpenAI's, Anthropic's, MCP's key
 Call = dict[str, Any]  # `{"name": ..., "arguments": {...}}`
 
 
@@ -47,7 +48,8 @@ class ToolCallReward(AnswerReward):
     tools_field: str = Field(
         default="tools",
         description="field of the problem with its tools: a name and the JSON schema of its"
-        " parameters each, also as OpenAI's API nests them; a list, or JSON text",
+        " parameters each, also as OpenAI's API nests them, or as its `input_schema`; a list, or"
+        " JSON text",
     )
     calls_field: str | None = Field(
         default="calls",
@@ -160,7 +162,7 @@ def tools_of(row: Mapping[str, Any], field: str) -> dict[str, Any]:
     for each in given:
         tool = each.get("function", each) if isinstance(each, dict) else {}
         name = tool.get("name") if isinstance(tool, dict) else None
-        schema = tool.get("parameters") if name else None
+        schema = next((tool[key] for key in SCHEMAS if name and tool.get(key) is not None), None)
         if not isinstance(name, str) or not isinstance(schema, dict | str | None):
             what = f"a tool without a name or a schema: {reprlib.repr(each)}"
             raise RewardError(f"field {field!r} has {what}")
