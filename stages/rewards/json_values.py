@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any, NoReturn
 
+from stages.data.row_forms import SURROGATE
 from stages.rewards.reward import RewardError
 
 # Of jsonschema's validator classes, by what a schema may state as its $schema.
@@ -48,10 +49,15 @@ def parsed(text: str) -> Any:
 def field_value(given: Any) -> Any:
     """Return a field of a row, or the value of its JSON where it is text.
 
-    Raises RewardError for text that is not JSON.
+    Raises RewardError for text that is not JSON, or holds half of a surrogate pair, as for a row.
     """
     try:
-        return json.loads(given) if isinstance(given, str) else given
+        value = json.loads(given) if isinstance(given, str) else given
+        if isinstance(given, str) and SURROGATE.search(given.encode()):
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
+    except UnicodeEncodeError as error:
+        raise RewardError("half of a surrogate pair, which is not text") from error
     except ValueError as error:
         raise RewardError(str(error)) from error
     except RecursionError as error:

@@ -20,7 +20,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
-from parallel.errors import UserError
+from parallel.errors import UserError, valid_text
 from parallel.settings import MOST, Mebibytes, Settings
 from stages.data.problem import DomainError, Problem
 from stages.rewards.thoughts import KNOWN, Markers, split_thoughts
@@ -326,7 +326,7 @@ class Grader:
 
 def failure(problem: Problem, response: Response, reward: str, what: str) -> str:
     """Return one line about a reward that failed on a response."""
-    what = what if len(what) <= LONGEST else f"{what[:LONGEST]}..."
+    what = valid_text(what if len(what) <= LONGEST else f"{what[:LONGEST]}...")
     return (
         f"domains.{problem.domain}.rewards.{reward}: {what} for problem {problem.prompt!r}"
         f" ({problem.key[:12]}) and response {response.text!r}"
@@ -350,7 +350,7 @@ def _told(returned: Score | Explained) -> tuple[Score, str]:
     if len(returned) != 2 or not isinstance(returned[1], str):
         raise RewardError(f"returned {returned!r}, not a score or (score, text)")
     score, message = returned
-    return score, message if len(message) <= LONGEST else f"{message[:LONGEST]}..."
+    return score, valid_text(message if len(message) <= LONGEST else f"{message[:LONGEST]}...")
 
 
 def _checked(score: Score, characters: int) -> float | Steps:

@@ -174,6 +174,16 @@ def test_a_mapping_without_a_keyword_is_no_schema(schema: dict[str, Any]) -> Non
     assert f"tool now: {why}" in str(settings("tool_call").row_violation(tools, ""))
 
 
+def test_half_of_a_surrogate_pair_in_the_json_of_a_row_is_an_error_of_the_row() -> None:
+    why = "half of a surrogate pair, which is not text"
+    schema = '{"const": "\\ud800"}'
+    assert settings("json_schema").row_violation({"schema": schema}, "") == why
+    assert (
+        settings("json_schema").row_violation({"schema": '{"const": "\\ud83d\\ude00"}'}, "") is None
+    )
+    assert settings("code").row_violation({"tests": '["assert \\"\\ud800\\""]'}, "") == why
+
+
 def test_a_response_with_unusual_line_ends_in_its_fence_is_json() -> None:
     asked = problem(schema=A)
     for text in ('{"a": "b\u2028c"}', '{"a": "b\x85c"}', '{\r\n"a": 1}'):
