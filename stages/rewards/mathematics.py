@@ -13,7 +13,8 @@ from decimal import Decimal
 from typing import Any
 
 MARKED = re.compile(r"\$|\\boxed|\\\(|\\\[")  # LaTeX that marks its mathematics
-BOXED = re.compile(r"\\boxed\s*\{")
+BOX = re.compile(r"\\(?:boxed|fbox)\b")
+BOXED = re.compile(BOX.pattern + r"\s*\{")
 # Between a digit and three others, or any where it is a thin space; LaTeX's spaces and Unicode's.
 THIN_SPACE = re.compile(r"(?<=\d)(?:\\,|\\!|\\thinspace\s?|[\u2009\u202f])(?=\d)")
 GROUP = re.compile(r"(?<=\d)(?:~|\\[ ;:]|\u00a0)(?=\d{3}(?!\d))")
@@ -57,21 +58,25 @@ def read(text: str) -> list[list[Any]]:
 
 
 def boxes(text: str) -> str:
-    r"""Return the text from the first `\boxed{...}` to the last; "" where the last has no content.
+    r"""Return the text from the first closed `\boxed{...}` to the end of the last.
 
-    A box that is not closed has none.
+    Return "" where the text's last box is not closed, or has no content.
     """
-    starts = [match.end() for match in BOXED.finditer(text)]
-    if not starts or text.rfind("\\boxed") >= starts[-1]:
+    starts = {match.end() - 1: match.start() for match in BOXED.finditer(text)}  # by their brace
+    if not starts or BOX.search(text, max(starts)):
         return ""
-    depth = 1
-    for end in range(starts[-1], len(text)):
-        depth += {"{": 1, "}": -1}.get(text[end], 0) if text[end - 1] != "\\" else 0
-        if not depth:
-            content = text[starts[-1] : end]
-            begins = BOXED.search(text)
-            return text[begins.start() : end + 1] if content.strip() and begins else ""
-    return ""
+    open_braces: list[int] = []
+    ends: dict[int, int] = {}
+    for place in range(min(starts), len(text)):
+        if text[place] == "{" and text[place - 1] != "\\":
+            open_braces.append(place)
+        elif text[place] == "}" and text[place - 1] != "\\" and open_braces:
+            ends[open_braces.pop()] = place + 1
+    closed = [brace for brace in starts if brace in ends]
+    last = max(starts)
+    if last not in ends or not text[last + 1 : ends[last] - 1].strip():
+        return ""
+    return text[starts[closed[0]] : max(ends[brace] for brace in closed)]
 
 
 def equal(expected: list[Any], answer: list[Any]) -> bool:

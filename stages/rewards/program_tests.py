@@ -40,7 +40,7 @@ def read_tests(row: Mapping[str, Any], field: str) -> list[Test]:
         )
     if not tests:
         raise RewardError("there are no tests")
-    read = [test if isinstance(test, str) else _read(test, row) for test in tests]
+    read: list[Test] = [test if isinstance(test, str) else _read(test, row) for test in tests]
     if len({isinstance(test, str) or frozenset(test) for test in read}) > 1:
         raise RewardError("the tests must be of one kind: statements, pairs or calls")
     return read

@@ -122,8 +122,12 @@ def test_answers_are_equal_by_value(answer: str, response: str, right: int) -> N
     [
         (r"so \boxed{7}, not 8", 1),
         (r"\boxed {7}", 1),
+        (r"so \fbox{7}, after 3 steps", 1),
         (r"\boxed{\frac{14}{2}}", 1),
+        (r"so \boxed{\boxed{7}}.", 1),
+        (r"\boxed{8 \boxed{7}", 1),
         (r"7\boxed{", 0),
+        (r"7" + r"\boxed{" * 20_000, 0),
         (r"\boxed{7} \boxed{", 0),
         (r"7 \boxed{}", 0),
         (r"7 \boxed{?}", 0),
