@@ -65,7 +65,7 @@ class JudgeReward(AnswerReward):
     )
     verdict: Annotated[Pattern, AfterValidator(_with_a_group)] = Field(
         # Markdown may stand around the number, and no other end of it: 1e999, 1,000, 0.5.1.
-        default=r"(?i)score:[\s*_`]*(-?\d+(?:\.\d+)?)(?!\w|[.,]\d)",
+        default=r"(?i)score:[\s*_\x60]*(-?\d+(?:\.\d+)?)(?!\w|[.,]\d)",
         description="regular expression; group 1 of its last match in the judge's answer is the"
         " score",
     )
