@@ -25,6 +25,7 @@ SCIENTIFIC = re.compile(
 )
 EULER = re.compile(r"\d+e-\d")  # 2e-1 is 0.2, or 2e - 1
 SMALL = 1e-3  # of numbers below, 6 decimals are fewer than 4 digits
+ROUNDED = 0.05  # relative difference of a number and its rounding
 NEAR = 1.000001e-6  # relative error of a small number: 0.333333 of 1/3, at its scale
 
 
@@ -98,38 +99,48 @@ def equal(expected: list[Any], answer: list[Any]) -> bool:
 
 
 def is_false_equation(expression: Any) -> bool:
-    """Return whether an expression is an equation, or a chain of them, of two unequal numbers."""
-    from math_verify import verify
-    from sympy import And, Equality
+    """Return whether an expression is an equation of two numbers that differ, or a chain with one.
 
-    equations = expression.args if isinstance(expression, And) else (expression,)
-    return any(
-        isinstance(each, Equality)
-        and each.lhs.is_number
-        and each.rhs.is_number
-        and not verify(each.lhs, each.rhs, timeout_seconds=None)
-        for each in equations
-    )
+    Sides that differ by ROUNDED at most may be rounded, as in `2/3 = 0.67`.
+    """
+    for equation in _chain(expression):
+        if equation.lhs.is_number and equation.rhs.is_number:
+            left, right = equation.lhs.evalf(20), equation.rhs.evalf(20)
+            if not abs(left - right) <= ROUNDED * max(abs(left), abs(right)):
+                return True
+    return False
 
 
 def numbers(expression: Any) -> Iterator[Any]:
     """Yield the numbers that an expression consists of: itself, a set's or a tuple's.
 
-    Each is sympy's, of 20 digits.
+    Each is sympy's, of 20 digits. An equation's is its last side's.
     """
     from sympy import Basic, Expr, MatrixBase
 
     if isinstance(expression, MatrixBase):
         for entry in expression.flat():
             yield from numbers(entry)
+    elif chain := _chain(expression):
+        # sympy sorts them: the last side begins no other equation.
+        left_sides = {equation.lhs for equation in chain}
+        for equation in chain:
+            if equation.rhs not in left_sides:
+                yield from numbers(equation.rhs)
+    elif isinstance(expression, Expr):
+        if expression.is_number and (value := expression.evalf(20)).is_finite:
+            yield value
     elif isinstance(expression, Basic):
-        if isinstance(expression, Expr) and expression.is_number:
-            value = expression.evalf(20)
-            if value.is_finite:
-                yield value
-        elif not isinstance(expression, Expr):
-            for part in expression.args:
-                yield from numbers(part)
+        for part in expression.args:
+            yield from numbers(part)
+
+
+def _chain(expression: Any) -> tuple[Any, ...]:
+    """Return the equations of a chain, as a = b = c; of another expression none."""
+    from sympy import And, Equality
+
+    equations = expression.args if isinstance(expression, And) else (expression,)
+    return equations if all(isinstance(each, Equality) for each in equations) else ()
 
 
 def _have_near(values: list[Any], others: list[Any]) -> bool:

@@ -107,6 +107,9 @@ def test_numbers_are_respelled(text: str, readings: list[str]) -> None:
         ("7", r"\boxed{1 + 6 = 7}", 1),
         ("7", r"\boxed{6 = 7}", 0),
         ("7", r"\boxed{3 + 4 = 8 = 7}", 0),
+        ("0.67", r"\boxed{\frac{2}{3} = 0.67}", 1),
+        ("3.3e-10", r"\boxed{F = 6.67e-11 \cdot 5 = 3.3e-10}", 1),
+        ("0.0001 < x < 0.0002", r"\boxed{(0.0001, 0.0002)}", 1),
         # A percentage has two values, since rows often leave the sign out.
         ("28", r"\boxed{28\%}", 1),
         ("0.28", r"\boxed{28\%}", 1),
