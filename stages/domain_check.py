@@ -156,7 +156,7 @@ def _responding(problem: Problem, answer: str | None, settings: DomainSettings) 
     """Return the response that is this answer: it ends thoughts that the prompt has opened."""
     if not answer:
         return answer
-    rewards = [each for each in settings.rewards.values() if isinstance(each, AnswerReward)]
+    rewards = (r for r in settings.rewards.values() if isinstance(r, AnswerReward))
     markers = next(filter(None, (reward.thought_markers for reward in rewards)), ())
     return answer_after(problem.prompt, answer, markers)
 

@@ -53,7 +53,8 @@ def read(text: str) -> list[list[Any]]:
 
     any_form = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
     readings = (
-        parse(each, extraction_config=any_form, parsing_timeout=None) for each in spelled(text)
+        parse(spelling, extraction_config=any_form, parsing_timeout=None)
+        for spelling in spelled(text)
     )
     return [reading for reading in readings if reading]
 
@@ -92,10 +93,10 @@ def equal(expected: list[Any], answer: list[Any]) -> bool:
     if is_false_equation(answer[0]) or not verify(expected, answer, timeout_seconds=None):
         return False
     expressions = (expected[0], answer[0])
-    if any(isinstance(each, Basic) and each.has(UnevaluatedExpr) for each in expressions):
+    if any(isinstance(side, Basic) and side.has(UnevaluatedExpr) for side in expressions):
         return True  # a percentage, which is two numbers: 7 % equals 7 and 0.07
-    values, others = (list(numbers(each)) for each in expressions)
-    return _have_near(values, others) and _have_near(others, values)
+    values, answers = (list(numbers(side)) for side in expressions)
+    return _have_near(values, answers) and _have_near(answers, values)
 
 
 def is_false_equation(expression: Any) -> bool:
@@ -131,8 +132,8 @@ def numbers(expression: Any) -> Iterator[Any]:
         if expression.is_number and (value := expression.evalf(20)).is_finite:
             yield value
     elif isinstance(expression, Basic):
-        for part in expression.args:
-            yield from numbers(part)
+        for argument in expression.args:
+            yield from numbers(argument)
 
 
 def _chain(expression: Any) -> tuple[Any, ...]:
@@ -140,10 +141,12 @@ def _chain(expression: Any) -> tuple[Any, ...]:
     from sympy import And, Equality
 
     equations = expression.args if isinstance(expression, And) else (expression,)
-    return equations if all(isinstance(each, Equality) for each in equations) else ()
+    return equations if all(isinstance(equation, Equality) for equation in equations) else ()
 
 
-def _have_near(values: list[Any], others: list[Any]) -> bool:
+def _have_near(values: list[Any], candidates: list[Any]) -> bool:
     """Return whether each small value has another one near it."""
     small = [value for value in values if 0 < abs(value) < SMALL]
-    return all(any(abs(value - other) <= NEAR * abs(value) for other in others) for value in small)
+    return all(
+        any(abs(value - near) <= NEAR * abs(value) for near in candidates) for value in small
+    )

@@ -63,8 +63,8 @@ def _rows_of(columns: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         raise RewardError(f'{what}: {{"fn_name": ..., "input": [arguments], "output": value}}')
     if unknown := sorted(columns.keys() - {*names, *NAMES}):
         raise RewardError(f"unknown key {unknown[0]!r} beside {names[0]} and {names[1]}")
-    for given, expected in zip(inputs, outputs, strict=True):
-        yield {"input": _joined(given), "output": _joined(expected)}
+    for lines, expected in zip(inputs, outputs, strict=True):
+        yield {"input": _joined(lines), "output": _joined(expected)}
 
 
 def _joined(text: Any) -> Any:
@@ -102,21 +102,21 @@ def _call(test: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
     """
     metadata = field_value(row["metadata"]) if row.get("metadata") else {}
     places = [test, row, metadata if isinstance(metadata, Mapping) else {}]
-    named = (place[name] for place in places for name in NAMES if place.get(name) is not None)
-    if not isinstance(name := next(named, None), str) or not name.isidentifier():
+    functions = (place[name] for place in places for name in NAMES if place.get(name) is not None)
+    if not isinstance(name := next(functions, None), str) or not name.isidentifier():
         raise RewardError(
             "a functional test has no function's name: fn_name or func_name of the test, of the"
             f" row or of its metadata, not {name!r}"
         )
     try:
-        given, expected = test["input"], test["output"]
-        if isinstance(given, str):
-            given = [json.loads(line) for line in given.split("\n") if line.strip()]
+        arguments, expected = test["input"], test["output"]
+        if isinstance(arguments, str):
+            arguments = [json.loads(line) for line in arguments.split("\n") if line.strip()]
         if isinstance(expected, str):
             expected = json.loads(expected)
     except (ValueError, RecursionError) as error:
         what = "the input of a functional test must be an argument a line, and the output one value"
         raise RewardError(f"{what}, as JSON: {error}") from error
-    if not isinstance(given, list):
-        raise RewardError(f"the input of a functional test must be a list, not {given!r}")
-    return {"function": name, "arguments": given, "expected": expected}
+    if not isinstance(arguments, list):
+        raise RewardError(f"the input of a functional test must be a list, not {arguments!r}")
+    return {"function": name, "arguments": arguments, "expected": expected}

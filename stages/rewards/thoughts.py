@@ -41,14 +41,14 @@ def split_thoughts(
         ('so 4', None)
     """
     for opening, closing in markers:
-        begun = response.lstrip()
+        text = response.lstrip()
         is_opened = opens_thoughts(prompt, opening)
-        if not is_opened and not begun.startswith((opening, closing)):
+        if not is_opened and not text.startswith((opening, closing)):
             continue
-        thoughts, found, answer = begun.removeprefix(opening).rpartition(closing)
-        if found and not answer.lstrip().startswith(opening):
+        thoughts, closed, answer = text.removeprefix(opening).rpartition(closing)
+        if closed and not answer.lstrip().startswith(opening):
             return thoughts, answer.lstrip()
-        return begun.removeprefix(opening), None
+        return text.removeprefix(opening), None
     return "", response
 
 

@@ -191,7 +191,7 @@ def test_half_of_a_surrogate_pair_ends_no_stage(service: Service, tmp_path: Path
     """JSON may escape it, and neither UTF-8 nor a table can hold it."""
     settings = JudgeReward(base_url=service.base_url, model="m", rubric=RUBRIC, attempts=1)
     grader = Grader("essays", {"style": settings}, tmp_path)
-    own = np.array([5, 1], np.int32)
+    ids = np.array([5, 1], np.int32)
     for body, reward in (
         (b'{"error": "overloaded \\ud800"}', None),
         (b'{"choices": [{"message": {"content": "\\ud800 Score: 5"}}]}', 0.5),
@@ -200,7 +200,7 @@ def test_half_of_a_surrogate_pair_ends_no_stage(service: Service, tmp_path: Path
         service.script = [(200, body)]
         grade = grader.grade(ASKED, Response(f"four{reward}{body[2:4]!r}", 5))
         assert grade.reward == reward
-        sample = Sample("essays", own, own)
+        sample = Sample("essays", ids, ids)
         sample.reward_messages, sample.reward_failure = grade.messages, grade.failure
         record(tmp_path / "step.parquet", 1, [[sample]], CharacterTokenizer(), {}, auditable=False)
         [row] = read_samples(tmp_path / "step.parquet")

@@ -20,9 +20,9 @@ PLANCK, CHARGE = r"6.63\times 10^{-34}", r"1.6\times 10^{-19}"
 
 def score(answer: str, response: str, boxed: bool = False) -> float:
     reward = make("math", "right", MathReward(boxed=boxed), Path("/nowhere"))
-    found = reward(Problem("math", 0, "?", answer), Response(response, 9))
-    assert isinstance(found, tuple) and isinstance(found[0], float)
-    return found[0]
+    scored = reward(Problem("math", 0, "?", answer), Response(response, 9))
+    assert isinstance(scored, tuple) and isinstance(scored[0], float)
+    return scored[0]
 
 
 @pytest.mark.parametrize(

@@ -87,8 +87,9 @@ def test_rows_of_public_data_sets_are_read(name: str) -> None:
     ],
 )
 def test_tests_that_would_be_run_in_another_way_are_errors_of_the_row(tests: Any, why: str) -> None:
-    found = CodeReward().row_violation({"tests": tests}, "")
-    assert found is not None and (found.startswith(why) or "functional" in found), found
+    violation = CodeReward().row_violation({"tests": tests}, "")
+    assert violation is not None
+    assert violation.startswith(why) or "functional" in violation, violation
     with pytest.raises(RewardError):
         read_tests({"tests": tests}, "tests")
 
@@ -99,5 +100,5 @@ def test_calls_are_scored_from_row_to_number() -> None:
     for body, score in (("[by * x for x in numbers]", 1.0), ("[3]", 0.0)):
         method = f"  def twice(self, numbers: List[int], by): return {body}\n"
         text = f"```py\nclass Solution:\n{method}```"
-        found = reward(Problem("code", 0, "?", "", row), Response(text, 9))
-        assert isinstance(found, tuple) and found[0] == score
+        scored = reward(Problem("code", 0, "?", "", row), Response(text, 9))
+        assert isinstance(scored, tuple) and scored[0] == score

@@ -49,12 +49,12 @@ THOUGHTS = "So, it is \\boxed{6}, {, ```python\nprint(6)\n```, шесть"
 
 def score(kind: str, prompt: str, text: str, **given: Any) -> float:
     """Return the score of a response, of a judge that gives 10 to the rubric `seven` alone."""
-    _, own, answer, fields = ANSWERS[kind]
-    settings = TypeAdapter(RewardSettings).validate_python({"kind": kind, **own, **given})
-    found = make("it", kind, settings, Path("/nowhere"))(
+    _, keys, answer, fields = ANSWERS[kind]
+    settings = TypeAdapter(RewardSettings).validate_python({"kind": kind, **keys, **given})
+    scored = make("it", kind, settings, Path("/nowhere"))(
         Problem("it", 0, prompt, answer, fields), Response(text, len(text))
     )
-    score = found[0] if isinstance(found, tuple) else found
+    score = scored[0] if isinstance(scored, tuple) else scored
     assert isinstance(score, float)
     return score
 
@@ -72,22 +72,22 @@ def _judge(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_every_reward_of_an_answer_scores_what_follows_the_thoughts(kind: str) -> None:
     answer = ANSWERS[kind][0]
     pairs = {"thought_markers": [["<think>", "</think>"], [ANALYSIS, CHANNEL]]}
-    for given in ({}, pairs) if kind not in ("format", "language", "length") else (pairs,):
-        assert score(kind, "?", answer, **given) == 1
-        assert score(kind, "?", f"<think>{THOUGHTS}</think>\n\n{answer}", **given) == 1
-        assert score(kind, "?<think>\n", f"{THOUGHTS}</think>{answer}", **given) == 1
-        assert score(kind, "?<think>\n\n</think>\n\n", answer, **given) == 1
-        assert score(kind, "?<|start|>assistant", f"{ANALYSIS}so{FINAL}{answer}", **given) == 1
+    for markers in ({}, pairs) if kind not in ("format", "language", "length") else (pairs,):
+        assert score(kind, "?", answer, **markers) == 1
+        assert score(kind, "?", f"<think>{THOUGHTS}</think>\n\n{answer}", **markers) == 1
+        assert score(kind, "?<think>\n", f"{THOUGHTS}</think>{answer}", **markers) == 1
+        assert score(kind, "?<think>\n\n</think>\n\n", answer, **markers) == 1
+        assert score(kind, "?<|start|>assistant", f"{ANALYSIS}so{FINAL}{answer}", **markers) == 1
         for prompt, text in (
             ("?", f"<think>{THOUGHTS}\n{answer}"),
             ("?<think>\n", answer),
             ("?", f"{ANALYSIS}{answer}"),
         ):
-            assert score(kind, prompt, text, **given) == 0
+            assert score(kind, prompt, text, **markers) == 0
 
 
 def test_every_kind_that_reads_text_is_tried_above() -> None:
-    kinds = {kind for kind, each in KINDS.items() if issubclass(each.settings, AnswerReward)}
+    kinds = {kind for kind, entry in KINDS.items() if issubclass(entry.settings, AnswerReward)}
     assert kinds == ANSWERS.keys() == KINDS.keys() - {"reasoning_gym", "python", "overlong"}
 
 
@@ -117,9 +117,9 @@ def test_thoughts_are_opened_by_the_prompt_or_the_response(
 
 
 def test_other_markers_or_none_may_be_set() -> None:
-    own = {"thought_markers": [["<seed:think>", "</seed:think>"]]}
+    seed = {"thought_markers": [["<seed:think>", "</seed:think>"]]}
     text = "<seed:think>so, {</seed:think>" + ANSWERS["json_schema"][0]
-    assert score("json_schema", "?", text, **own) == 1
+    assert score("json_schema", "?", text, **seed) == 1
     assert score("json_schema", "?", text) == 0
     assert score("judge", "?", "<think>so</think>seven", thought_markers=[]) == 0
 
@@ -147,9 +147,9 @@ def test_the_check_of_a_domain_ends_thoughts_that_the_prompt_opens(tmp_path: Pat
         "loop": {"steps": 1},
     }
     job = {"domain": "sums", "settings": domain, "tokenizer": CHARACTERS, "pool": {"workers": 1}}
-    found = checked(
+    report = checked(
         DomainCheckJob.model_validate({**job, "prompts": 1, "result": tmp_path / "result.json"})
     )
-    [row] = found["prompts"]
-    scores = {each["what"]: each["parts"]["right"] for each in row["responses"]}
+    [row] = report["prompts"]
+    scores = {shown["what"]: shown["parts"]["right"] for shown in row["responses"]}
     assert scores == {"reference": 1.0, "empty": 0.0, "garbage": 0.0}

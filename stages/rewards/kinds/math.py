@@ -72,8 +72,8 @@ def make(settings: MathReward, _directory: Path) -> Reward:
         expected, answers = _reference(problem), read(text)
         if any(equal(*pair) for pair in product(expected, answers)):
             return 1.0, ""
-        said = f"read {answers[0][-1]}" if answers else "no answer found"
-        return 0.0, f"{said}; expected {problem.answer}"
+        reading = f"read {answers[0][-1]}" if answers else "no answer found"
+        return 0.0, f"{reading}; expected {problem.answer}"
 
     return reward
 

@@ -128,16 +128,16 @@ def make(settings: ToolCallReward, _directory: Path) -> Reward:
     def reward(problem: Problem, response: Response) -> Explained:
         tools = tools_of(problem.fields, settings.tools_field)
         expected = settings.expected(problem.fields)
-        said, thinks = response.text, bool(response.thoughts.strip())
+        answer, thinks = response.text, bool(response.thoughts.strip())
         if settings.thoughts != "optional" and thinks != (settings.thoughts == "required"):
             return 0.0, f"thoughts are {settings.thoughts}"
-        if expected != [] and len(said) > LONGEST:
+        if expected != [] and len(answer) > LONGEST:
             return 0.0, f"more than {LONGEST} characters"
-        calls = read_calls(said, settings.form)
+        calls = read_calls(answer, settings.form)
         if isinstance(calls, str):
-            if expected != [] or BEGIN in said:
+            if expected != [] or BEGIN in answer:
                 return 0.0, calls
-            return (1.0, "") if said.strip() else (0.0, "an empty response")
+            return (1.0, "") if answer.strip() else (0.0, "an empty response")
         most = MOST_CALLS if expected is None else 16 + 4 * len(expected)
         if wrong := _excess(calls, most) or calls_violation(calls, tools):
             return 0.0, wrong
