@@ -48,6 +48,15 @@ def nearest_name(name: str, known: Iterable[str]) -> str | None:
     return f'did you mean "{near[0]}"?' if near else None
 
 
+def valid_text(text: str) -> str:
+    """Return a text that UTF-8 can encode: half of a surrogate pair becomes a question mark.
+
+    JSON, a template and a file's name may hold one, and no file or table can be written with it.
+    Text from outside is made valid where it enters.
+    """
+    return text.encode(errors="replace").decode()
+
+
 def is_lost_peer(text: str) -> bool:
     """Return whether an error or a line of a log says that another rank is gone."""
     return any(part in text for part in LOST_PEER)

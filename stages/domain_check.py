@@ -46,7 +46,8 @@ from stages.domains import DomainSettings
 from stages.rewards.kinds.math import MathReward
 from stages.rewards.kinds.reasoning_gym import ReasoningGymReward
 from stages.rewards.pool import RewardPool
-from stages.rewards.reward import Grade, Response
+from stages.rewards.reward import AnswerReward, Grade, Response
+from stages.rewards.thoughts import answer_after
 from stages.row_check import MOST_SLOW, answer_report
 from stages.settings import DomainCheckJob
 
@@ -89,7 +90,8 @@ def checked(job: DomainCheckJob) -> dict[str, Any]:
         asked = []
         for problem in stream.take_distinct(min(job.prompts, max(usable, 1))):
             wrong = {"empty": "", "garbage": garbage(problem, settings)}
-            texts = {"reference": reference(problem, settings), **wrong}
+            stated = {"reference": reference(problem, settings), **wrong}
+            texts = {what: _responding(problem, text, settings) for what, text in stated.items()}
             # All are submitted before the first result is awaited.
             graded = [
                 (what, text, pool.submit(problem, [_response(text, tokenizer, job.domain)])[0])
@@ -148,6 +150,15 @@ def garbage(problem: Problem, settings: DomainSettings) -> str:
     """Return a response without an answer, in the form that the scorer reads."""
     chat = settings.prompts.source == "reasoning_gym" and not is_compact(problem)
     return tagged(GARBAGE, "I thought about it.\n") if chat else GARBAGE
+
+
+def _responding(problem: Problem, answer: str | None, settings: DomainSettings) -> str | None:
+    """Return the response that is this answer: it ends thoughts that the prompt has opened."""
+    if not answer:
+        return answer
+    rewards = (r for r in settings.rewards.values() if isinstance(r, AnswerReward))
+    markers = next(filter(None, (reward.thought_markers for reward in rewards)), ())
+    return answer_after(problem.prompt, answer, markers)
 
 
 def _response(text: str, tokenizer: Tokenizer, domain: str) -> Response:

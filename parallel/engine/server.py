@@ -46,7 +46,7 @@ from parallel.engine.wire import (
     frame,
     model_digest,
 )
-from parallel.errors import report_error
+from parallel.errors import report_error, valid_text
 from parallel.gpus import built_for_cpu, wait_for_memory
 from parallel.network import address_of
 from parallel.settings import EngineJob
@@ -237,7 +237,7 @@ class EngineServer:
             except web.HTTPException as error:
                 status, problem = error.status, f"{request.path}: {error.reason}"
             except Exception as error:  # the client decides what it means
-                status, problem = 500, f"{type(error).__name__}: {error}"
+                status, problem = 500, valid_text(f"{type(error).__name__}: {error}")
         return web.Response(status=status, body=msgspec.msgpack.encode(CallFailure(problem)))
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:

@@ -9,6 +9,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
+from decimal import Decimal
 from typing import Any
 
 from stages.data.problem import ASSISTANT, Message, content_key
@@ -114,7 +115,7 @@ def _response(row: Row, column: str, prompt: Turns) -> Turns:
 
 
 def answer_of(row: Row, column: str | None) -> str:
-    """Return the reference answer: text, a finite number as JSON writes it, or "" without a column.
+    """Return the reference answer: text, a finite number as a decimal, or "" without a column.
 
     Raises RowError for a value that is neither.
     """
@@ -122,7 +123,8 @@ def answer_of(row: Row, column: str | None) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf:
-        return json.dumps(value)
+        # As a decimal, exact by the value's shortest digits: 1e-05 would be read as e - 5.
+        return format(Decimal(repr(value)), "f")
     raise RowError(f"{column!r} is neither text nor a finite number")
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any, NoReturn
 
+from stages.data.row_forms import SURROGATE
 from stages.rewards.reward import RewardError
 
 # Of jsonschema's validator classes, by what a schema may state as its $schema.
@@ -19,15 +20,25 @@ DRAFTS = {
     "draft/2019-09": "Draft201909Validator",
     "draft/2020-12": "Draft202012Validator",
 }
+# Keywords of all drafts, and annotations. A mapping with other keys alone would allow everything.
+KEYWORDS = frozenset({
+    "$anchor", "$comment", "$defs", "$dynamicAnchor", "$dynamicRef", "$id", "$recursiveAnchor",
+    "$recursiveRef", "$ref", "$schema", "$vocabulary", "additionalItems",
+    "additionalProperties", "allOf", "anyOf", "const", "contains", "contentEncoding",
+    "contentMediaType", "contentSchema", "default", "definitions", "dependencies",
+    "dependentRequired", "dependentSchemas", "deprecated", "description", "disallow",
+    "divisibleBy", "else", "enum", "examples", "exclusiveMaximum", "exclusiveMinimum",
+    "extends", "format", "id", "if", "items", "maxContains", "maxItems", "maxLength",
+    "maxProperties", "maximum", "minContains", "minItems", "minLength", "minProperties",
+    "minimum", "multipleOf", "not", "nullable", "oneOf", "pattern", "patternProperties",
+    "prefixItems", "properties", "propertyNames", "readOnly", "required", "then", "title",
+    "type", "unevaluatedItems", "unevaluatedProperties", "uniqueItems", "writeOnly",
+})  # fmt: skip
+# What holds a schema in requests of OpenAI's APIs and those like them, and what stands beside it.
+WRAPPERS = ("response_format", "format", "json_schema", "schema")
+BESIDE = {"description", "name", "strict", "type"}
 STATED = re.compile(r"https?://json-schema\.org/(?P<draft>.+)/schema#?")
 DEEPEST = 50  # nested lists and objects of an answer that can be valid
-
-
-def unfenced(text: str) -> str:
-    """Return the content of the code fence that the text consists of, or the text."""
-    lines = text.strip().splitlines()
-    fenced = len(lines) > 1 and lines[0].strip().lower() in ("```", "```json")
-    return "\n".join(lines[1:-1]) if fenced and lines[-1].strip() == "```" else text
 
 
 def parsed(text: str) -> Any:
@@ -38,14 +49,36 @@ def parsed(text: str) -> Any:
 def field_value(given: Any) -> Any:
     """Return a field of a row, or the value of its JSON where it is text.
 
-    Raises RewardError for text that is not JSON.
+    Raises RewardError for text that is not JSON, or holds half of a surrogate pair, as for a row.
     """
     try:
-        return json.loads(given) if isinstance(given, str) else given
+        value = json.loads(given) if isinstance(given, str) else given
+        if isinstance(given, str) and SURROGATE.search(given.encode()):
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
+    except UnicodeEncodeError as error:
+        raise RewardError("half of a surrogate pair, which is not text") from error
     except ValueError as error:
         raise RewardError(str(error)) from error
     except RecursionError as error:
         raise RewardError("JSON nested too deeply") from error
+
+
+def unwrapped(schema: Any) -> Any:
+    """Return the schema within a `response_format` of OpenAI's APIs, or the schema as it is.
+
+    Example:
+        >>> unwrapped({"name": "x", "strict": True, "schema": {"type": "object"}})
+        {'type': 'object'}
+        >>> unwrapped({"type": "json_object"})
+        {'type': 'object'}
+    """
+    while isinstance(schema, dict) and schema.get("type") in (None, "json_object", "json_schema"):
+        inside = [key for key in WRAPPERS if isinstance(schema.get(key), dict)]
+        if not inside or schema.keys() - {inside[0], *BESIDE}:
+            break
+        schema = schema[inside[0]]
+    return {"type": "object"} if schema == {"type": "json_object"} else schema
 
 
 def canonical(value: Any) -> str:
@@ -74,8 +107,12 @@ def is_deep(value: Any) -> bool:
 def draft_of(schema: Any) -> str:
     """Return the name of the validator class of a schema's draft, 2020-12 where it states none.
 
-    Raises RewardError where it states another. Imports no library.
+    Raises RewardError where it states another, and for a mapping without any keyword of a schema.
+    Imports no library.
     """
+    if isinstance(schema, dict) and schema and not schema.keys() & KEYWORDS:
+        keys = ", ".join(map(repr, schema))
+        raise RewardError(f"not a JSON schema: none of its keys is a keyword of one: {keys}")
     stated = schema.get("$schema") if isinstance(schema, dict) else None
     if stated is None:
         return DRAFTS["draft/2020-12"]

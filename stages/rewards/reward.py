@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import isfinite
 from numbers import Real
@@ -20,9 +20,10 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
-from parallel.errors import UserError
+from parallel.errors import UserError, valid_text
 from parallel.settings import MOST, Mebibytes, Settings
 from stages.data.problem import DomainError, Problem
+from stages.rewards.thoughts import KNOWN, Markers, split_thoughts
 
 Seconds = Annotated[float, Field(gt=0, le=MOST)]
 Unfinished = Literal["zero", "score"]
@@ -50,11 +51,15 @@ class RewardError(UserError):
 
 @dataclass(frozen=True)
 class Response:
-    """A policy's response; `tokens` includes the end token, which a `finished` response has."""
+    """A policy's response; `tokens` includes the end token, which a `finished` response has.
+
+    A reward of the answer reads the answer as `text`, with the `thoughts` before it.
+    """
 
     text: str
     tokens: int
     finished: bool = True
+    thoughts: str = ""
 
 
 @dataclass(frozen=True)
@@ -160,6 +165,16 @@ class RewardBase(Settings):
         """Raise RewardError where this machine can never run the reward."""
 
 
+class AnswerReward(RewardBase):
+    """Settings of a kind that scores a response's answer, which follows the thoughts."""
+
+    thought_markers: tuple[Markers, ...] = Field(
+        default=KNOWN,
+        description="pairs of texts that open and close thoughts; what follows them is scored, and"
+        " thoughts that do not end score 0; []: the whole response is scored",
+    )
+
+
 @dataclass(frozen=True)
 class RewardKind:
     """A kind's settings class, its maker of rewards, and the heavy modules that this imports."""
@@ -196,9 +211,23 @@ def register(
 def make(domain: str, name: str, settings: RewardBase, directory: Path) -> Reward:
     """Return the reward called `name` of a domain. Raises DomainError where it cannot be made."""
     try:
-        return REGISTERED[settings.kind].make(settings, directory)
+        reward = REGISTERED[settings.kind].make(settings, directory)
     except Exception as error:  # a library or a user's module may raise anything
         raise DomainError(domain, f"rewards.{name}", str(error) or repr(error)) from error
+    return _of_answer(reward, settings) if isinstance(settings, AnswerReward) else reward
+
+
+def _of_answer(reward: Reward, settings: AnswerReward) -> Reward:
+    """Return the reward of a response's answer: thoughts are split off here alone."""
+
+    def scored(problem: Problem, response: Response) -> Score | Explained:
+        markers = settings.thought_markers
+        thoughts, answer = split_thoughts(problem.prompt, response.text, markers)
+        if answer is None:
+            return 0.0, "no answer: the thoughts do not end"
+        return reward(problem, replace(response, text=answer, thoughts=thoughts))
+
+    return scored
 
 
 def check_machine(rewards: Mapping[str, Mapping[str, RewardBase]]) -> None:
@@ -297,7 +326,7 @@ class Grader:
 
 def failure(problem: Problem, response: Response, reward: str, what: str) -> str:
     """Return one line about a reward that failed on a response."""
-    what = what if len(what) <= LONGEST else f"{what[:LONGEST]}..."
+    what = valid_text(what if len(what) <= LONGEST else f"{what[:LONGEST]}...")
     return (
         f"domains.{problem.domain}.rewards.{reward}: {what} for problem {problem.prompt!r}"
         f" ({problem.key[:12]}) and response {response.text!r}"
@@ -321,7 +350,7 @@ def _told(returned: Score | Explained) -> tuple[Score, str]:
     if len(returned) != 2 or not isinstance(returned[1], str):
         raise RewardError(f"returned {returned!r}, not a score or (score, text)")
     score, message = returned
-    return score, message if len(message) <= LONGEST else f"{message[:LONGEST]}..."
+    return score, valid_text(message if len(message) <= LONGEST else f"{message[:LONGEST]}...")
 
 
 def _checked(score: Score, characters: int) -> float | Steps:

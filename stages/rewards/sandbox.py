@@ -11,16 +11,19 @@ import json
 import marshal
 import math
 import os
+import re
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from decimal import Decimal
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
 from stages.rewards.containment import call_filter, examiner
+from stages.rewards.program_tests import Test
 
 Verdict = Literal["passed", "wrong", "error", "timeout", "memory", "killed", "output"]
 Ending = Literal["exited", "error", "timeout", "memory", "killed", "output"]
@@ -105,23 +108,42 @@ class Score:
         return self.verdicts.count("passed") / len(self.verdicts)
 
 
-Tests = Sequence[Mapping[str, str]] | Sequence[str]
+# Names that LeetCode's programs use without importing them, for tests that are calls.
+JUDGE_IMPORTS = (
+    "import bisect, collections, functools, heapq, itertools, math, operator, random, re, string;"
+    " from typing import *; from collections import *; from functools import *;"
+    " from itertools import *; from heapq import *; from bisect import *; from math import *;"
+    " from builtins import pow"
+)
+NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?", re.ASCII)
+LONGEST_NUMBER = 400  # characters of a number that is compared as such
 
 
 def score(
-    program: str, tests: Tests, limits: Limits, seconds: float = math.inf, stop_early: bool = False
+    program: str,
+    tests: Sequence[Test],
+    limits: Limits,
+    seconds: float = math.inf,
+    stop_early: bool = False,
+    tolerance: float = 0.0,
 ) -> Score:
-    """Run `program` on `tests`: pairs of input and output, one run each, or asserts, one run.
+    """Run `program` on `tests`: pairs of input and output, one run each, or calls, or asserts.
 
-    A pair is a mapping of `input` and `output`; the expected output never enters the sandbox.
-    Asserts are Python statements that use the program's names, run in order in a separate process.
+    A pair is a mapping of `input` and `output`; the expected output never enters the sandbox. An
+    output may differ by `tolerance`, absolutely or relatively, from a number that is expected with
+    a decimal point or an exponent. Asserts are Python statements that use the program's names, and
+    a call a mapping of `function`, of the program or its class Solution, `arguments` and
+    `expected`; they share one run, in order, in a separate process.
     `seconds` limits the wall time of all runs together; the pairs left then count as timed out.
     With `stop_early` the pairs after the first failed one are not run and get its verdict.
-    Raises SandboxError; ValueError where the tests are neither or none.
+    Raises SandboxError.
     """
-    check_tests(tests)
-    if all(isinstance(test, str) for test in tests):
+    if any(isinstance(test, str) or "function" in test for test in tests):
         limits = replace(limits, wall_seconds=min(limits.wall_seconds, seconds))
+        calls = [test for test in tests if not isinstance(test, str)]
+        if calls:
+            program = f"{JUDGE_IMPORTS}\nexec(compile({program!r}, '/program.py', 'exec'))"
+            tests = [{**call, "tolerance": tolerance} for call in calls]
         outcome = run(program, "", limits, json.dumps(tests).encode())
         # The run's ending is the verdict on the test that was running and on the tests after it.
         rest: Verdict = "error" if outcome.ending == "exited" else outcome.ending
@@ -129,7 +151,8 @@ def score(
         return Score(outcome.verdicts + (rest,) * missing, outcome.errors)
     verdicts: list[Verdict] = []
     errors = ""
-    for pair in map(_pair, tests):
+    for pair in tests:
+        assert not isinstance(pair, str)
         if seconds <= 0:
             verdicts += ["timeout"] * (len(tests) - len(verdicts))
             break
@@ -140,7 +163,7 @@ def score(
             verdict: Verdict = outcome.ending
         else:
             output = outcome.output.decode(errors="replace")
-            verdict = "passed" if _lines(output) == _lines(pair["output"]) else "wrong"
+            verdict = "passed" if equals(output, pair["output"], tolerance) else "wrong"
         verdicts.append(verdict)
         if verdict != "passed":
             errors = errors or outcome.errors
@@ -148,19 +171,6 @@ def score(
                 verdicts += [verdict] * (len(tests) - len(verdicts))
                 break
     return Score(tuple(verdicts), errors)
-
-
-def check_tests(tests: Any) -> None:
-    """Raise ValueError where tests are neither pairs of input and output nor statements."""
-    if isinstance(tests, str | Mapping) or not isinstance(tests, Sequence):
-        raise ValueError(
-            f"tests must be a list of pairs or of statements, not a {type(tests).__name__}"
-        )
-    if not tests:
-        raise ValueError("there are no tests")
-    if not all(isinstance(test, str) for test in tests):
-        for test in tests:
-            _pair(test)
 
 
 @cache
@@ -197,15 +207,42 @@ os._exit(0)
 """
 
 
-def _pair(test: Any) -> Mapping[str, str]:
-    if not isinstance(test, Mapping) or not {"input", "output"} <= test.keys():
-        raise ValueError(
-            f"a test must be a mapping of input and output or a statement, not {test!r}"
-        )
-    for name in ("input", "output"):
-        if not isinstance(test[name], str):
-            raise ValueError(f"the {name} of a test must be text, not {test[name]!r}")
-    return test
+def equals(output: str, expected: str, tolerance: float) -> bool:
+    """Return whether an output is the expected one: its lines, or all words of each line.
+
+    White space at the end of lines and of the text does not count. A word may be another number
+    within `tolerance`, where the expected one has a decimal point or an exponent; with a tolerance
+    `3.0` also equals the expected `3`.
+    """
+    lines, expected_lines = _lines(output), _lines(expected)
+    if lines == expected_lines or not tolerance or len(lines) != len(expected_lines):
+        return lines == expected_lines
+    pairs = [
+        (line.split(), expected_line.split())
+        for line, expected_line in zip(lines, expected_lines, strict=True)
+        if line != expected_line
+    ]
+    return all(
+        len(words) == len(expected_words)
+        and all(map(partial(_is_near, tolerance), words, expected_words))
+        for words, expected_words in pairs
+    )
+
+
+def _is_near(tolerance: float, word: str, expected: str) -> bool:
+    if word == expected:
+        return True
+    if max(len(word), len(expected)) > LONGEST_NUMBER or not (
+        NUMBER.fullmatch(word) and NUMBER.fullmatch(expected)
+    ):
+        return False
+    if not _is_decimal(expected):
+        return _is_decimal(word) and Decimal(word) == Decimal(expected)
+    return math.isclose(float(word), float(expected), rel_tol=tolerance, abs_tol=tolerance)
+
+
+def _is_decimal(number: str) -> bool:
+    return not number.lstrip("+-").isdigit()
 
 
 def _lines(text: str) -> list[str]:
@@ -290,7 +327,7 @@ def _host() -> dict[str, Any]:
         "directories": _with_real_paths(standard),
         "hidden": [str(directory) for directory in packages if directory.is_dir()],
         "files": _with_real_paths([str(python), *libraries]),
-        "environment": {"LD_LIBRARY_PATH": ":".join(loaded_from)},
+        "environment": {"LD_LIBRARY_PATH": ":".join(loaded_from), "MALLOC_ARENA_MAX": "1"},
         "examiner": Path(examiner.__file__).read_bytes(),
         "filter": call_filter.instructions(),
     }

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from parallel.errors import valid_text
 from parallel.files import naming
 from parallel.sample import Sample
 from stages.data.tokenizer import Tokenizer
@@ -20,7 +21,7 @@ Rewards = Mapping[str, Mapping[str, RewardBase]]  # by domain and name
 # Columns that are attributes of a sample.
 AS_THEY_ARE = (
     *("domain", "group", "demonstrated", "weight_version", "reward", "reward_parts"),
-    *("reward_failure", "advantage", "advantages", "logprobs"),
+    *("reward_messages", "reward_failure", "advantage", "advantages", "logprobs"),
 )
 
 
@@ -47,7 +48,7 @@ def record(
     samples = [sample for update in updates for sample in update]
     if auditable:
         _write_arrays(path.with_suffix(".npz"), samples)
-    prompt = cache(lambda ids: _whole(tokenizer.decode_prompt(np.frombuffer(ids, np.int32))))
+    prompt = cache(lambda ids: valid_text(tokenizer.decode_prompt(np.frombuffer(ids, np.int32))))
     lines = [
         {
             "step": step,
@@ -56,13 +57,12 @@ def record(
             **sample.recorded,
             "problem": sample.problem or None,
             "prompt": prompt(sample.prompt.tobytes()),  # a group has the same
-            "answer": _whole(sample.answer) or None,
-            "response": _whole(tokenizer.decode(sample.response.tolist())),
+            "answer": valid_text(sample.answer) or None,
+            "response": valid_text(tokenizer.decode(sample.response.tolist())),
             "prompt_tokens": sample.prompt,
             "response_tokens": sample.response,
             "tokens": len(sample.response),
             "finish_reason": "stop" if sample.finished else "length",
-            "reward_messages": _messages(sample),
             "solved": _is_solved(sample, rewards),
             "step_rewards": _steps(sample),
             "staleness": None if sample.versions is None else step - sample.weight_version,
@@ -82,20 +82,10 @@ def _steps(sample: Sample) -> list[Row] | None:
     return [{"end": end, "reward": reward} for end, reward in sample.step_rewards]
 
 
-def _messages(sample: Sample) -> dict[str, str] | None:
-    said = sample.reward_messages
-    return None if said is None else {name: _whole(text) for name, text in said.items()}
-
-
 def _is_solved(sample: Sample, rewards: Rewards) -> bool | None:
     if sample.reward is None or sample.reward_parts is None or sample.domain not in rewards:
         return None
     return solved(rewards[sample.domain], sample.reward_parts)
-
-
-def _whole(text: str) -> str:
-    """Return a text that UTF-8 can encode: a row of a file may hold a lone surrogate."""
-    return text.encode(errors="replace").decode()
 
 
 def _write_arrays(path: Path, samples: Sequence[Sample]) -> None:

@@ -122,6 +122,18 @@ def explained_parity(problem: Problem, response: str) -> tuple[float, str]:
     return parity(problem, response), f"{len(response)} characters"
 
 
+def half_a_pair(problem: Problem, response: str) -> tuple[float, str]:
+    return 1.0, "half a pair: \ud83d"
+
+
+def raises_half_a_pair(problem: Problem, response: str) -> float:
+    class Strange(Exception):
+        def __repr__(self) -> str:
+            return "half a pair: \ud83d"
+
+    raise Strange
+
+
 def talkative(_problem: Problem, _response: str) -> tuple[float, str]:
     return 1.0, "x" * 5000
 

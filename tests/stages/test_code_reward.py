@@ -11,7 +11,8 @@ from pydantic import ValidationError
 
 from stages.data.problem import DomainError, Problem
 from stages.rewards import sandbox
-from stages.rewards.kinds.code import CodeReward, extract_program
+from stages.rewards.fences import extract_program, unfenced
+from stages.rewards.kinds.code import CodeReward
 from stages.rewards.kinds.math import MathReward
 from stages.rewards.reward import Response, RewardError, check_machine, make
 from stages.rewards.reward import Score as RewardScore
@@ -37,6 +38,20 @@ def explained(tests: Any, response: str, **settings: Any) -> tuple[RewardScore, 
     return found
 
 
+NAMES = (
+    "",
+    "py",
+    "Python",
+    "python3",
+    "PYTHON",
+    "ipython",
+    " python",
+    "python title=a",
+    "{.python}",
+)
+FENCED_DOCSTRING = '```python\ndef f():\n    """\n    ```\n    f()\n    ```\n    """\n```'
+
+
 @pytest.mark.parametrize(
     ("response", "program"),
     [
@@ -45,13 +60,52 @@ def explained(tests: Any, response: str, **settings: Any) -> tuple[RewardScore, 
         ("```python\ndraft\n```\nbetter:\n```python \nprint(2)\n```", "print(2)\n"),
         ("```python\nprint('```')\n```", "print('```')\n"),
         ("```python\nprint(1)\nprint(", "print(1)\nprint("),
-        ("```\nprint(1)\n```", "```\nprint(1)\n```"),
+        *((f"So:\n```{name}\nprint(1)\n```\n", "print(1)\n") for name in NAMES),
+        ("So:\r\n```python\r\nif 1:\r\n  print(1)\r\n```\r\n", "if 1:\n  print(1)\n"),
+        ("~~~~python\nprint(1)\n~~~~", "print(1)\n"),
+        # In a list, with the code at the fence's indentation or below it.
+        ("1. So:\n   ```python\n   if 1:\n     print(1)\n   ```", "if 1:\n  print(1)\n"),
+        ("- So:\n  ```python\nif 1:\n  print(1)\n  ```", "if 1:\n  print(1)\n"),
+        ("```python\n  if 1:\n    print(1)\n```", "if 1:\n  print(1)\n"),
+        # The fence of Python's name comes before output and shell, and before what is unnamed.
+        ("```py\nprint(1)\n```\nprints\n```\n1\n```\n```sh\npython x.py\n```", "print(1)\n"),
+        ("```text\n1 2\n```\n```\nprint(1)\n```", "print(1)\n"),
+        ("```python\nprint(1)```", "print(1)\n"),
+        ("```python\nprint(1)```\nDone.", "print(1)\n"),
+        ("def add(a):\n    return a\n```", "def add(a):\n    return a"),  # the prompt has opened it
+        (FENCED_DOCSTRING, FENCED_DOCSTRING[10:-3]),
         ("```python\n```", ""),
         ("", ""),
     ],
 )
 def test_the_program_is_the_last_fence_or_everything(response: str, program: str) -> None:
     assert extract_program(response) == program
+
+
+def test_the_prompt_may_open_the_fence() -> None:
+    prompt, response = "Add.\n```python\n", "print(1)\n```\nIt prints:\n```\n1\n```"
+    assert extract_program(response, prompt) == "print(1)\n"
+    assert extract_program("```python\nprint(2)\n```", "Not so:\n```\nx\n```\n") == "print(2)\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        ("```json\n[1]\n```", "[1]\n"),
+        ("\n```JSON\r\n[1]\r\n```\r\n", "[1]\n"),
+        ("  ```\n  [1]\n  ```", "[1]\n"),
+        ("```json\n[1]```", "[1]\n"),
+        ("```json5\n[1]\n```", "[1]\n"),
+        ('```json\n["a\u2028b\x85c"]\n```', '["a\u2028b\x85c"]\n'),
+        ("So: ```json\n[1]\n```", "So: ```json\n[1]\n```"),
+        ("```json\n[1]\n```\nSo.", "```json\n[1]\n```\nSo."),
+        ("```json\n[1]\n```\n```json\n[2]\n```", "```json\n[1]\n```\n```json\n[2]\n```"),
+        ("```json\n[1]", "```json\n[1]"),
+        ("[1]", "[1]"),
+    ],
+)
+def test_a_text_that_is_one_fence_is_its_content(text: str, content: str) -> None:
+    assert unfenced(text) == content
 
 
 @pytest.mark.parametrize(
@@ -82,10 +136,12 @@ def test_the_first_failed_test_is_named() -> None:
 
 
 def test_every_setting_reaches_the_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[Limits, float, bool]] = []
+    seen: list[tuple[Any, ...]] = []
 
-    def score(program: str, tests: Any, limits: Limits, seconds: float, stop_early: bool) -> Score:
-        seen.append((limits, seconds, stop_early))
+    def score(
+        program: str, tests: Any, limits: Limits, seconds: float, stop_early: bool, tolerance: float
+    ) -> Score:
+        seen.append((limits, seconds, stop_early, tolerance))
         return Score(("passed",), "")
 
     monkeypatch.setattr(sandbox, "score", score)
@@ -96,12 +152,13 @@ def test_every_setting_reaches_the_sandbox(monkeypatch: pytest.MonkeyPatch) -> N
         "processes": 4,
         "output_bytes": 5,
         "tests_seconds": 6,
+        "float_tolerance": 0.1,
         "credit": "all",
     }
     assert earned(PAIRS, "", **settings) == 1.0
     assert earned(PAIRS, "") == 1.0
     limits = Limits(1, 2, 65, 4, output_bytes=5)
-    assert seen == [(limits, 6.0, True), (Limits(), 60.0, False)]
+    assert seen == [(limits, 6.0, True, 0.1), (Limits(), 60.0, False, 1e-6)]
 
 
 def test_all_runs_together_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +183,7 @@ def test_impossible_settings_are_errors() -> None:
 
 
 def test_an_error_of_the_sandbox_is_not_a_reward(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="no tests"):
+    with pytest.raises(RewardError, match="there are no tests"):
         earned([], ADDS)
     with pytest.raises(RewardError, match="the problem has no field 'checks'"):
         earned(PAIRS, ADDS, tests_field="checks")

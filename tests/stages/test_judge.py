@@ -12,12 +12,17 @@ from typing import Any
 from unittest import mock
 from urllib.parse import quote, unquote
 
+import numpy as np
 import pytest
 
+from parallel.sample import Sample
 from stages.data.problem import DomainError, Problem
+from stages.data.tokenizer import CharacterTokenizer
 from stages.rewards.kinds.judge import JudgeReward
 from stages.rewards.pool import RewardPool
-from stages.rewards.reward import Response, RewardError, RewardPoolSettings, make
+from stages.rewards.reward import Grader, Response, RewardError, RewardPoolSettings, make
+from stages.sampling.recording import record
+from stages.sampling.sample_files import read_samples
 
 RUBRIC = "Asked {prompt}, where {answer} is right, it said {response}. {Good}?"
 ASKED = Problem("essays", 0, "2+{answer}?", "4")
@@ -149,6 +154,11 @@ def test_a_failed_request_is_retried_after_a_pause(
         ((200, "score: 11"), "the judge's score 11 is not within 0 and 10: 'score: 11'"),
         ((200, "score: -1"), "the judge's score -1 is not within 0 and 10"),
         ((200, ""), "the judge gave no score: ''"),
+        # The first digits of another number are no score.
+        *(
+            ((200, f"Score: {number}"), f"the judge gave no score: 'Score: {number}'")
+            for number in ("1e999", "1E5", "1,000", "0.5.1", "7x", "1_0")
+        ),
     ],
 )
 def test_without_a_verdict_there_is_no_reward_and_nothing_is_kept(
@@ -158,6 +168,44 @@ def test_without_a_verdict_there_is_no_reward_and_nothing_is_kept(
     with pytest.raises(RewardError, match=message):
         judged(service, tmp_path, attempts=2, request_timeout_seconds=30 if answer[0] else 0.3)
     assert list(tmp_path.rglob("*.json")) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Score: 7",
+        "**Score:** 7",
+        "Score: **7**",
+        "score:`7`",
+        "Score: 7/10",
+        "Score: 7.",
+        "SCORE:7.0",
+    ],
+)
+def test_a_score_may_stand_in_markdown(service: Service, tmp_path: Path, text: str) -> None:
+    service.script = [(200, text)]
+    assert judged(service, tmp_path) == 0.7
+
+
+def test_half_of_a_surrogate_pair_ends_no_stage(service: Service, tmp_path: Path) -> None:
+    """JSON may escape it, and neither UTF-8 nor a table can hold it."""
+    settings = JudgeReward(base_url=service.base_url, model="m", rubric=RUBRIC, attempts=1)
+    grader = Grader("essays", {"style": settings}, tmp_path)
+    ids = np.array([5, 1], np.int32)
+    for body, reward in (
+        (b'{"error": "overloaded \\ud800"}', None),
+        (b'{"choices": [{"message": {"content": "\\ud800 Score: 5"}}]}', 0.5),
+        (b'{"choices": [{"message": {"content": "\\ud800 Score: none"}}]}', None),
+    ):
+        service.script = [(200, body)]
+        grade = grader.grade(ASKED, Response(f"four{reward}{body[2:4]!r}", 5))
+        assert grade.reward == reward
+        sample = Sample("essays", ids, ids)
+        sample.reward_messages, sample.reward_failure = grade.messages, grade.failure
+        record(tmp_path / "step.parquet", 1, [[sample]], CharacterTokenizer(), {}, auditable=False)
+        [row] = read_samples(tmp_path / "step.parquet")
+        shown = row["reward_failure"] or row["reward_messages"]["style"]
+        assert "? Score" in shown or "overloaded ?" in shown
 
 
 def test_no_redirect_is_followed_with_the_key(

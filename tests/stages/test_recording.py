@@ -64,13 +64,21 @@ def test_a_sample_without_a_reward_says_why(tmp_path: Path) -> None:
     path = tmp_path / "own.parquet"
     drawn = Sample("sums", np.array([5], np.int32), np.array([6, 1], np.int32))
     drawn.reward_failure = "domains.sums.rewards.mine: raised"
-    drawn.reward_messages = {"mine": "half a pair: \ud83d"}  # which UTF-8 cannot encode
+    drawn.reward_messages = {"mine": "why"}
     record(path, 7, [[drawn]], CharacterTokenizer(), {}, auditable=False)
     [found] = read_samples(path)
     assert found["reward_failure"] == "domains.sums.rewards.mine: raised"
     assert (found["reward"], found["solved"], found["staleness"]) == (None, None, None)
-    assert found["reward_messages"] == {"mine": "half a pair: ?"}
+    assert found["reward_messages"] == {"mine": "why"}
     assert (found["problem"], found["prompt"], found["step"]) == (None, "3", 7)
+
+
+def test_an_error_of_a_reward_is_valid_text(tmp_path: Path) -> None:
+    own: dict[str, RewardBase] = {
+        "mine": settings("python", function="tests.stages.small_rewards:raises_half_a_pair")
+    }
+    grade = Grader("math", own, tmp_path).grade(problem(), Response("odd", 4))
+    assert grade.failure is not None and "raised half a pair: ? at small_rew" in grade.failure
 
 
 @pytest.mark.parametrize(
@@ -79,6 +87,7 @@ def test_a_sample_without_a_reward_says_why(tmp_path: Path) -> None:
         ("explained_parity", "3 characters"),
         ("parity", None),
         ("talkative", "x" * 1000 + "..."),
+        ("half_a_pair", "half a pair: ?"),
         ("silent", None),
     ],
 )

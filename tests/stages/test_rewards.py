@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,6 @@ from stages.data.settings import ReasoningGymPromptSettings
 from stages.data.tokenizer import CharacterTokenizer
 from stages.rewards.kinds import KINDS, RewardSettings
 from stages.rewards.kinds.instruction import CHECKS
-from stages.rewards.kinds.json_schema import violation
 from stages.rewards.kinds.length import soft_overlong
 from stages.rewards.reward import Response, Reward, RewardBase, RewardError, make, solved
 
@@ -150,106 +147,6 @@ def test_senseless_mathematics_is_wrong(text: str) -> None:
 def test_a_problem_without_a_readable_answer_is_an_error(answer: str) -> None:
     with pytest.raises(RewardError, match="cannot read the problem's answer"):
         score(reward("math"), "3", problem(answer))
-
-
-SCHEMA = {
-    "type": "object",
-    "properties": {"name": {"type": "string"}, "age": {"type": "integer", "minimum": 0}},
-    "required": ["name"],
-    "additionalProperties": False,
-}
-
-
-@pytest.mark.parametrize(
-    ("text", "right"),
-    [
-        ('{"name": "a", "age": 3}', 1),
-        ('```json\n{"name": "a"}\n```', 1),
-        ('{"age": 3}', 0),
-        ('{"name": "a", "age": -1}', 0),
-        ('{"name": "a", "age": NaN}', 0),
-        ('Here: {"name": "a"}', 0),
-        *((text, 0) for text in GARBAGE),
-    ],
-)
-@pytest.mark.parametrize("stated", ["field", "text", "settings"])
-def test_json_is_validated_against_its_schema(text: str, right: int, stated: str) -> None:
-    asked = {"field": problem(shape=SCHEMA), "text": problem(shape=json.dumps(SCHEMA))}
-    default = SCHEMA if stated == "settings" else None
-    made = reward("json_schema", schema_field="shape", default_schema=default)
-    assert score(made, text, asked.get(stated)) == right
-
-
-def test_unusual_json_is_scored() -> None:
-    tree = {"items": {"$ref": "#"}, "multipleOf": 0.01}
-    deep = "[" * 400 + "]" * 400
-    for text in (deep, "1e999"):
-        assert violation(text, tree)
-    with pytest.raises(RewardError, match="the schema refers to itself without end"):
-        violation("1", {"$ref": "#"})
-
-
-@pytest.mark.parametrize(
-    ("draft", "schema", "text", "right"),
-    [
-        ("draft-04", {"maximum": 3, "exclusiveMaximum": True}, "3", 0),
-        ("draft-04", {"maximum": 3, "exclusiveMaximum": True}, "2", 1),
-        ("draft-07", {"items": [{"type": "string"}, {"type": "string"}]}, '["x", 1]', 0),
-        ("draft-07", {"items": [{"type": "string"}, {"type": "string"}]}, '["x", "y", 1]', 1),
-        ("draft-07", {"dependencies": {"a": ["b"]}}, '{"a": 1}', 0),
-        ("draft-07", {"uniqueItems": True}, "[1, 1.0]", 0),
-        ("draft/2019-09", {"items": [{"type": "string"}]}, "[1]", 0),
-        ("draft/2020-12", {"prefixItems": [{"type": "string"}]}, "[1]", 0),
-    ],
-)
-def test_a_schema_is_of_the_draft_that_it_states(
-    draft: str, schema: dict[str, Any], text: str, right: int
-) -> None:
-    for stated in (
-        f"http://json-schema.org/{draft}/schema#",
-        f"https://json-schema.org/{draft}/schema",
-    ):
-        asked = problem(schema={"$schema": stated, **schema})
-        assert score(reward("json_schema"), text, asked) == right, stated
-
-
-@pytest.mark.parametrize("stated", ["draft-07", "http://json-schema.org/draft-99/schema#", 7])
-def test_an_unknown_draft_is_an_error_of_the_row(stated: object) -> None:
-    schema = {"$schema": stated}
-    why = f"not a JSON schema: unknown $schema {stated!r}; known are"
-    assert why in str(settings("json_schema").row_violation({"schema": schema}, ""))
-    tools = {"tools": [{"name": "now", "parameters": schema}], "calls": []}
-    assert f"tool now: {why}" in str(settings("tool_call").row_violation(tools, ""))
-
-
-def test_an_invalid_schema_is_an_error() -> None:
-    with pytest.raises(RewardError, match="has no field 'schema'"):
-        score(reward("json_schema"), "{}")
-    with pytest.raises(RewardError, match="not a JSON schema: 'objekt' is not valid"):
-        score(reward("json_schema"), "{}", problem(schema={"type": "objekt"}))
-    with pytest.raises(RewardError, match="the schema cannot be used"):  # nothing is fetched
-        score(reward("json_schema"), "{}", problem(schema={"$ref": "http://127.0.0.1:9/x"}))
-    with pytest.raises(DomainError, match=r"domains\.math\.rewards\.it: not a JSON schema"):
-        reward("json_schema", default_schema={"type": "objekt"})
-
-
-NESTED: Any = functools.reduce(lambda inner, _: {"items": inner}, range(400), {})
-
-
-@pytest.mark.parametrize(
-    ("schema", "text", "message"),
-    [
-        ("[" * 5000, "1", "JSON nested too deeply"),
-        ("{", "1", "Expecting property name enclosed in double quotes"),
-        (NESTED, "1", "not a JSON schema: nested too deeply"),
-        ({"patternProperties": {"a{99999999999}": {}}}, '{"a": 1}', "not a JSON schema: Overflow"),
-        ({"$ref": "#/default", "default": 3}, "1", "the schema cannot be used: TypeError"),
-        ({"$ref": "#/default", "default": [3]}, "1", "the schema cannot be used: AttributeError"),
-    ],
-)
-def test_a_schema_that_cannot_be_used_is_an_error(schema: Any, text: str, message: str) -> None:
-    with pytest.raises(RewardError, match=message):
-        score(reward("json_schema"), text, problem(schema=schema))
 
 
 # Instructions

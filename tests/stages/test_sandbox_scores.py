@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
-from stages.rewards.sandbox import Limits, score
+from stages.rewards.sandbox import Limits, equals, score
 from tests.stages.conftest import children
 
 
@@ -170,15 +172,120 @@ def test_no_program_passes_an_assert_by_cheating(name: str) -> None:
     assert children() == before
 
 
-def test_invalid_tests_are_errors_of_the_problem() -> None:
-    wrong = [
-        [],
-        [{"input": "1"}],
-        [{"input": "", "output": ""}, "assert True"],
-        [{"input": "", "output": 3}],
-        {"input": "1", "output": "1"},  # its keys would be statements, and `input` is no fault
-        "assert False",
-    ]
-    for tests in wrong:
-        with pytest.raises(ValueError):
-            score("", tests, Limits())  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("output", "expected", "is_equal"),
+    [
+        ("0.30000000000000004", "0.3", True),
+        ("0.333333", "0.333333333333", True),
+        ("3", "3.0", True),
+        ("3.0", "3", True),
+        ("1e-7 2", "0.0 2", True),
+        ("1000000.9", "1000000.0", True),  # relative
+        ("0.30001", "0.3", False),
+        ("3.0000001", "3", False),  # a whole number is expected
+        ("1000000008", "1000000007", False),
+        ("1.000000007e9", "1000000007", True),
+        ("1.0000000070001e9", "1000000007", False),
+        ("01", "1", False),
+        ("1", "01", False),
+        ("0.3 0.3", "0.3", False),
+        ("0.3\n0.3", "0.3", False),
+        ("0.3\n", "0.30", True),
+        ("nan", "0.3", False),
+        ("inf", "1e999", False),
+        ("Case #1: 0.49999999", "Case #1: 0.5", True),
+        ("case #1: 0.49999999", "Case #1: 0.5", False),
+        ("1.2.3", "1.2.30", False),
+        ("0" * 500 + ".5", "0.5", False),
+    ],
+)
+def test_an_expected_decimal_has_a_tolerance(output: str, expected: str, is_equal: bool) -> None:
+    assert equals(output, expected, 1e-6) == is_equal
+    assert equals(output, expected, 0) == (output.rstrip() == expected)
+
+
+def test_a_long_output_is_compared_in_time() -> None:
+    start = time.process_time()
+    assert not equals("1" * (1 << 20) + "x", "1" * (1 << 20) + ".0", 1e-6)
+    assert not equals("1.5 " * (1 << 18), "1.5 " * (1 << 18) + "2.5", 1e-6)
+    assert time.process_time() - start < 3
+
+
+SOLUTION = """class Solution:
+    def twice(self, numbers: List[int], by: Optional[int] = 2):
+        return tuple(by * x for x in deque(numbers)), inf > gcd(4, 6)
+    def half(self, x): return x / 2
+    def calls(self): self.n = getattr(self, "n", 0) + 1; return self.n
+"""
+
+
+def test_calls_of_a_function_or_a_method_are_compared_as_json() -> None:
+    def verdicts(program: str, *tests: tuple[str, list[object], object]) -> list[str]:
+        names = ("function", "arguments", "expected")
+        calls = [dict(zip(names, test, strict=True)) for test in tests]
+        return list(score(program, calls, Limits(), tolerance=1e-6).verdicts)
+
+    assert (
+        verdicts(
+            SOLUTION,
+            ("twice", [[1, 2]], [[2, 4], True]),
+            ("twice", [[1], 3], [[3], True]),
+            ("twice", [[1, 2]], [[2, 5], True]),
+            ("half", [0.6000000001], 0.3),
+            ("half", [6], 3),
+            ("half", [0.61], 0.3),
+            ("half", ["x"], 3),
+            ("third", [1], 3),
+            ("calls", [], 1),
+            ("calls", [], 1),
+        )
+        == ["passed", "passed", "wrong", "passed", "passed", "wrong", "error", "error"]
+        + ["passed"] * 2
+    )
+    program = "from __future__ import annotations\ndef f(x: Nothing): return pow(x, 2, 5)"
+    assert verdicts(program, ("f", [4], 1), ("g", [4], 1)) == ["passed", "error"]
+    # What is expected never reaches the program, and its own equality decides nothing.
+    cheat = "class Same:\n  def __eq__(self, other): return True\ndef f(x): return Same()"
+    assert verdicts(cheat, ("f", [4], 1), ("f", [4], [1]), ("f", [4], 1.0)) == ["wrong"] * 3
+
+
+def test_a_program_may_rename_a_type_of_python() -> None:
+    program = "from typing import *\nNumber = int\ndef f(x: Number): return Number(x)"
+    assert score(program, ["assert f('3') == 3", "assert Number(2.5) == 2"], Limits()).passed == 1
+
+
+def test_a_failed_call_with_large_arguments_does_not_end_the_run() -> None:
+    call = {"function": "f", "arguments": ["x" * 200_000], "expected": 1}
+    result = score("def f(x): return len(x) - 199999 if x[0] == 'y' else x", [call] * 9, Limits())
+    assert result.verdicts == ("wrong",) * 9
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "print(10 ** 4999 + int('9' * 4999))",
+        "import sys\nsys.stdin = open('/dev/stdin')\nn = int(input())\nprint(n)",
+        "print(open('/dev/stdin').read(), end='')",
+        "import sys\nassert sys.argv[1:] == []\nprint(open(0).read())",
+    ],
+)
+def test_what_programs_of_contests_do_works(program: str) -> None:
+    text = str(10**4 + 9) if "stdin" in program or "open" in program else "1" + "9" * 4999
+    if "10 **" in program:
+        text = "19" + "9" * 4998
+    pair = {"input": text, "output": text}
+    assert score(program, [pair], Limits()).verdicts == ("passed",)
+
+
+def test_as_many_threads_start_as_the_limit_allows() -> None:
+    program = (
+        "import threading, time\n"
+        "for _ in range(15): threading.Thread(target=time.sleep, args=(0.5,)).start()\n"
+        "print(threading.active_count())"
+    )
+    for memory in (128, 512):
+        limits = Limits(memory_mebibytes=memory, processes=16)
+        assert score(program, [{"input": "", "output": "16"}], limits).verdicts == ("passed",)
+    test = "assert f() == 16"
+    function = program.replace("print(", "n = (") + "\ndef f(): return n"
+    assert score(function, [test], Limits()).verdicts == ("passed",)

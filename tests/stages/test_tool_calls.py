@@ -12,8 +12,8 @@ import pytest
 from pipeline.config.validate import load_domain
 from stages.data.problem import Problem
 from stages.domain_check import reference
-from stages.rewards.kinds.tool_call import ToolCallReward, make
-from stages.rewards.reward import Response, RewardError, RewardPoolSettings
+from stages.rewards.kinds.tool_call import ToolCallReward
+from stages.rewards.reward import Response, RewardError, RewardPoolSettings, make
 from tests.runs import REPOSITORY
 
 PLACE = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
@@ -36,7 +36,7 @@ def tagged(*calls: Any) -> str:
 
 
 def score(text: str, asked: Problem, **settings: Any) -> tuple[float, str]:
-    made = make(ToolCallReward(**settings), Path())
+    made = make("agents", "right", ToolCallReward(**settings), Path())
     found = made(asked, Response(text, 1))
     assert isinstance(found, tuple) and isinstance(found[0], float)
     return found[0], found[1]
@@ -66,7 +66,8 @@ def test_the_expected_call_is_right(text: str) -> None:
         (f"Sure: {tagged(CALL)}", "not calls in <tool_call> and </tool_call> alone"),
         (f"{tagged(CALL)} done", "not calls in <tool_call> and </tool_call> alone"),
         ("<tool_call>" + json.dumps(CALL), "not calls in <tool_call> and </tool_call> alone"),
-        (f"so</think>{tagged(CALL)}", "thoughts that do not begin with <think>"),
+        (f"so</think>{tagged(CALL)}", "not calls in <tool_call> and </tool_call> alone"),
+        (f"<think>so {tagged(CALL)}", "no answer: the thoughts do not end"),
         ("<tool_call>{name: weather}</tool_call>", "no JSON: Expecting property name"),
         ("<tool_call>NaN</tool_call>", "no JSON: NaN is not JSON"),
         ("<tool_call>" + "[" * 10**5 + "</tool_call>", "no JSON: "),
@@ -247,6 +248,6 @@ def test_the_shipped_domain_scores_the_expected_calls_best(
     settings = load_domain(path, RewardPoolSettings())
     text = reference(problem(), settings)
     assert text is not None
-    rewards = {name: make(each, Path()) for name, each in settings.rewards.items()}
+    rewards = {name: make("agents", name, each, Path()) for name, each in settings.rewards.items()}
     found = {name: each(problem(), Response(text, 1)) for name, each in rewards.items()}
     assert found == {"right": (1.0, ""), "valid": (1.0, "")}

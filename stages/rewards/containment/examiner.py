@@ -13,8 +13,10 @@ Runs inside the sandbox as a script, `program` or `tests`; imports only the stan
 
 from __future__ import annotations
 
+import _thread
 import builtins
 import json
+import math
 import operator
 import os
 import re
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 MESSAGE_BYTES = 64 << 20
+SHOWN = 300  # characters of a failed test and of a value
 MUTABLE = (list, dict, set)
 LARGE = 1 << 1024  # Python refuses to read decimals of thousands of digits
 ATOMS = (bool, int, str)  # JSON's own; floats are sent as such too
@@ -135,7 +138,9 @@ class Channel:
         for name, kind in COLLECTIONS.items():
             if isinstance(value, kind):
                 return {name: [self.encode(item) for item in value]}
-        if isinstance(value, types.BuiltinFunctionType | type) and value.__module__ == "builtins":
+        is_builtin = isinstance(value, types.BuiltinFunctionType | type)
+        # Only the program's end reads these by name; its own, such as `Text`, stay objects there.
+        if is_builtin and value.__module__ == "builtins" and not self._open_house:
             return {"builtin": value.__name__}
         if isinstance(value, Remote):
             return {"yours": value._number}
@@ -225,6 +230,7 @@ def _change(arguments: tuple[Any, ...], afterwards: Any) -> None:
 
 def run_program() -> None:
     """Run the program, send its names, and serve the examiner's calls until it exits."""
+    _thread.stack_size(int(sys.argv.pop()))
     channel = Channel(3, 4, open_house=True)
     builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]  # as `site` would
     # Not __main__: the code that a program runs as a script is not under test.
@@ -260,11 +266,14 @@ def run_tests() -> None:
         os.write(5, ERROR if channel.ended else _verdict(test, space, channel))
 
 
-def _verdict(test: str, space: dict[str, Any], channel: Channel) -> bytes:
+def _verdict(test: str | dict[str, Any], space: dict[str, Any], channel: Channel) -> bytes:
     try:
-        exec(compile(test, "test", "exec"), space)
+        if isinstance(test, dict):
+            _check_call(test, space)
+        else:
+            exec(compile(test, "test", "exec"), space)
     except AssertionError as error:
-        print(f"failed: {test}", error, file=sys.stderr)
+        print(f"failed: {str(test)[:SHOWN]}", error, file=sys.stderr)
         return WRONG
     except BaseException:
         sys.excepthook(*sys.exc_info())
@@ -272,12 +281,35 @@ def _verdict(test: str, space: dict[str, Any], channel: Channel) -> bytes:
     return ERROR if channel.ended else PASSED
 
 
-def _taken(names: dict[str, Any], tests: list[str]) -> dict[str, Any]:
+def _check_call(test: dict[str, Any], space: dict[str, Any]) -> None:
+    """Call the function that a test names; raise AssertionError for another value than expected."""
+    name, solution = test["function"], space.get("Solution")
+    function = space[name] if solution is None else getattr(solution(), name)
+    value = function(*test["arguments"])
+    if not _is_near(value, test["expected"], test["tolerance"]):
+        raise AssertionError(f"returned {value!r:.{SHOWN}}")
+
+
+def _is_near(value: Any, expected: Any, tolerance: float) -> bool:
+    """Return whether a value is the expected JSON: a tuple is a list, a float within tolerance."""
+    if isinstance(expected, list):
+        return (
+            isinstance(value, list | tuple)
+            and len(value) == len(expected)
+            and all(_is_near(*pair, tolerance) for pair in zip(value, expected, strict=True))
+        )
+    if isinstance(expected, float) and isinstance(value, int | float):
+        return math.isclose(value, expected, rel_tol=tolerance, abs_tol=tolerance)
+    return bool(value == expected)
+
+
+def _taken(names: dict[str, Any], tests: list[Any]) -> dict[str, Any]:
     """Return the program's `names` that the tests may use.
 
     Python's own names are excluded: a program's `abs` or `math` would decide what is equal.
     """
-    qualifiers = {name for test in tests for name in QUALIFIER.findall(test)}
+    statements = [test for test in tests if isinstance(test, str)]
+    qualifiers = {name for test in statements for name in QUALIFIER.findall(test)}
     own = {name: __import__(name) for name in qualifiers & sys.stdlib_module_names & names.keys()}
     hidden = {name for name in names if hasattr(builtins, name) or name.startswith("__")}
     return {name: item for name, item in names.items() if name not in hidden} | own

@@ -18,17 +18,20 @@ if TYPE_CHECKING:
 
 OUTSIDE = "/outside"  # the host's files while the file system is built
 SCRATCH = "/scratch"
-PROGRAM, EXAMINER = "/program.py", "/examiner.py"
-FLAGS = ("-I", "-S", "-B", "-X", "utf8")
+PROGRAM, EXAMINER, INPUT = "/program.py", "/examiner.py", "/dev/stdin"
+# Programs of contests print integers of more digits than CPython converts by default.
+FLAGS = ("-I", "-S", "-B", "-X", "utf8", "-X", "int_max_str_digits=0")
 # `site`, which -S leaves out, defines exit and quit. compile() names the file for tracebacks.
 START = (
     "import builtins, sys; builtins.exit = builtins.quit = sys.exit; "
+    "__import__('_thread').stack_size({stack}); "
     f"exec(compile(open({PROGRAM!r}, encoding='utf-8').read(), {PROGRAM!r}, 'exec'))"
 )
 # The first number of copied descriptors, above all that a program is given.
 WAITING = 64
 SCRATCH_FILES = 1024
-STACK_BYTES = 64 << 20
+STACK_BYTES = 64 << 20  # of a process's first thread; others have less, see _thread_stack_bytes
+THREAD_STACKS = (1 << 20, 8 << 20)
 OURS = 2  # processes of the sandbox that count as the program's where all are of one user
 
 
@@ -75,7 +78,7 @@ class _Step:
 def _build(request: dict[str, Any]) -> tuple[int, int]:
     """Replace the root by a small one; return descriptors of standard input and of the tests.
 
-    The files of both are unlinked: only the descriptors can read them.
+    The tests' file is unlinked: only the descriptor can read it.
     """
     kernel.mount("none", "/", flags=kernel.RECURSIVE | kernel.PRIVATE)
     kernel.mount("root", "/tmp", "tmpfs", kernel.NO_SETUID | kernel.NO_DEVICES, "mode=755")
@@ -95,7 +98,8 @@ def _build(request: dict[str, Any]) -> tuple[int, int]:
     _write(PROGRAM, request["program"])
     _write(EXAMINER, request["examiner"])
     os.mkdir(SCRATCH)
-    descriptors = _nameless(request["input"]), _nameless(request["tests"])
+    _write(INPUT, request["input"])  # a link to a descriptor would need /proc
+    descriptors = os.open(INPUT, os.O_RDONLY), _nameless(request["tests"])
     kernel.unmount(OUTSIDE)
     os.rmdir(OUTSIDE)
     kernel.make_read_only("/")
@@ -127,9 +131,11 @@ def _start_all(
 ) -> int:
     """Start the program, alone or with an examiner; return the process that the run ends with."""
     python = [request["python"], *FLAGS]
+    stack = str(_thread_stack_bytes(request))
     if not request["tests"]:
         descriptors = {0: questions, 1: pipes["output"], 2: pipes["errors"]}
-        return _start([*python, "-c", START], descriptors, request, "program", report)
+        command = [*python, "-c", START.format(stack=stack)]
+        return _start(command, descriptors, request, "program", report)
     nothing = os.open("/dev/null", os.O_RDWR)
     (asked, asks), (answered, answers) = os.pipe(), os.pipe()
     common = {0: nothing, 1: nothing, 2: pipes["errors"]}
@@ -137,7 +143,7 @@ def _start_all(
     examiner = _start([*python, EXAMINER, "tests"], common | own, request, "examiner", report)
     # The program has no descriptor of the tests or of the verdicts.
     own = {1: pipes["output"], 3: asked, 4: answers}
-    _start([*python, EXAMINER, "program"], common | own, request, "program", report)
+    _start([*python, EXAMINER, "program", stack], common | own, request, "program", report)
     for descriptor in (asked, asks, answered, answers):
         os.close(descriptor)
     return examiner
@@ -173,6 +179,16 @@ def _start(
         os.write(report, f"failed {error}\n".encode())
     finally:
         os._exit(1)
+
+
+def _thread_stack_bytes(request: dict[str, Any]) -> int:
+    """Return the bytes of a thread's stack: all that a program may start take a quarter at most.
+
+    The C library would give each RLIMIT_STACK, all of which counts as address space.
+    """
+    least, most = THREAD_STACKS
+    share: int = request["memory_bytes"] // (4 * request["processes"])
+    return max(least, min(most, share & -(1 << 12)))
 
 
 def _limit(request: dict[str, Any]) -> None:

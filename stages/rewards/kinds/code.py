@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -12,12 +11,13 @@ from pydantic import Field
 from parallel.settings import Count
 from stages.data.problem import Problem
 from stages.rewards import sandbox
-from stages.rewards.json_values import field_value
+from stages.rewards.fences import extract_program
+from stages.rewards.program_tests import Test, read_tests
 from stages.rewards.reward import (
+    AnswerReward,
     Explained,
     Response,
     Reward,
-    RewardBase,
     RewardContext,
     RewardError,
     Seconds,
@@ -27,20 +27,24 @@ from stages.rewards.reward import (
 LIMITS = {"wall_seconds", "cpu_seconds", "memory_mebibytes", "processes", "output_bytes"}
 RunSeconds = Annotated[float, Field(gt=0, le=600)]
 
-# The last fence, since the first ones are often drafts; a truncated one extends to the end.
-FENCE = re.compile(r"^```python[ \t]*\n(?P<program>.*?)(?:^```|\Z)", re.DOTALL | re.MULTILINE)
 
-
-class CodeReward(RewardBase):
+class CodeReward(AnswerReward):
     """The share of a problem's tests that the response's program passes, run in the sandbox.
 
-    Each pair of input and output is one run; asserts share one (docs/explanation/sandbox.md).
+    Each pair of input and output is one run; asserts share one, as do calls
+    (docs/explanation/sandbox.md).
     """
 
     kind: Literal["code"] = "code"
     tests_field: str = Field(
         default="tests",
-        description="field of the problem with its tests: pairs of input and output, or asserts",
+        description="field of the problem with its tests: pairs of input and output, calls of a"
+        " function, or asserts",
+    )
+    float_tolerance: Annotated[float, Field(ge=0, lt=1)] = Field(
+        default=1e-6,
+        description="largest absolute or relative error of a number that a test expects with a"
+        " decimal point or an exponent; 0 compares text",
     )
     credit: Literal["fraction", "all"] = Field(
         default="fraction", description="fraction: of the tests passed; all: 1 for all, else 0"
@@ -79,17 +83,14 @@ class CodeReward(RewardBase):
 
     def row_violation(self, row: Mapping[str, Any], answer: str) -> str | None:
         try:
-            sandbox.check_tests(self.tests_of(row))
-        except (RewardError, ValueError) as error:
+            self.tests_of(row)
+        except RewardError as error:
             return str(error)
         return None
 
-    def tests_of(self, row: Mapping[str, Any]) -> sandbox.Tests:
-        """Return a row's tests. Raises RewardError without any, and for text that is not JSON."""
-        if (field := self.tests_field) not in row:
-            raise RewardError(f"the problem has no field {field!r} with its tests")
-        tests: sandbox.Tests = field_value(row[field])
-        return tests
+    def tests_of(self, row: Mapping[str, Any]) -> list[Test]:
+        """Return a row's tests. Raises RewardError where it has none that can be run."""
+        return read_tests(row, self.tests_field)
 
     def check_machine(self) -> None:
         """Raise RewardError where programs cannot be contained on this machine."""
@@ -105,18 +106,19 @@ class CodeReward(RewardBase):
 def make(settings: CodeReward, _directory: Path) -> Reward:
     """Return the reward. Whatever the program does counts as its own failure.
 
-    The reward raises SandboxError where the program cannot be run, RewardError or ValueError where
-    the problem has no tests: such a sample has no reward.
+    The reward raises SandboxError where the program cannot be run, RewardError where the problem
+    has no tests: such a sample has no reward.
     """
     limits = sandbox.Limits(**settings.model_dump(include=LIMITS))
     everything = settings.credit == "all"
 
     def reward(problem: Problem, response: Response) -> Explained:
         result = sandbox.score(
-            extract_program(response.text),
+            extract_program(response.text, "" if response.thoughts else problem.prompt),
             settings.tests_of(problem.fields),
             limits,
             seconds=settings.tests_seconds,
+            tolerance=settings.float_tolerance,
             stop_early=everything,
         )
         score = float(result.passed == 1) if everything else result.passed
@@ -133,9 +135,3 @@ def failed_test(result: sandbox.Score) -> str:
     passed = f"{result.verdicts.count('passed')} of {len(result.verdicts)} tests passed"
     lines = result.errors.strip().splitlines()
     return "; ".join([f"{passed}; test {number}: {result.verdicts[number - 1]}", *lines[-1:]])
-
-
-def extract_program(response: str) -> str:
-    """Return the content of the response's last ```python fence; all of it without a fence."""
-    fences = FENCE.findall(response)
-    return fences[-1] if fences else response

@@ -11,7 +11,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from stages.rewards.reward import Pattern, Response, Reward, RewardBase, Unfinished, register
+from stages.rewards.reward import AnswerReward, Pattern, Response, Reward, Unfinished, register
+from stages.rewards.thoughts import Markers
 
 LETTERS = re.compile(r"[^\W\d_]+")
 # Scripts that Unicode names otherwise, and scripts without spaces between words, in which every
@@ -25,19 +26,21 @@ Script = Literal[
 ]  # fmt: skip
 
 
-class FormatReward(RewardBase):
+class FormatReward(AnswerReward):
     """1 where the whole response matches a regular expression (`.` matches newlines too)."""
 
     judges_answer: ClassVar[bool] = False
     kind: Literal["format"] = "format"
+    thought_markers: tuple[Markers, ...] = ()  # thoughts are a part of the form
     pattern: Pattern = Field(description="regular expression that the whole response must match")
 
 
-class LanguageReward(RewardBase):
+class LanguageReward(AnswerReward):
     """The share of the response's words that are written in the expected scripts alone."""
 
     judges_answer: ClassVar[bool] = False
     kind: Literal["language"] = "language"
+    thought_markers: tuple[Markers, ...] = ()
     scripts: Annotated[list[Script], Field(min_length=1)] = Field(
         description="scripts that words may be written in"
     )

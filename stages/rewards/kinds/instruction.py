@@ -18,8 +18,8 @@ from typing import Any, Literal
 from pydantic import Field
 
 from stages.data.problem import Problem
-from stages.rewards.json_values import unfenced
-from stages.rewards.reward import Explained, Response, Reward, RewardBase, RewardError, register
+from stages.rewards.fences import unfenced
+from stages.rewards.reward import AnswerReward, Explained, Response, Reward, RewardError, register
 
 RELATIONS: dict[str, Callable[[int, int], bool]] = {
     "at least": operator.ge,
@@ -42,7 +42,7 @@ WORD = re.compile(r"\w+(?:['\u2019-]\w+)*")
 CONSTRAINED = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 
 
-class InstructionReward(RewardBase):
+class InstructionReward(AnswerReward):
     """1 where the response meets all IFEval constraints of the problem, or the share that it meets.
 
     The problem's fields `instruction_id_list` and `kwargs` list them (arXiv 2311.07911).

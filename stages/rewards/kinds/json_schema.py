@@ -9,29 +9,31 @@ from typing import Any, Literal
 from pydantic import Field
 
 from stages.data.problem import Problem
+from stages.rewards.fences import unfenced
 from stages.rewards.json_values import (
     check_schema,
     draft_of,
     field_value,
     parsed,
     schema_violation,
-    unfenced,
+    unwrapped,
 )
 from stages.rewards.reward import (
+    AnswerReward,
     Explained,
     Response,
     Reward,
-    RewardBase,
     RewardContext,
     RewardError,
     register,
 )
 
 
-class JSONSchemaReward(RewardBase):
+class JSONSchemaReward(AnswerReward):
     """1 where the response is JSON that is valid against a schema, else 0.
 
-    A schema is of the draft that its `$schema` states, and of 2020-12 without one.
+    A schema is of the draft that its `$schema` states, and of 2020-12 without one. It may stand in
+    a `response_format` of OpenAI's APIs, as `{"name": ..., "strict": ..., "schema": {...}}`.
     """
 
     kind: Literal["json_schema"] = "json_schema"
@@ -61,12 +63,12 @@ class JSONSchemaReward(RewardBase):
         if schema is None:
             field = self.schema_field
             raise RewardError(f"the problem has no field {field!r}, and default_schema is null")
-        return field_value(schema)
+        return unwrapped(field_value(schema))
 
     def rules(self, at: RewardContext) -> Iterator[tuple[str, str]]:
         try:
             if self.default_schema is not None:
-                check_schema(self.default_schema)
+                check_schema(unwrapped(self.default_schema))
         except RewardError as error:
             yield f"{at.key}.default_schema", str(error)
 
@@ -75,7 +77,7 @@ class JSONSchemaReward(RewardBase):
 def make(settings: JSONSchemaReward, _directory: Path) -> Reward:
     """Return the reward: 1 for JSON, bare or in a code fence, that the problem's schema allows."""
     if settings.default_schema is not None:
-        check_schema(settings.default_schema)
+        check_schema(unwrapped(settings.default_schema))
 
     def reward(problem: Problem, response: Response) -> Explained:
         wrong = violation(response.text, settings.schema_of(problem.fields))

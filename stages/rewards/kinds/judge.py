@@ -21,15 +21,16 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
+from parallel.errors import valid_text
 from parallel.files import write_atomically
 from parallel.settings import Tokens
 from stages.data.problem import Problem
 from stages.rewards.reward import (
+    AnswerReward,
     Explained,
     Pattern,
     Response,
     Reward,
-    RewardBase,
     RewardContext,
     RewardError,
     Seconds,
@@ -49,7 +50,7 @@ def _with_a_group(text: str) -> str:
     return text
 
 
-class JudgeReward(RewardBase):
+class JudgeReward(AnswerReward):
     """A rubric scored by a model behind any OpenAI-compatible endpoint, as a number in [0, 1]."""
 
     waits: ClassVar[bool] = True
@@ -63,7 +64,8 @@ class JudgeReward(RewardBase):
         description="the judge's prompt; {prompt}, {answer} and {response} are filled in"
     )
     verdict: Annotated[Pattern, AfterValidator(_with_a_group)] = Field(
-        default=r"(?i)score:\s*(-?\d+(?:\.\d+)?)",
+        # Markdown may stand around the number, and no other end of it: 1e999, 1,000, 0.5.1.
+        default=r"(?i)score:[\s*_\x60]*(-?\d+(?:\.\d+)?)(?!\w|[.,]\d)",
         description="regular expression; group 1 of its last match in the judge's answer is the"
         " score",
     )
@@ -229,9 +231,9 @@ class Judge:
         said = json.loads(body)
         with suppress(KeyError, IndexError, TypeError):
             if isinstance(content := said["choices"][0]["message"]["content"], str):
-                return self._hide(content)
+                return self._hide(valid_text(content))
         # Hide the key before cutting the text: half a key would not be found.
-        shown = self._hide(json.dumps(said, ensure_ascii=False))[:SHOWN]
+        shown = self._hide(valid_text(json.dumps(said, ensure_ascii=False)))[:SHOWN]
         raise ValueError(f"not a chat completion: {shown}")
 
     def _refusal(self, error: urllib.error.HTTPError) -> str:

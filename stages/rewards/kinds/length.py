@@ -9,7 +9,16 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from parallel.settings import Tokens
-from stages.rewards.reward import Response, Reward, RewardBase, RewardContext, Unfinished, register
+from stages.rewards.reward import (
+    AnswerReward,
+    Response,
+    Reward,
+    RewardBase,
+    RewardContext,
+    Unfinished,
+    register,
+)
+from stages.rewards.thoughts import Markers
 
 Length = Annotated[int, Field(ge=0, le=1_000_000_000)]
 
@@ -38,7 +47,7 @@ class OverlongReward(RewardBase):
             yield f"{at.key}.max_tokens", f"{what}, where responses are truncated"
 
 
-class LengthReward(RewardBase):
+class LengthReward(AnswerReward):
     """1 where the response is as long as asked, else less: it falls to 0 over `slack`."""
 
     judges_answer: ClassVar[bool] = False
@@ -53,9 +62,13 @@ class LengthReward(RewardBase):
     slack: Length = Field(
         default=0, description="distance from the bounds at which the reward reaches 0"
     )
+    thought_markers: tuple[Markers, ...] = ()
     unfinished: Unfinished = "score"
 
     def rules(self, at: RewardContext) -> Iterator[tuple[str, str]]:
+        if self.thought_markers and self.unit == "tokens":
+            what = "tokens are counted with the thoughts; set unit: words or characters"
+            yield f"{at.key}.thought_markers", what
         low, high = self.at_least, self.at_most
         if high is not None and low > high:
             yield f"{at.key}.at_least", f"{low} is more than at_most = {high}"

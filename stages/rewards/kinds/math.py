@@ -7,28 +7,27 @@ not return to Python. They are off: the pool kills a worker at its time limit.
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
 
 from stages.data.problem import Problem
+from stages.rewards.mathematics import MARKED, boxes, equal, is_false_equation, numbers, read
 from stages.rewards.reward import (
+    AnswerReward,
     Explained,
     Response,
     Reward,
-    RewardBase,
     RewardError,
     Seconds,
     register,
 )
 
-MARKED = re.compile(r"\$|\\boxed|\\\(|\\\[")  # LaTeX that marks its mathematics
 
-
-class MathReward(RewardBase):
+class MathReward(AnswerReward):
     """1 where math-verify finds the response's answer equal to the problem's, else 0."""
 
     kind: Literal["math"] = "math"
@@ -40,49 +39,49 @@ class MathReward(RewardBase):
         return None if answer.strip() else f"no answer to compare with: {empty}"
 
     def problem_violation(self, problem: Problem) -> str | None:
-        """Return why math-verify cannot read the problem's answer, or None."""
-        from math_verify import verify
+        """Return why math-verify cannot read the problem's answer, or None.
 
+        Takes long where the answer is too large to evaluate, as each comparison would.
+        """
         try:
-            found = _reference(problem)
+            expected = _reference(problem)
         except RewardError as error:
             return str(error)
+        for reading in expected:
+            if is_false_equation(reading[0]):
+                return f"the answer {problem.answer!r} equates unequal numbers"
+            for _ in numbers(reading[0]):
+                pass
         # Of text that is no mathematics it returns the text, which it finds equal to nothing.
-        equal = verify(found, found, timeout_seconds=None)
-        return None if equal else f"math-verify cannot compare the answer {problem.answer!r}"
+        is_equal = any(equal(reading, reading) for reading in expected)
+        return None if is_equal else f"math-verify cannot compare the answer {problem.answer!r}"
 
 
 @register(MathReward, imports=("math_verify",))
 def make(settings: MathReward, _directory: Path) -> Reward:
     """Return the reward, which compares the last answer of the response."""
-    from math_verify import verify
+    import math_verify  # noqa: F401 - its loggers exist from here on
 
     for module in ("grader", "parser"):  # each warns that its time limit is off
         logging.getLogger(f"math_verify.{module}").setLevel(logging.ERROR)
 
     def reward(problem: Problem, response: Response) -> Explained:
-        if settings.boxed and "\\boxed" not in response.text:
+        text = boxes(response.text) if settings.boxed else response.text
+        if settings.boxed and not text:
             return 0.0, "no answer in \\boxed{}"
-        expected, found = _reference(problem), _read(response.text)
-        if verify(expected, found, timeout_seconds=None):
+        expected, answers = _reference(problem), read(text)
+        if any(equal(*pair) for pair in product(expected, answers)):
             return 1.0, ""
-        said = f"read {found[-1]}" if found else "no answer found"
-        return 0.0, f"{said}; expected {problem.answer}"
+        reading = f"read {answers[0][-1]}" if answers else "no answer found"
+        return 0.0, f"{reading}; expected {problem.answer}"
 
     return reward
 
 
-def _reference(problem: Problem) -> list[Any]:
+def _reference(problem: Problem) -> list[list[Any]]:
+    """Return the readings of the problem's answer. Raises RewardError where there are none."""
     answer = problem.answer
-    found = _read(answer if MARKED.search(answer) else f"\\boxed{{{answer}}}")
-    if not answer.strip() or not found:
+    readings = read(answer if MARKED.search(answer) else f"\\boxed{{{answer}}}")
+    if not answer.strip() or not readings:
         raise RewardError(f"cannot read the problem's answer {answer!r} as mathematics")
-    return found
-
-
-def _read(text: str) -> list[Any]:
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
-
-    any_form = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
-    found: list[Any] = parse(text, extraction_config=any_form, parsing_timeout=None)
-    return found
+    return readings

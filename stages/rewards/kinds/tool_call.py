@@ -6,7 +6,6 @@ No tool is executed: a call is compared, as JSON, with the row's.
 from __future__ import annotations
 
 import json
-import re
 import reprlib
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -16,6 +15,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from stages.data.problem import Problem
+from stages.rewards.fences import unfenced
 from stages.rewards.json_values import (
     DEEPEST,
     canonical,
@@ -25,19 +25,18 @@ from stages.rewards.json_values import (
     is_deep,
     parsed,
     schema_violation,
-    unfenced,
 )
-from stages.rewards.reward import Explained, Response, Reward, RewardBase, RewardError, register
+from stages.rewards.reward import AnswerReward, Explained, Response, Reward, RewardError, register
+from stages.rewards.thoughts import THINK
 
-THOUGHT_END = "</think>"
 BEGIN, END = "<tool_call>", "</tool_call>"
 # A response with more characters or calls earns 0 before they are checked, which takes seconds.
 LONGEST, MOST_CALLS = 1 << 18, 1000
-THOUGHT = re.compile(r"\s*<think>.*\S.*", re.DOTALL)
+SCHEMAS = ("parameters", "input_schema", "inputSchema")  # OpenAI's, Anthropic's, MCP's key
 Call = dict[str, Any]  # `{"name": ..., "arguments": {...}}`
 
 
-class ToolCallReward(RewardBase):
+class ToolCallReward(AnswerReward):
     """1 where the response's tool calls are valid and equal the row's, in any order; else 0.
 
     Each is `{"name": ..., "arguments": {...}}`. Nothing but thoughts may stand beside them. Where a
@@ -49,7 +48,8 @@ class ToolCallReward(RewardBase):
     tools_field: str = Field(
         default="tools",
         description="field of the problem with its tools: a name and the JSON schema of its"
-        " parameters each, also as OpenAI's API nests them; a list, or JSON text",
+        " parameters each, also as OpenAI's API nests them, or as its `input_schema`; a list, or"
+        " JSON text",
     )
     calls_field: str | None = Field(
         default="calls",
@@ -62,7 +62,7 @@ class ToolCallReward(RewardBase):
         " of calls",
     )
     thoughts: Literal["optional", "required", "forbidden"] = Field(
-        default="optional", description="<think> ... </think> before the calls"
+        default="optional", description="thoughts before the calls, opened by response or prompt"
     )
 
     def row_violation(self, row: Mapping[str, Any], answer: str) -> str | None:
@@ -94,9 +94,10 @@ class ToolCallReward(RewardBase):
         """Return the response that makes the expected calls, or None without any."""
         if not (calls := self.expected(problem.fields)):
             return None
-        thoughts = (
-            f"<think>\nI call a tool.\n{THOUGHT_END}\n" if self.thoughts == "required" else ""
-        )
+        thoughts = ""
+        if self.thoughts == "required":
+            opening, closing = (self.thought_markers or (THINK,))[0]
+            thoughts = f"{opening}\nI call a tool.\n{closing}\n"
         if self.form == "json":
             return thoughts + json.dumps(calls[0] if len(calls) == 1 else calls)
         return thoughts + "\n".join(f"{BEGIN}\n{json.dumps(each)}\n{END}" for each in calls)
@@ -127,19 +128,16 @@ def make(settings: ToolCallReward, _directory: Path) -> Reward:
     def reward(problem: Problem, response: Response) -> Explained:
         tools = tools_of(problem.fields, settings.tools_field)
         expected = settings.expected(problem.fields)
-        thought, found, said = response.text.rpartition(THOUGHT_END)
-        thinks = bool(found) and THOUGHT.fullmatch(thought) is not None
-        if found and not thinks and thought.strip() not in ("", "<think>"):
-            return 0.0, "thoughts that do not begin with <think>"
+        answer, thinks = response.text, bool(response.thoughts.strip())
         if settings.thoughts != "optional" and thinks != (settings.thoughts == "required"):
             return 0.0, f"thoughts are {settings.thoughts}"
-        if expected != [] and len(said) > LONGEST:
+        if expected != [] and len(answer) > LONGEST:
             return 0.0, f"more than {LONGEST} characters"
-        calls = read_calls(said, settings.form)
+        calls = read_calls(answer, settings.form)
         if isinstance(calls, str):
-            if expected != [] or BEGIN in said:
+            if expected != [] or BEGIN in answer:
                 return 0.0, calls
-            return (1.0, "") if said.strip() else (0.0, "an empty response")
+            return (1.0, "") if answer.strip() else (0.0, "an empty response")
         most = MOST_CALLS if expected is None else 16 + 4 * len(expected)
         if wrong := _excess(calls, most) or calls_violation(calls, tools):
             return 0.0, wrong
@@ -164,7 +162,7 @@ def tools_of(row: Mapping[str, Any], field: str) -> dict[str, Any]:
     for each in given:
         tool = each.get("function", each) if isinstance(each, dict) else {}
         name = tool.get("name") if isinstance(tool, dict) else None
-        schema = tool.get("parameters") if name else None
+        schema = next((tool[key] for key in SCHEMAS if name and tool.get(key) is not None), None)
         if not isinstance(name, str) or not isinstance(schema, dict | str | None):
             what = f"a tool without a name or a schema: {reprlib.repr(each)}"
             raise RewardError(f"field {field!r} has {what}")
@@ -186,7 +184,7 @@ def _check(name: str, check: Callable[[Any], object], schema: Any) -> None:
 
 
 def read_calls(text: str, form: str) -> list[Call] | str:
-    """Return the calls of a response without its thoughts, or why it has none."""
+    """Return the calls of an answer, or why it has none."""
     pieces = [unfenced(text)]
     if form == "tagged":
         before, *rest = text.split(BEGIN)
