@@ -12,11 +12,12 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-_file: FileIO | None = None
+from parallel.files import open_in_place
+
+_file: BinaryIO | None = None
 _numbers = itertools.count(1)
 
 
@@ -24,7 +25,7 @@ def open_timeline(path: Path) -> None:
     """Write the phases of this process to a file, after those of processes before it."""
     global _file
     path.parent.mkdir(parents=True, exist_ok=True)
-    _file = FileIO(path, "a")  # without a buffer: what is written is seen
+    _file = open_in_place(path, "ab", buffering=0)  # what is written is seen
     _write({"process": os.getpid()})
 
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from parallel.errors import UserError
-from parallel.files import write_atomically
+from parallel.files import touch, write_atomically
 from parallel.gpus import visible_gpus
 from parallel.phases import engine_gpu_bytes
 from parallel.settings import EngineJob
@@ -119,7 +119,7 @@ class Launcher:
             while not self._finished(job, ranks, report):
                 view.poll()
                 if time.monotonic() >= self._next_sign:
-                    path.touch()
+                    touch(path)
                     self._next_sign = time.monotonic() + SIGN_SECONDS
                 _report_notices(ranks, report)
                 self._signals.check()
