@@ -99,7 +99,7 @@ def open_in_place(
         OSError: a link, a FIFO, a device or a directory is there; nothing has been written then.
     """
     with naming(path):
-        return open(path, mode, buffering, opener=_open_no_link)  # type: ignore[return-value]
+        return open(path, mode, buffering, opener=_open_no_link)
 
 
 def open_lock(path: Path) -> BinaryIO:

@@ -110,7 +110,7 @@ def test_what_does_not_fit_into_memory_is_an_error(
 def test_an_archive_leaves_room_for_the_runs_on_its_disk(
     free: int, files: int, archive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a disk of 10 GiB 5 % stay free, and some files."""
+    """5 % of a disk of 10 GiB stay free, and some files."""
     disk = namedtuple("disk", "f_frsize f_blocks f_bavail f_files f_favail")
     found = disk(1, 10 << 30, free, 10**6, files)
     monkeypatch.setattr(os, "statvfs", lambda _: found)

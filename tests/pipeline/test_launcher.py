@@ -131,7 +131,7 @@ class Clock:
         self.watched._looked = self.now
 
     def passes(self, seconds: float, *, beating: bool, every: float = 10.0) -> bool:
-        """Return whether a rank is found silent, at looks of `every` so many seconds."""
+        """Return whether a rank is found silent, at looks `every` N seconds."""
         end = self.now + seconds
         while self.now < end:
             self.now += every
