@@ -15,7 +15,6 @@ from typing import BinaryIO, Self
 
 from parallel.errors import UserError
 from parallel.files import open_file, read_text, sha256, write_atomically
-from pipeline.run.bundle import ARCHIVES, CONFIG, INDEX
 from pipeline.run.directory import (
     OTHERS_ENTER,
     OTHERS_WRITE,
@@ -23,7 +22,7 @@ from pipeline.run.directory import (
     ROOT,
     user_name,
 )
-from pipeline.run.unfinished import unfinished
+from pipeline.run.unfinished import ARCHIVES, CONFIG, INDEX, unfinished
 from pipeline.text import shown
 
 UNPACKING_SECONDS = 600  # that a command waits for another one which unpacks the same archive
@@ -49,7 +48,7 @@ class _Member(tarfile.TarInfo):
     """A member whose header is refused before tarfile reads what it announces."""
 
     @classmethod
-    def frombuf(cls, buf: bytes | bytearray, encoding: str | None, errors: str) -> Self:
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
         member = super().frombuf(buf, encoding, errors)
         if member.type == tarfile.GNUTYPE_SPARSE:
             member._refuse_sparse()

@@ -17,10 +17,11 @@ from parallel.errors import UserError
 from parallel.files import read_text
 from pipeline.config.unroll import is_path
 from pipeline.run.archive import unpacked
-from pipeline.run.bundle import ARCHIVES, CONFIG, FORMAT, INDEX, finished_output, processor
+from pipeline.run.bundle import FORMAT, finished_output, processor
 from pipeline.run.bundle_inputs import BundleInput, Tree, input_digest
 from pipeline.run.lineage import Manifest, read_manifest
 from pipeline.run.run import Run
+from pipeline.run.unfinished import ARCHIVES, CONFIG, INDEX
 from pipeline.text import shown
 from stages.settings import RunSettings
 

@@ -16,6 +16,8 @@ from parallel.files import open_lock
 from pipeline.run.directory import PRIVATE, check_own, try_lock
 from pipeline.text import shown
 
+INDEX, CONFIG = "bundle.json", "config.yaml"  # of every bundle
+ARCHIVES = (".tar.gz", ".tgz")
 LOCK = "lock"
 POLL_SECONDS = 0.05
 

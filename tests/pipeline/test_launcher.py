@@ -123,7 +123,7 @@ def test_a_stopped_rank_is_named_and_counts_as_lost(
     assert not [*run.stage("cold_start").job(1).parent.glob("alive_*")]
 
 
-class Clock:
+class SilentRank:
     """A clock that a test sets; one `file` of a heartbeat beats or is silent with it."""
 
     def __init__(self, watched: heartbeats.Heartbeats, file: Path) -> None:
@@ -144,16 +144,16 @@ class Clock:
 
 
 @pytest.fixture
-def clock(run: RunDirectory, settings: RunSettings, monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock(run: RunDirectory, settings: RunSettings, monkeypatch: pytest.MonkeyPatch) -> SilentRank:
     job = stage_job(Run(run.path, settings), compile_graph(settings)[0], 1)
     file = job.files.heartbeat(1, 0)
     file.parent.mkdir(parents=True)
-    found = Clock(heartbeats.Heartbeats(job), file)
+    found = SilentRank(heartbeats.Heartbeats(job), file)
     monkeypatch.setattr(heartbeats.time, "monotonic", lambda: found.now)
     return found
 
 
-def test_a_rank_counts_from_its_first_heartbeat_until_it_ends(clock: Clock) -> None:
+def test_a_rank_counts_from_its_first_heartbeat_until_it_ends(clock: SilentRank) -> None:
     assert not clock.passes(3600, beating=False)  # imports, from a slow disk
     assert not clock.passes(3600, beating=True)
     assert not clock.passes(290, beating=False)
@@ -162,14 +162,14 @@ def test_a_rank_counts_from_its_first_heartbeat_until_it_ends(clock: Clock) -> N
     assert not clock.passes(3600, beating=False)
 
 
-def test_a_launcher_that_was_stopped_itself_blames_nobody(clock: Clock) -> None:
+def test_a_launcher_that_was_stopped_itself_blames_nobody(clock: SilentRank) -> None:
     assert not clock.passes(60, beating=True)
     assert not clock.passes(3600, beating=False, every=3600)  # Ctrl-Z, or a disk that was away
     assert not clock.passes(290, beating=False)
     assert clock.passes(30, beating=False)
 
 
-def test_a_disk_that_does_not_answer_silences_nobody(clock: Clock) -> None:
+def test_a_disk_that_does_not_answer_silences_nobody(clock: SilentRank) -> None:
     assert not clock.passes(60, beating=True)
     clock.file.unlink()
     clock.file.mkdir()  # its reader gets an OSError
