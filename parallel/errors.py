@@ -14,10 +14,17 @@ from collections.abc import Iterable
 STATUS_DESCRIPTOR = "BRAID_STATUS_DESCRIPTOR"
 ERROR_MARK = "braid-error: "
 NOTICE_MARK = "braid-notice: "
-# Parts of what gloo ("Connection closed by peer", "reset by peer") and NCCL ("Connection closed by
-# remote peer"; "remote process exited or there was a network error") say when another rank is gone.
-# The rank that died knows the cause better.
-LOST_PEER = "by peer", "by remote peer", "remote process exit"
+# Parts of what gloo ("Connection closed by peer", "reset by peer"; "Timed out waiting 1800000ms for
+# send operation to complete"), NCCL ("Connection closed by remote peer"; "remote process exited or
+# there was a network error"), torch's watchdog of NCCL ("caught collective operation timeout") and
+# its store ("Timed out after 1801 seconds waiting for clients"; "wait timeout after 1800000ms") say
+# when another rank is gone. The rank that died knows the cause better. Not "Timed out waiting"
+# alone, which vLLM says of its own processes.
+LOST_PEER = (
+    *("by peer", "by remote peer", "remote process exit"),
+    *("ms for send operation to complete", "ms for recv operation to complete"),
+    *("caught collective operation timeout", "seconds waiting for clients", "wait timeout after"),
+)
 
 LONGEST = 4000  # bytes; a longer write to a pipe is not atomic (PIPE_BUF is 4096)
 OUTPUT, ERRORS = 1, 2

@@ -1,4 +1,9 @@
-"""Atomic file writes, safe reads, and whole checkpoints; never imports torch."""
+"""Atomic file writes, safe reads, and whole checkpoints; never imports torch.
+
+A directory may be open to other users, who can put a link where a file is to be written. Whatever
+writes or locks a file therefore calls `replacing`, `write_atomically`, `open_in_place`, `open_lock`
+or `touch`: none of them follows a link in the file's place.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 from parallel.errors import UserError
 
@@ -58,17 +63,83 @@ def write_atomically(path: Path, text: str) -> None:
 
     Raises OSError, such as for a full disk; the old file is then unchanged.
     """
+    with replacing(path) as file:
+        # A path in the text may have bytes that are not UTF-8, which stay as they are.
+        file.write(text.encode(errors="surrogateescape"))
+
+
+@contextmanager
+def replacing(path: Path, sync: bool = True) -> Iterator[BinaryIO]:
+    """Yield a new file, which takes the place of `path` when the block ends, and else is removed.
+
+    A link in that place is replaced and not followed. `sync` waits for the disk before that.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with naming(path):
+        temporary.unlink(missing_ok=True)  # of a killed process that had the same number
+        with open(temporary, "xb", opener=_open_no_link) as file:
+            try:
+                yield file
+                file.flush()
+                if sync:
+                    os.fsync(file.fileno())
+                temporary.replace(path)
+            except BaseException:
+                temporary.unlink(missing_ok=True)
+                raise
+
+
+def open_in_place(
+    path: Path, mode: Literal["ab", "a+b", "r+b", "wb", "w+b"], buffering: int = -1
+) -> BinaryIO:
+    """Open a regular file to change it where it is; create it, unless the mode is "r+b".
+
+    Raises:
+        OSError: a link, a FIFO, a device or a directory is there; nothing has been written then.
+    """
+    with naming(path):
+        return open(path, mode, buffering, opener=_open_no_link)
+
+
+def open_lock(path: Path) -> BinaryIO:
+    """Open or create the file of a lock, whose content is the name of its holder.
+
+    Raises:
+        OSError: it is no regular file, or has a second name: what is written to it, and cut from
+            it, could be another file of this user.
+    """
+    file = open_in_place(path, "a+b", buffering=0)
+    if os.fstat(file.fileno()).st_nlink > 1:
+        file.close()
+        raise OSError(errno.EMLINK, "a lock with a second name (a hard link); remove it", str(path))
+    return file
+
+
+def touch(path: Path) -> None:
+    """Set a file's time to now; create it if it does not exist."""
+    with open_in_place(path, "ab") as file:
+        os.utime(file.fileno())
+
+
+def _open_no_link(path: str, flags: int) -> int:
+    """Open a regular file for `open`, which cuts it to nothing only once it is known to be one."""
+    # O_NONBLOCK: a FIFO without a reader is an error at once. It has no effect on regular files.
+    safe = flags & ~os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
-        with naming(path), temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
+        descriptor = os.open(path, safe, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            why = "a symbolic link, through which nothing is written; remove it"
+            raise OSError(errno.ELOOP, why, str(path)) from error
         raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    os.set_blocking(descriptor, True)  # processes that inherit a log must not see EAGAIN
+    if flags & os.O_TRUNC:
+        os.ftruncate(descriptor, 0)
+    return descriptor
 
 
 def keep_steps(log: Path, last: int) -> None:

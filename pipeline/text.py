@@ -83,6 +83,10 @@ def signal_name(number: int) -> str:
 
 
 def shown(path: Path) -> str:
-    """Return a path as text, relative where it is below the working directory."""
+    """Return a path as text, relative where it is below the working directory.
+
+    A name may hold any byte but NUL and a slash: what acts on a terminal, or would begin a line of
+    its own in a file, is escaped.
+    """
     absolute, here = path.absolute(), Path.cwd()
-    return str(absolute.relative_to(here) if absolute.is_relative_to(here) else absolute)
+    return visible(str(absolute.relative_to(here) if absolute.is_relative_to(here) else absolute))

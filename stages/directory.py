@@ -81,6 +81,10 @@ class StageDirectory:
         """Return the path of the phases of an attempt's rank."""
         return self.job(attempt).with_name(f"timeline_{rank}.jsonl")
 
+    def heartbeat(self, attempt: int, rank: int) -> Path:
+        """Return the path of the file whose time an attempt's rank sets while it lives."""
+        return self.job(attempt).with_name(f"alive_{rank}")
+
     def tracker_id(self) -> str:
         """Return what names this training in trackers: made once, and moved with the directory."""
         path = self.path / "tracker_id"

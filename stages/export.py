@@ -22,7 +22,7 @@ from parallel.checkpoint import load
 from parallel.determinism import set_up_rank
 from parallel.distributed import barrier, broadcast, is_main, max_over_ranks
 from parallel.errors import UserError
-from parallel.files import GENERATION
+from parallel.files import GENERATION, open_in_place, open_lock, write_atomically
 from parallel.hugging_face.config import expected_tensors, hugging_face_config
 from parallel.hugging_face.files import WeightFiles, WeightsError
 from parallel.hugging_face.multi_token import MultiTokenTensors
@@ -119,7 +119,7 @@ def complete(
     if settings.initial_weights is not None:
         defaults = _generation_defaults(settings.initial_weights / GENERATION, tokenizer)
         if defaults is not None:
-            (unfinished / GENERATION).write_text(json.dumps(defaults, indent=2) + "\n")
+            write_atomically(unfinished / GENERATION, json.dumps(defaults, indent=2) + "\n")
 
 
 def _generation_defaults(path: Path, tokenizer: Tokenizer) -> dict[str, Any] | None:
@@ -229,7 +229,7 @@ def locked(directory: Path) -> Iterator[None]:
 
     Where a file system has no locks, it is left unlocked, and stays after a kill.
     """
-    with (directory / f"{LOCK}.new").open("wb") as file:
+    with open_lock(directory / f"{LOCK}.new") as file:
         with suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
             Path(file.name).rename(directory / LOCK)  # so that nobody sees it unlocked
@@ -239,6 +239,6 @@ def locked(directory: Path) -> Iterator[None]:
 def remove_abandoned(output: Path) -> None:
     """Remove the temporary directories beside `output` whose processes are dead."""
     for lock in output.parent.glob(f".{glob.escape(output.name)}.*/{LOCK}"):
-        with suppress(OSError), lock.open("r+b") as file:
+        with suppress(OSError), open_in_place(lock, "r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(lock.parent, ignore_errors=True)

@@ -18,7 +18,7 @@ from parallel.determinism import set_up_rank
 from parallel.errors import UserError, report_error, report_notice
 from parallel.files import write_atomically
 from parallel.settings import ModelSettings
-from parallel.timeline import open_timeline, phase
+from parallel.timeline import heartbeat, open_timeline, phase
 from stages.kinds import MODULES
 from stages.kinds.kind import KINDS
 from stages.settings import StageJob, check_turns
@@ -27,6 +27,13 @@ from stages.settings import StageJob, check_turns
 def main() -> None:
     """Run the job named by argv[1] on this rank."""
     job = StageJob.model_validate_json(Path(sys.argv[1]).read_text())
+    rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID", "0")
+    with heartbeat(job.files.heartbeat(job.attempt, int(rank))):
+        run_rank(job)
+
+
+def run_rank(job: StageJob) -> None:
+    """Join the other ranks and run the job; an error of the job ends this process."""
     warnings.filterwarnings("ignore", module=r"megatron|mbridge|torch")
     set_up_rank(job.settings.deterministic)
     for name, value in rank_environment(job.settings.layout).items():

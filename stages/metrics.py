@@ -12,7 +12,7 @@ from parallel.batch import MicroBatch, token_counts
 from parallel.distributed import sum_over_data
 from parallel.engine.wire import keeps_part, kept_limits
 from parallel.errors import UserError
-from parallel.files import naming
+from parallel.files import naming, open_in_place, touch
 from parallel.sample import Sample
 from stages.domains import SamplingSettings
 from stages.metric_definitions import METRICS, declared_as
@@ -30,7 +30,7 @@ class MetricsLog:
         self.path = job.files.metrics
         self.steps = steps
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.touch()  # the launcher sees that the model is loaded
+        touch(self.path)  # the launcher sees that the model is loaded
         self._files = job.files
         self._trackers = Trackers(job.settings.logging.active_trackers, _tracked(job))
         self._saving: list[int] = []  # steps of checkpoints that may not be whole yet
@@ -40,8 +40,8 @@ class MetricsLog:
         if undeclared := sorted(name for name in metrics if declared_as(name) not in METRICS):
             raise KeyError(f"undeclared metrics: {undeclared}")
         line = {"step": step, "steps": self.steps, "time": time.time(), **labels, **metrics}
-        with naming(self.path), self.path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        with naming(self.path), open_in_place(self.path, "ab") as file:
+            file.write(json.dumps(line).encode() + b"\n")
         self._trackers.metrics(step, metrics, labels)
         self._send_checkpoints()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
-import os
 import zipfile
 from collections.abc import Mapping, Sequence
 from itertools import chain, islice
@@ -21,7 +20,7 @@ from parallel.batch import RankPlace, Responses
 from parallel.checkpoint import load
 from parallel.distributed import broadcast, gather, is_main
 from parallel.errors import report_notice
-from parallel.files import HUGGING_FACE, CheckpointError, naming, read_checkpoint, weights_digest
+from parallel.files import HUGGING_FACE, CheckpointError, read_checkpoint, replacing, weights_digest
 from parallel.model.policy import Policy
 from parallel.sample import Sample
 from stages.data.pairs import DrawnPair, PairStream
@@ -147,14 +146,5 @@ def _write(path: Path, key: str, found: Logprobs) -> None:
     """Write the file atomically: a killed process leaves none, or the whole."""
     arrays: dict[str, Any] = {KEY: np.array(key)}
     arrays |= {f"{OF}{name}": values for name, values in found.items()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with naming(path), temporary.open("wb") as file:
-            np.savez(file, allow_pickle=False, **arrays)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+    with replacing(path) as file:
+        np.savez(file, allow_pickle=False, **arrays)

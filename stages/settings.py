@@ -14,6 +14,7 @@ from pydantic import Field
 from parallel.errors import UserError
 from parallel.network import LOOPBACK
 from parallel.settings import (
+    MOST,
     Count,
     EngineSettings,
     Fraction,
@@ -68,12 +69,17 @@ class LoggingSettings(Settings):
 
 
 class LaunchSettings(Settings):
-    """The start of processes by `braid run` on this machine."""
+    """The processes of stages: how `braid run` starts them here, and when a rank is lost."""
 
     fork_servers: bool = Field(
         default=True,
         description="fork ranks and engines from processes that have imported their packages: 1 s"
         " instead of 10 to 20 s; ignored on machines with an NVIDIA driver",
+    )
+    hang_timeout_seconds: Annotated[int, Field(ge=30, le=MOST)] = Field(
+        default=300,
+        description="of a rank without a sign of life, which then counts as lost; a thread of each"
+        " rank gives one every 10 s, however long a step takes",
     )
 
 

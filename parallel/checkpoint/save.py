@@ -40,6 +40,7 @@ from parallel.files import (
     STATE,
     CheckpointError,
     digest_of,
+    replacing,
     sha256,
     whole_checkpoints,
     write_atomically,
@@ -182,8 +183,8 @@ def _drop_write_id(path: Path) -> None:
     """Drop a random id and the temporary path from `.metadata`: equal states have equal digests."""
     metadata = CheckpointReader(path).read_metadata()
     metadata.storage_meta = StorageMeta()
-    (path / METADATA_FILE).write_bytes(pickle.dumps(metadata))
-    _sync(path / METADATA_FILE)
+    with replacing(path / METADATA_FILE) as file:
+        file.write(pickle.dumps(metadata))
 
 
 def kept(scores: Mapping[int, float | None], last: int, best: int) -> set[int]:

@@ -26,7 +26,7 @@ import numpy as np
 
 from parallel.engine.wire import Generation, InvalidResponse, Question, sample_of
 from parallel.errors import report_notice
-from parallel.files import naming
+from parallel.files import naming, open_in_place
 from parallel.sample import Sample
 from parallel.settings import ModelSettings
 
@@ -153,7 +153,7 @@ class RolloutLog:
             path = self._path(version)
             with naming(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
-                file = path.open("r+b" if path.exists() else "w+b")
+                file = open_in_place(path, "r+b" if path.exists() else "w+b")
                 self._open[version] = self._read(path, file, version)
         return self._open[version]
 

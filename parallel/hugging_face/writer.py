@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from parallel.files import WEIGHTS_INDEX, naming, write_atomically
+from parallel.files import WEIGHTS_INDEX, naming, open_in_place, write_atomically
 from parallel.hugging_face.config import TensorSpec
 from parallel.hugging_face.files import (
     CODES,
@@ -56,7 +56,7 @@ def write(
                 raise WeightsError(refused, [wrong])
             data = bytes_of(tensor)
             digest = hasher.submit(hashlib.sha256, data)  # while the tensor is written
-            with naming(path), path.open("r+b") as file:
+            with naming(path), open_in_place(path, "r+b") as file:
                 file.seek(begin)
                 file.write(data)
             digests[name] = digest.result().hexdigest()
@@ -145,7 +145,7 @@ def _create(path: Path, tensors: Mapping[str, TensorSpec]) -> dict[str, tuple[Pa
         header[name] = {"dtype": CODES[spec.dtype], "shape": spec.shape, "data_offsets": offsets}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with naming(path), path.open("wb") as file:
+    with naming(path), open_in_place(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         first = file.tell()
         file.truncate(first + end)

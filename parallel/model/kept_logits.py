@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from parallel.errors import UserError
+from parallel.files import open_in_place
 from parallel.model.vocabulary import Head, HeadLogits, KeptLogits
 
 Where = Literal["device", "host", "disk"]
@@ -62,7 +63,7 @@ class HiddenStates:
         try:
             if self._file is None:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = self._path.open("w+b", buffering=0)
+                self._file = open_in_place(self._path, "w+b", buffering=0)
             start = self._file.seek(0, os.SEEK_END)
             memory = hidden.contiguous().flatten().view(torch.uint8).numpy().data
             while memory:

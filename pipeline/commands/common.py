@@ -24,7 +24,7 @@ from pipeline.run.directory import TRUST_OPTION, RunDirectory, check_owner
 from pipeline.run.reproduce import bundle_at
 from pipeline.run.run import Run
 from pipeline.run.select import RunFork, check_run_directory, find_fork, put_aside, reuse_stages
-from pipeline.text import say, shown, warn
+from pipeline.text import say, shown, visible, warn
 from stages.settings import RunSettings
 
 EXIT_CODES = """\
@@ -301,8 +301,8 @@ def find(runs_dir: Path, name: str) -> RunDirectory:
     for path in (runs_dir / name, Path(name)):
         if (run := RunDirectory(path)).settings_file.exists():
             return run
-    known = [path.name for path in run_paths(runs_dir)]
-    raise UserError(f"no run {name} in {shown(runs_dir)}; {hint(name, known)}")
+    known = [visible(path.name) for path in run_paths(runs_dir)]
+    raise UserError(f"no run {visible(name)} in {shown(runs_dir)}; {hint(name, known)}")
 
 
 def run_paths(runs_dir: Path) -> list[Path]:

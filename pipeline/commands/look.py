@@ -113,7 +113,7 @@ def validate(arguments: Namespace) -> None:
         print_json(arguments, found)
         return
     domains_text = ", ".join(settings.domains)
-    say(f"{arguments.config} is valid: {len(stages)} stages, domains {domains_text}")
+    say(f"{shown(arguments.config)} is valid: {len(stages)} stages, domains {domains_text}")
     warn(warnings)
 
 

@@ -12,6 +12,7 @@ from parallel.files import write_atomically
 from pipeline.commands import common
 from pipeline.commands.common import Argument, command
 from pipeline.report.tables import human
+from pipeline.run.directory import RUNS_AS, exposure
 from pipeline.run.run import Run
 from pipeline.slurm.queue import states_now
 from pipeline.text import say, shown
@@ -49,7 +50,7 @@ def _file(text: str) -> Path:
         dest="written",  # `output` is where --json goes
         type=_file,
         metavar="FILE",
-        help="(default: report.html in the run)",
+        help="(default: report.html in the run, where nobody else may write)",
     ),
     Argument("--redact", action="store_true", help="leave out all texts of samples"),
     Argument(
@@ -80,6 +81,9 @@ def report(arguments: Namespace) -> None:
     if arguments.run is None:
         raise UserError("name a RUN, or take --demo")
     run = common.load_run(arguments)
+    if arguments.written is None and (others_write := exposure(run)) is not None:
+        place, _, _ = others_write.partition(f", and {RUNS_AS}")
+        raise UserError(f"{place}; write the report of this run elsewhere with: --output FILE")
     _write_run(arguments, run)
     while arguments.watch and _is_running(run):
         before = _saved(run)
@@ -106,7 +110,6 @@ def _write_run(arguments: Namespace, run: Run) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    path = path.resolve()  # what a link points to is replaced, not the link
     try:
         write_atomically(path, text)
     except OSError as error:

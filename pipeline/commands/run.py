@@ -309,12 +309,13 @@ def _audit_table(title: str, each: dict[str, Any]) -> str:
     "let the stages that wait for a stopped gate start, and record why",
     GATE_HELP,
     RUN,
+    TRUST,
     Argument("stage", metavar="STAGE", help="the gate, e.g. gates.experts.math"),
     Argument("--reason", required=True, help="why, in a sentence, for the ledger"),
 )
 def gate_override(arguments: Namespace) -> None:
     """Override a gate that has stopped."""
-    run = common.load_run(arguments)
+    run = common.load_trusted_run(arguments)
     with run.lock(shared=True):
         gates.override(run, arguments.stage, arguments.reason)
     say(f"{arguments.stage} is overridden; continue with: {run.resume_command()}")

@@ -176,12 +176,13 @@ def stage(arguments: Namespace) -> None:
     "cancel a run's Slurm jobs; running stages checkpoint first",
     "  braid cancel quickstart\n  braid cancel quickstart experts.chain_sum",
     RUN,
+    TRUST,
     Argument("stages", metavar="STAGE", nargs="*", help="only these stages (default: all)"),
     Argument("--now", action="store_true", help="end running stages without a checkpoint"),
 )
 def cancel(arguments: Namespace) -> None:
     """Cancel a run's jobs; running stages checkpoint first."""
-    run = common.load_run(arguments)
+    run = common.load_trusted_run(arguments)
     names = {stage.name for stage in run.chosen(arguments.stages)}
     with run.lock_submission():
         jobs = adopt(run)

@@ -13,10 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from parallel.errors import UserError
-from parallel.files import write_atomically
+from parallel.files import touch, write_atomically
 from parallel.gpus import visible_gpus
 from parallel.phases import engine_gpu_bytes
 from parallel.settings import EngineJob
+from pipeline.launch.heartbeats import Heartbeats
 from pipeline.launch.placement import Placement, Programs
 from pipeline.launch.processes import (
     POLL_SECONDS,
@@ -91,7 +92,7 @@ class Launcher:
         restarts of engines are shown and passed to `record`.
 
         Raises:
-            JobFailed: a rank failed, or an engine exceeded its restarts.
+            JobFailed: a rank failed or fell silent, or an engine exceeded its restarts.
             Stopped: a stop signal was received; the ranks had time to save.
         """
 
@@ -112,14 +113,17 @@ class Launcher:
         view.expect(engines)
         if job.samples:
             self._engines.begin(report)
+        heartbeats = Heartbeats(job)
         ranks = self._placement.start_ranks(
             self._programs.stage(path), self._settings.layout.ranks, path.parent, job.samples
         )
         try:
             while not self._finished(job, ranks, report):
                 view.poll()
+                if silent := heartbeats.failure():
+                    raise JobFailed(job.stage, silent)
                 if time.monotonic() >= self._next_sign:
-                    path.touch()
+                    touch(path)
                     self._next_sign = time.monotonic() + SIGN_SECONDS
                 _report_notices(ranks, report)
                 self._signals.check()
@@ -138,6 +142,7 @@ class Launcher:
             raise
         finally:
             kill(ranks)
+            heartbeats.remove()
             with contextlib.suppress(OSError):  # a full disk is in the error that ended the job
                 _report_notices(ranks, report)
 

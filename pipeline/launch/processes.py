@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 from parallel.errors import ERROR_MARK, NOTICE_MARK, STATUS_DESCRIPTOR, UserError, is_lost_peer
+from parallel.files import open_in_place
 from pipeline.text import signal_name
 
 POLL_SECONDS = 0.05
@@ -209,7 +210,7 @@ class Child:
     def _request(self, request_fork: RequestFork) -> bool:
         """Request the process; return whether the request was sent."""
         arguments = self._command[3:]  # after python -m MODULE
-        with self.log.open("ab") as output, contextlib.suppress(OSError):
+        with open_in_place(self.log, "ab") as output, contextlib.suppress(OSError):
             self._fork = request_fork(
                 arguments, self._environment, self._cores, output.fileno(), self._theirs
             )
@@ -236,7 +237,7 @@ class Child:
 
     def _execute(self) -> None:
         try:
-            with self.log.open("ab") as output:
+            with open_in_place(self.log, "ab") as output:
                 self._process = subprocess.Popen(
                     self._command,
                     stdin=subprocess.DEVNULL,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from parallel.errors import UserError
+from parallel.files import write_atomically
 from parallel.settings import LayoutSettings
 from pipeline.config.read import ConfigError
 from pipeline.config.tokenizers import missing_files
@@ -293,7 +294,7 @@ def _load(run: NewRun, output: Path, *, to_start: bool) -> RunSettings:
     """
     with tempfile.TemporaryDirectory(prefix="braid-") as temporary:
         path = Path(temporary) / output.name
-        path.write_text(run.text(path.parent), encoding="utf-8")
+        write_atomically(path, run.text(path.parent))
         try:
             return load(path, to_start=to_start)
         except ConfigError as error:

@@ -23,15 +23,13 @@ from pipeline.run.graph import Stage, digest
 from pipeline.run.ledger import Event
 from pipeline.run.lineage import read_manifest
 from pipeline.run.run import STOPPED_MARK, Run, StageState, read_verdict
-from pipeline.run.unfinished import unfinished
+from pipeline.run.unfinished import ARCHIVES, CONFIG, INDEX, unfinished
 from pipeline.text import shown
 from stages.directory import StageDirectory
 from stages.kinds.distill import DistillSettings
 from stages.kinds.self_teacher import SELF
 
 FORMAT = 1
-INDEX, CONFIG = "bundle.json", "config.yaml"
-ARCHIVES = (".tar.gz", ".tgz")
 
 
 def write_bundle(run: Run, to: Path, weights: Weights) -> Path:

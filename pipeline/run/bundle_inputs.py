@@ -18,7 +18,7 @@ from pipeline.config.unroll import REFERENCES, is_path
 from pipeline.run.graph import Stage
 from pipeline.run.lineage import TOKENIZER, TOKENIZER_FILES, code_digest
 from pipeline.run.outside import outside_model
-from pipeline.text import shown
+from pipeline.text import shown, visible
 from stages.data.settings import FileSettings
 from stages.directory import COLLECTION
 
@@ -232,7 +232,7 @@ def _models(stages: Stages, tree: Tree, directory: Path, weights: Weights) -> It
                     continue
                 found = outside_model(Path(path))
                 if (digest := _model_digest(found)) is None or found is None:
-                    raise UserError(f"{key}: {path}: no model there; restore it")
+                    raise UserError(f"{key}: {visible(path)}: no model there; restore it")
                 if weights == "copy" and path not in copies:
                     copies[path] = f"weights/{len(copies)}"
                     _copy_model(Path(path), found, directory / copies[path])

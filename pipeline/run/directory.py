@@ -8,6 +8,7 @@ import os
 import pwd
 import shlex
 import socket
+import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from parallel.errors import UserError
-from parallel.files import naming, open_file, read_text
+from parallel.files import naming, open_file, open_lock, read_text
 from pipeline.run.ledger import Ledger
 from pipeline.text import shown, warn
 from stages.directory import Below, EngineDirectory, StageDirectory
@@ -193,7 +194,7 @@ def _locked(
     check: Callable[[], None] = lambda: None,
 ) -> Iterator[int]:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+b", buffering=0) as file:
+    with open_lock(path) as file:
         deadline = time.monotonic() + lock_timeout
         while not try_lock(file.fileno(), fcntl.LOCK_SH if shared else fcntl.LOCK_EX):
             # `is_running` in another process holds the lock for an instant.
@@ -226,9 +227,10 @@ def check_owner(run: RunDirectory, trusted: bool) -> None:
     """Raise UserError where others than this user and root could have written an untrusted run.
 
     A run contains code: run.yaml names its reward functions, and the stage scripts source its
-    setup.sh. Commands that resume, evaluate or export a run therefore check first; those that only
-    read it (`status`, `why`, `logs`, `plan`) do not. The message has the command that fixes the
-    permissions.
+    setup.sh. What another user puts in the place of a file or of its directory also decides where a
+    command writes. Every command that works on a run, or writes or locks in it, therefore checks
+    first; those that only read it (`status`, `why`, `logs`, `plan`) do not. The message has the
+    command that fixes the permissions.
     """
     if not trusted and (found := exposure(run)) is not None:
         raise UserError(found)
@@ -237,12 +239,15 @@ def check_owner(run: RunDirectory, trusted: bool) -> None:
 def exposure(run: RunDirectory) -> str | None:
     """Return who else may have written to a run, and the fix; None if nobody."""
     closed = False
+    if run.path.is_symlink() and (owner := run.path.lstat().st_uid) not in (os.geteuid(), ROOT):
+        who = f"is a link that belongs to {user_name(owner)}"
+        return f"{shown(run.path)}: {who}, and {RUNS_AS}; if you trust them, add {TRUST_OPTION}"
     for path, status in _looked_at(run.path):
         mode = status.st_mode & 0o777
         if path == run.path:
             closed = not mode & OTHERS_ENTER
         if status.st_uid not in (os.geteuid(), ROOT):
-            who = f"belongs to {_name(status.st_uid)}"
+            who = f"belongs to {user_name(status.st_uid)}"
             return f"{shown(path)}: {who}, and {RUNS_AS}; if you trust them, add {TRUST_OPTION}"
         # In a closed directory a group-writable file, as under umask 002, is harmless. Another
         # user's file is not: that user may still have it open.
@@ -253,6 +258,23 @@ def exposure(run: RunDirectory) -> str | None:
                 f"or add {TRUST_OPTION} to trust them"
             )
     return None
+
+
+def check_own(directory: Path) -> None:
+    """Raise UserError for a directory beside a bundle that others made, or may write to.
+
+    Raises:
+        FileNotFoundError: it does not exist.
+    """
+    status = directory.lstat()
+    where, remove = shown(directory), "; remove it, or choose another place"
+    if not stat.S_ISDIR(status.st_mode):
+        raise UserError(f"{where}: not a directory{remove}")
+    if status.st_uid != os.geteuid():
+        raise UserError(f"{where}: belongs to {user_name(status.st_uid)}{remove}")
+    if status.st_mode & OTHERS_WRITE:
+        mode = stat.S_IMODE(status.st_mode)
+        raise UserError(f"{where}: other users may write to it (mode {mode:o}){remove}")
 
 
 def warn_of_readers(run: RunDirectory) -> None:
@@ -281,7 +303,8 @@ def _looked_at(run: Path) -> Iterator[tuple[Path, os.stat_result]]:
             continue
 
 
-def _name(user: int) -> str:
+def user_name(user: int) -> str:
+    """Return the name of a user's number, or the number where nobody has it."""
     try:
         return pwd.getpwuid(user).pw_name
     except KeyError:

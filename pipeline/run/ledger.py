@@ -15,7 +15,7 @@ from typing import IO, Annotated, Any, Literal
 
 from pydantic import Field, StrictInt, TypeAdapter
 
-from parallel.files import naming, read_text
+from parallel.files import naming, open_in_place, read_text
 
 State = Literal["pending", "submitted", "running", "done", "failed", "stale"]
 # About a century, more than any attempt takes: the sum of a damaged ledger's seconds stays finite.
@@ -100,7 +100,7 @@ class Ledger:
     @contextmanager
     def _alone(self) -> Iterator[IO[bytes]]:
         """Open the file, locked for this process; the kernel releases the lock at its end."""
-        with naming(self.path), self.path.open("a+b", buffering=0) as file:
+        with naming(self.path), open_in_place(self.path, "a+b", buffering=0) as file:
             # lockf, not flock: NFS and Lustre have it too. Without locks a line is still one write.
             try:
                 fcntl.lockf(file, fcntl.LOCK_EX)

@@ -4,33 +4,27 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import tarfile
-import zlib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from parallel.errors import UserError
-from parallel.files import read_text, sha256, write_atomically
+from parallel.files import read_text
 from pipeline.config.unroll import is_path
-from pipeline.run.bundle import ARCHIVES, CONFIG, FORMAT, INDEX, finished_output, processor
+from pipeline.run.archive import unpacked
+from pipeline.run.bundle import FORMAT, finished_output, processor
 from pipeline.run.bundle_inputs import BundleInput, Tree, input_digest
-from pipeline.run.directory import PRIVATE
 from pipeline.run.lineage import Manifest, read_manifest
 from pipeline.run.run import Run
-from pipeline.run.unfinished import unfinished
+from pipeline.run.unfinished import ARCHIVES, CONFIG, INDEX
 from pipeline.text import shown
 from stages.settings import RunSettings
 
-MOST_MEMBERS, PIECE = 1_000_000, 1 << 20
-UNPACKING_SECONDS = 600  # that a command waits for another one which unpacks the same archive
-UNPACKED = ".archive"  # the SHA-256 of the archive that a directory was unpacked from
 PLACES = ("path", "tokenizer", "initial_weights", "reference", "stage")  # keys of paths
 
 
@@ -164,67 +158,10 @@ def bundle_at(path: Path) -> Bundle | None:
     if (path / INDEX).is_file():
         return Bundle(path)
     if path.name.endswith(ARCHIVES) and path.is_file():
-        return Bundle(_unpacked(path))
+        return Bundle(unpacked(path))
     if path.is_dir():
         raise UserError(f"{shown(path)}: neither a configuration nor a bundle: no {INDEX} in it")
     return None
-
-
-def _unpacked(archive: Path) -> Path:
-    """Unpack an archive into the directory of its name beside it, unless it was before."""
-    name = next(archive.name.removesuffix(end) for end in ARCHIVES if archive.name.endswith(end))
-    if not name:
-        raise UserError(f"{shown(archive)}: unpacked to its name without {archive.name}; rename it")
-    to, digest = archive.with_name(name), sha256(archive)
-    if not to.exists():
-        with unfinished(to, UNPACKING_SECONDS) as place:
-            if not to.exists():  # else another command has unpacked it while this one waited
-                _unpack_all(archive, digest, place / "bundle")
-                (place / "bundle").rename(to)
-    mark = to / UNPACKED
-    if not mark.is_file() or read_text(mark).strip() != digest:
-        raise UserError(
-            f"{shown(to)} exists and is not unpacked from {shown(archive)}; move it away, or run it"
-        )
-    return to
-
-
-def _unpack_all(archive: Path, digest: str, to: Path) -> None:
-    """Write an archive's files and its digest into a new directory."""
-    shutil.rmtree(to, ignore_errors=True)  # of a killed process
-    to.mkdir(mode=PRIVATE)
-    try:
-        with tarfile.open(archive, "r:gz") as packed:
-            for count, member in enumerate(packed):
-                _unpack(packed, member, to, archive, count)
-            # To the end, where gzip's checksum is: tarfile takes a damaged header for the end.
-            while packed.fileobj is not None and packed.fileobj.read(PIECE):
-                pass
-        if not (to / INDEX).is_file():
-            raise UserError(f"{shown(archive)}: not a bundle: no {INDEX} in it")
-        write_atomically(to / UNPACKED, f"{digest}\n")
-    except (tarfile.TarError, EOFError, OSError, ValueError, zlib.error) as error:
-        raise UserError(f"{shown(archive)}: cannot be unpacked: {error}") from error
-
-
-def _unpack(
-    packed: tarfile.TarFile, member: tarfile.TarInfo, to: Path, archive: Path, count: int
-) -> None:
-    """Write one member; raise UserError for all that `braid bundle` never writes."""
-    where = f"{shown(archive)}: {member.name!r}"
-    path = PurePosixPath(member.name)
-    if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in member.name:
-        raise UserError(f"{where}: a path outside the bundle; it is refused")
-    if not member.isreg():
-        raise UserError(f"{where}: not a regular file; links and devices are refused")
-    if count >= MOST_MEMBERS:
-        raise UserError(f"{where}: more than {MOST_MEMBERS} files; it is refused")
-    target = to / path
-    target.parent.mkdir(parents=True, exist_ok=True)
-    source = packed.extractfile(member)
-    assert source is not None
-    with source, target.open("xb") as file:  # a second member of the name fails
-        shutil.copyfileobj(source, file)
 
 
 def foreseen(bundle: Bundle, run: Run) -> list[str]:

@@ -18,7 +18,7 @@ from pipeline.run.graph import Stage, rerun_options
 from pipeline.run.ledger import PUT_ASIDE, latest
 from pipeline.run.lineage import changes, lineage_from, read_manifest
 from pipeline.run.run import Run, StageState, as_done, damaged_verdict, missing_output
-from pipeline.text import say, shown
+from pipeline.text import say, shown, visible
 from stages.directory import StageDirectory
 from stages.keys import ENGINE_KEYS, LOOP_KEYS, NON_INVALIDATING_KEYS, TEACHER_KEYS, matches
 
@@ -138,14 +138,14 @@ def check_run_directory(config: Path, run: RunDirectory) -> None:
     if own.path.resolve() == run.path.resolve():
         return
     wanted, given = own.path.resolve(), run.path.absolute()
-    options = [f"--name {wanted.name}"] if wanted.name != given.name else []
+    options = [f"--name {visible(wanted.name)}"] if wanted.name != given.name else []
     if wanted.parent != given.parent.resolve():
         options.append(f"--runs-dir {shown(wanted.parent)}")
     there, here = shown(wanted), shown(run.path)
     effect = "resume" if run.settings_file.exists() else "start"
     raise UserError(
-        f"{shown(config)} belongs to the run in {there}, but its name is {run.name} and would "
-        f"{effect} {here}\n"
+        f"{shown(config)} belongs to the run in {there}, but its name is {visible(run.name)} and "
+        f"would {effect} {here}\n"
         f"to resume {there}: braid resume {there}, or add {' '.join(options)}\n"
         f"to start a new run from it: add --name NAME --fork {there}"
     )

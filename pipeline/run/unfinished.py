@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import BinaryIO
 
 from parallel.errors import UserError
-from pipeline.run.directory import PRIVATE, try_lock
+from parallel.files import open_lock
+from pipeline.run.directory import PRIVATE, check_own, try_lock
 from pipeline.text import shown
 
+INDEX, CONFIG = "bundle.json", "config.yaml"  # of every bundle
+ARCHIVES = (".tar.gz", ".tgz")
 LOCK = "lock"
 POLL_SECONDS = 0.05
 
@@ -24,10 +27,11 @@ def unfinished(to: Path, timeout: float) -> Iterator[Path]:
     """Hold the directory `.NAME.unfinished` beside `to` for this process alone; remove it at last.
 
     The kernel releases the lock of a process that is killed, and the next one takes the directory
-    over with what is in it.
+    over with what is in it. Whoever can write in the directory of `to` can guess the name: one that
+    is not this user's alone is refused.
 
     Raises:
-        UserError: another process still holds it after `timeout` seconds.
+        UserError: another process still holds it after `timeout` seconds; or it is not this user's.
     """
     path = to.with_name(f".{to.name}.unfinished")
     deadline = time.monotonic() + timeout
@@ -51,10 +55,13 @@ def unfinished(to: Path, timeout: float) -> Iterator[Path]:
 
 def _locked(path: Path) -> BinaryIO | None:
     """Return the locked file of a directory, which is created; None where another has it."""
-    path.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):
+        path.mkdir(mode=PRIVATE)
     lock = path / LOCK
     try:
-        file = lock.open("a+b", buffering=0)
+        check_own(path)
+        file = open_lock(lock)
     except FileNotFoundError:  # its holder has just removed the directory
         return None
     # The holder may also have removed the file between its opening and its locking here.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,6 +20,9 @@ from pipeline.text import reason, shown, warn
 PATIENCE_SECONDS = 60.0  # a busy controller answers late
 LOGIN_NODE = "run this on a login node of the cluster, which has Slurm's commands"
 SEPARATOR = "\x1f"  # in no reason, no path and no stage's name
+# A job's number in the queue: `17`, `17_2` or the waiting tasks `17_[3-9%2]` of an array, `17+1`.
+NUMBER = re.compile(r"[0-9]+(_([0-9]+|\[[0-9,:%-]+\]))?(\+[0-9]+)?")
+LONGEST_SHOWN = 80  # characters of a line that cannot be read
 QUEUE_FORMAT = SEPARATOR.join(("%i", "%T", "%r", "%M", "%l", "%N", "%k"))  # %k: the comment
 
 
@@ -92,12 +96,12 @@ def queued(run: Path, numbers: Iterable[str]) -> dict[str, QueuedJob]:
     submitted, belongs to it if its number is in `numbers`, from the run's ledger.
 
     Raises:
-        SlurmError: Slurm does not answer.
+        SlurmError: Slurm does not answer, or not in the format that was requested.
     """
     wanted, here = set(numbers), run.resolve()
     lines = call(["squeue", "--me", "--noheader", "--array", f"--format={QUEUE_FORMAT}"])
-    rows = [line.split(SEPARATOR) for line in lines.splitlines()]
-    jobs = [(row[:-1], *row[-1].rpartition("/")[::2]) for row in rows if len(row) == 7]
+    rows = [_fields(line) for line in lines.split("\n") if line]
+    jobs = [(row[:-1], *row[-1].rpartition("/")[::2]) for row in rows]
     runs = {path for _, path, _ in jobs if path.startswith("/")}
     ours = {path for path in runs if Path(path).resolve() == here}
     found = {}
@@ -111,6 +115,23 @@ def queued(run: Path, numbers: Iterable[str]) -> dict[str, QueuedJob]:
         if stage is not None or (fields[0] in wanted and path not in runs):
             found[fields[0]] = replace(QueuedJob(*fields), stage=stage)
     return found
+
+
+def _fields(line: str) -> list[str]:
+    """Return the fields of QUEUE_FORMAT in a line of squeue.
+
+    A line that is skipped could be a job, which would seem to have left the queue.
+
+    Raises:
+        SlurmError: it is in another format, or its job's number is none that scancel may get.
+    """
+    fields = line.split(SEPARATOR, QUEUE_FORMAT.count(SEPARATOR))
+    if len(fields) == 1 + QUEUE_FORMAT.count(SEPARATOR) and NUMBER.fullmatch(fields[0]):
+        return fields
+    raise SlurmError(
+        f"squeue printed a line that cannot be read: {line[:LONGEST_SHOWN]!a}; check what squeue "
+        "--me prints: a wrapper's text, or a job's comment with a line break in it"
+    )
 
 
 def job_numbers(events: Iterable[Event]) -> dict[str, str]:

@@ -6,7 +6,6 @@ Equal rows make equal files: row groups of a fixed size, and nothing of when or 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
@@ -17,7 +16,7 @@ import pyarrow
 import pyarrow.parquet as parquet
 
 from parallel.errors import UserError
-from parallel.files import naming
+from parallel.files import naming, replacing
 from stages.data.problem import Message, Problem
 
 Row = dict[str, Any]
@@ -175,15 +174,5 @@ def _groups(rows: Iterator[Row]) -> Iterator[list[Row]]:
 @contextmanager
 def _written(path: Path, schema: pyarrow.Schema) -> Iterator[parquet.ParquetWriter]:
     """Open a file that is complete under its name once the block ends, and else not there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with naming(path):
-            with temporary.open("wb") as file:
-                with parquet.ParquetWriter(file, schema, compression="zstd") as writer:
-                    yield writer
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing(path) as file, parquet.ParquetWriter(file, schema, compression="zstd") as writer:
+        yield writer

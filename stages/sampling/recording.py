@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from parallel.errors import valid_text
-from parallel.files import naming
+from parallel.files import replacing
 from parallel.sample import Sample
 from stages.data.tokenizer import Tokenizer
 from stages.rewards.reward import RewardBase, solved
@@ -94,17 +93,10 @@ def _write_arrays(path: Path, samples: Sequence[Sample]) -> None:
     if any(sample.kept is not None for sample in samples):
         for sample in samples:  # without sets, it keeps the whole vocabulary: empty sets
             kept += sample.kept or [np.empty(0, np.int32)] * len(sample.response)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with naming(path), temporary.open("wb") as file:
-            np.savez_compressed(
-                file,
-                routes=np.concatenate(routes) if routes else np.empty(0, np.uint16),
-                kept=np.concatenate(kept) if kept else np.empty(0, np.int32),
-                kept_counts=np.array([len(each) for each in kept], np.int32),
-            )
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+    with replacing(path, sync=False) as file:
+        np.savez_compressed(
+            file,
+            routes=np.concatenate(routes) if routes else np.empty(0, np.uint16),
+            kept=np.concatenate(kept) if kept else np.empty(0, np.int32),
+            kept_counts=np.array([len(each) for each in kept], np.int32),
+        )

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ import pyarrow
 import pyarrow.parquet as parquet
 
 from parallel.errors import UserError
-from parallel.files import naming
+from parallel.files import naming, replacing
 
 Row = dict[str, Any]
 
@@ -109,14 +108,8 @@ def write_table(path: Path, rows: Sequence[Row], schema: pyarrow.Schema) -> None
         for each in schema
     ]
     table = pyarrow.table(arrays, schema)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with naming(path), temporary.open("wb") as file:
-            parquet.write_table(table, file, **PARQUET)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing(path, sync=False) as file:
+        parquet.write_table(table, file, **PARQUET)
 
 
 def read_samples(path: Path, columns: Sequence[str] | None = None) -> list[Row]:

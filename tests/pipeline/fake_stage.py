@@ -3,6 +3,7 @@
 python fake_stage.py JOB '{"STAGE": {"RANK": ACTION}}' ERROR_MARK
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -179,6 +180,27 @@ def say_why(job: dict, rank: int) -> None:
     sys.exit(1)
 
 
+def compute_long(job: dict, rank: int) -> None:
+    """Compute for ever in the main thread, with the heartbeat of a real rank."""
+    with _heartbeat(job, rank):
+        hang_deaf(job, rank)
+
+
+def be_stopped(job: dict, rank: int) -> None:
+    """Be stopped after the first heartbeats, as by `kill -STOP`."""
+    with _heartbeat(job, rank):
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _heartbeat(job: dict, rank: int) -> contextlib.AbstractContextManager[None]:
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    from parallel import timeline
+
+    timeline.BEAT_SECONDS = 0.1
+    return timeline.heartbeat(Path(sys.argv[1]).with_name(f"alive_{rank}"))
+
+
 def lose_the_other(job: dict, rank: int) -> None:
     """Fail as a rank of gloo does a moment after the other one ended."""
     other = Path(sys.argv[1]).with_name(f"rank_{1 - rank}.log")
@@ -282,6 +304,8 @@ ACTIONS = {
         warn_and_work,
         lose_the_other,
         be_killed,
+        be_stopped,
+        compute_long,
         await_engines,
         meet_the_other_expert,
         kill_the_last_engine,

@@ -75,9 +75,7 @@ def test_two_commands_that_unpack_one_archive_have_the_whole_bundle(
     left = archive.parent / ".small.unfinished/bundle/data"  # by a killed process
     left.mkdir(parents=True)
     (left / "half").write_text("half")
-    second = in_the_middle(
-        monkeypatch, "pipeline.run.reproduce._unpack", lambda: bundle_at(archive)
-    )
+    second = in_the_middle(monkeypatch, "pipeline.run.archive._unpack", lambda: bundle_at(archive))
     first = bundle_at(archive)
     assert first == ended(second)
     assert first is not None

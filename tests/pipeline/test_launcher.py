@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,10 +17,12 @@ import pytest
 from rich.console import Console
 
 from parallel.errors import ERROR_MARK, UserError
+from pipeline.launch import heartbeats
 from pipeline.launch.launcher import JobFailed, first_cause
 from pipeline.launch.processes import Child, wait_for_all
-from pipeline.launch.runner import run_stages
+from pipeline.launch.runner import run_stages, stage_job
 from pipeline.run.directory import RunDirectory, RunLocked
+from pipeline.run.graph import compile_graph
 from pipeline.run.ledger import Ledger, State
 from pipeline.run.run import Run
 from pipeline.run.select import StaleStages
@@ -92,6 +95,85 @@ def test_a_rank_that_dies_ends_the_ranks_that_hang(
         "experts.sums",
         *STAGES[3:],
     ]
+
+
+def with_hang_timeout(settings: RunSettings, seconds: int) -> RunSettings:
+    launch = settings.launch.model_copy(update={"hang_timeout_seconds": seconds})
+    return settings.model_copy(update={"launch": launch})
+
+
+def test_a_stopped_rank_is_named_and_counts_as_lost(
+    run: RunDirectory, settings: RunSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank that computes for as long, and waits for the other, is neither named nor blamed."""
+    monkeypatch.setattr(heartbeats, "LOOK_SECONDS", 0.1)
+    started = time.monotonic()
+    with pytest.raises(JobFailed) as caught:
+        actions = {"cold_start": {"0": "compute_long", "1": "be_stopped"}}
+        go(run, with_hang_timeout(settings, 8), actions)
+    failure = caught.value.failure
+    assert failure.cause == (
+        "rank 1 gave no sign of life for 8 s (launch.hang_timeout_seconds): stopped, or on a "
+        "machine that hangs"
+    )
+    assert failure.lost  # so a job of Slurm starts again
+    assert failure.log.name == "rank_1.log"
+    assert time.monotonic() - started >= 8
+    assert not is_alive(int((run.stage("cold_start").path / "pid_0").read_text()))
+    assert not [*run.stage("cold_start").job(1).parent.glob("alive_*")]
+
+
+class SilentRank:
+    """A clock that a test sets; one `file` of a heartbeat beats or is silent with it."""
+
+    def __init__(self, watched: heartbeats.Heartbeats, file: Path) -> None:
+        self.watched, self.file, self.now = watched, file, 1000.0
+        self.watched._looked = self.now
+
+    def passes(self, seconds: float, *, beating: bool, every: float = 10.0) -> bool:
+        """Return whether a rank is found silent, at looks `every` N seconds."""
+        end = self.now + seconds
+        while self.now < end:
+            self.now += every
+            if beating:
+                self.file.touch()
+                os.utime(self.file, (self.now, self.now))
+            if self.watched.failure() is not None:
+                return True
+        return False
+
+
+@pytest.fixture
+def clock(run: RunDirectory, settings: RunSettings, monkeypatch: pytest.MonkeyPatch) -> SilentRank:
+    job = stage_job(Run(run.path, settings), compile_graph(settings)[0], 1)
+    file = job.files.heartbeat(1, 0)
+    file.parent.mkdir(parents=True)
+    found = SilentRank(heartbeats.Heartbeats(job), file)
+    monkeypatch.setattr(heartbeats.time, "monotonic", lambda: found.now)
+    return found
+
+
+def test_a_rank_counts_from_its_first_heartbeat_until_it_ends(clock: SilentRank) -> None:
+    assert not clock.passes(3600, beating=False)  # imports, from a slow disk
+    assert not clock.passes(3600, beating=True)
+    assert not clock.passes(290, beating=False)
+    assert clock.passes(30, beating=False)
+    clock.file.unlink()
+    assert not clock.passes(3600, beating=False)
+
+
+def test_a_launcher_that_was_stopped_itself_blames_nobody(clock: SilentRank) -> None:
+    assert not clock.passes(60, beating=True)
+    assert not clock.passes(3600, beating=False, every=3600)  # Ctrl-Z, or a disk that was away
+    assert not clock.passes(290, beating=False)
+    assert clock.passes(30, beating=False)
+
+
+def test_a_disk_that_does_not_answer_silences_nobody(clock: SilentRank) -> None:
+    assert not clock.passes(60, beating=True)
+    clock.file.unlink()
+    clock.file.mkdir()  # its reader gets an OSError
+    assert not clock.passes(3600, beating=False)
 
 
 def test_every_stage_that_fails_is_told(run: RunDirectory, settings: RunSettings) -> None:

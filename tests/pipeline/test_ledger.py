@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import multiprocessing
+from io import FileIO
 from pathlib import Path
 
 import pytest
@@ -87,9 +88,14 @@ def test_minutes_of_what_was_put_aside_do_not_count(ledger: Ledger) -> None:
     assert minutes(ledger.events()) == {"merge": 1.0, "evaluate": 0.5}
 
 
-def test_a_full_disk_names_the_ledger() -> None:
-    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
-        Ledger(Path("/dev/full")).append("merge", "done", "finished", 1)
+def test_a_full_disk_names_the_ledger(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> FileIO:
+        return FileIO("/dev/full", "r+")
+
+    monkeypatch.setattr("pipeline.run.ledger.open_in_place", full)
+    ledger.path.parent.mkdir(parents=True, exist_ok=True)
+    with pytest.raises(OSError, match=f"No space left on device: '{ledger.path}'"):
+        ledger.append("merge", "done", "finished", 1)
 
 
 def append_many(path: Path, writer: int) -> None:

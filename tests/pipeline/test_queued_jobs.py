@@ -236,6 +236,40 @@ def test_a_job_that_ends_before_its_line_is_written_is_not_recorded_again(
     assert found == [("running", "x"), ("failed", "its own")]
 
 
+JOB = "\x1f".join(("9", "RUNNING", "None", "0:10", "4:00", "n1", "(null)"))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("half a line", "\x00" * 200_000, "\ufffd\x1f", JOB.rpartition("\x1f")[0]),
+        *(JOB.replace("9", number, 1) for number in ("-x", "", "9;rm", "--me", "9_", "9_[a]", "٩")),
+    ],
+    ids=lambda line: ascii(line[:12]),
+)
+def test_a_line_of_squeue_that_cannot_be_read_is_an_error(
+    line: str, braid: Braid, config: Path, profile: Path, runs: Path, slurm: Path
+) -> None:
+    """A job on it would seem to have left the queue, and `submit` would submit it again."""
+    assert braid("submit", config, "--cluster", profile)[0] == 0
+    (slurm / "queue").write_text(f"{JOB}\n{line}\n")
+    jobs, ledger = (slurm / "submitted").read_text(), (runs / "small/ledger.jsonl").read_text()
+    for words in (["cancel", "small"], ["submit", config, "--cluster", profile]):
+        code, out, err = braid(*words)
+        assert (code, out) == (1, "")
+        assert err.startswith("braid: squeue printed a line that cannot be read: '")
+        assert len(err) < 700
+    assert "Slurm was not asked about this run's jobs" in braid("status", "small")[2]
+    assert not (slurm / "cancelled").exists()
+    assert (slurm / "submitted").read_text() == jobs
+    assert (runs / "small/ledger.jsonl").read_text() == ledger
+
+
+def test_a_separator_in_a_comment_is_part_of_it(slurm: Path, tmp_path: Path) -> None:
+    (slurm / "queue").write_text(f"{JOB}\x1f of\x85mine\n")
+    assert queued(tmp_path, ["9"])["9"].number == "9"
+
+
 def test_a_job_is_known_by_its_comment(slurm: Path, tmp_path: Path) -> None:
     here = tmp_path / "my runs" / "small"
     here.mkdir(parents=True)
@@ -254,7 +288,7 @@ def test_a_job_is_known_by_its_comment(slurm: Path, tmp_path: Path) -> None:
         "\x1f".join((number, "PENDING", "Priority", "0:00", "4:00", "", comment))
         for number, comment in jobs.items()
     ]
-    (slurm / "queue").write_text("\n".join([*lines, "half a line"]) + "\n")
+    (slurm / "queue").write_text("\n".join(lines) + "\n")
     found = queued(here, ["5", "6", "8"])
     assert {number: job.stage for number, job in found.items()} == {
         "1": "cold_start",

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
 
+from pipeline import cli
+from pipeline.commands import common as commands
 from pipeline.run import directory
 from pipeline.run.directory import RunDirectory
+from tests.pipeline.test_special_files import alarm
 
 Braid = Callable[..., tuple[int, str, str]]
 STRANGER = 54321  # a user's number that nobody here has
@@ -93,6 +98,9 @@ COMMANDS = {
     "export": ["small", "--stage", "merge", "--to", "TO"],
     "submit --prepare": ["CONFIG", "--cluster", "PROFILE"],
     "run --fork small --name other": ["CONFIG"],
+    "cancel": ["small"],
+    "gate override --reason x": ["small", "gates.experts.sums"],
+    "mv": ["small", "merge", "joined"],
 }
 
 
@@ -112,7 +120,8 @@ def test_commands_that_change_a_run_refuse_one_writable_by_others(
         f"chmod -R go-w {done.path}\nor add --trust-run to trust them\n",
     )
     assert sorted(done.path.rglob("*")) == before
-    assert braid(*words, "--trust-run")[0] == 0
+    code, _, err = braid(*words, "--trust-run")
+    assert code == 0 or "there is no squeue here" in err or "has no stage gates.experts.sums" in err
 
 
 def asked(command: str, config: Path, tmp_path: Path) -> list[object]:
@@ -120,6 +129,9 @@ def asked(command: str, config: Path, tmp_path: Path) -> list[object]:
     profile.write_text("ranks_per_node: 2\n")
     paths = {"CONFIG": config, "PROFILE": profile, "TO": tmp_path / "exported"}
     name, *options = command.split()
+    if options[:1] == ["override"]:
+        name, options = "gate", options[1:]
+        return [name, "override", *COMMANDS[command], *options]
     return [name, *(paths.get(word, word) for word in COMMANDS[command]), *options]
 
 
@@ -201,3 +213,184 @@ def test_the_way_to_continue_asks_for_the_same_trust(done: RunDirectory, braid: 
     code, _, err = braid(*words, actions=actions)
     assert code == 1
     assert f"continue with: braid resume {done.path} --trust-run\n" in err
+
+
+# Every command, on another user's run: what it says where it refuses, or None where it only reads.
+REFUSES, TAKES_PLACE = "; if you trust them, add --trust-run", "write the report of this run else"
+ON_A_RUN: dict[str, tuple[list[str], str | None]] = {
+    "audit": (["audit", "RUN"], REFUSES),
+    "bundle": (["bundle", "RUN", "--to", "TO/small.tar.gz"], None),
+    "cancel": (["cancel", "RUN"], REFUSES),
+    "compare": (["compare", "RUN", "RUN"], None),
+    "diff": (["diff", "RUN", "RUN"], None),
+    "evaluate": (["evaluate", "RUN"], REFUSES),
+    "export": (["export", "RUN", "--stage", "merge", "--to", "TO/model"], REFUSES),
+    "gate override": (["gate", "override", "RUN", "merge", "--reason", "x"], REFUSES),
+    "logs": (["logs", "RUN", "merge"], None),
+    "look": (["look", "RUN", "--waits"], None),
+    "mv": (["mv", "RUN", "merge", "joined"], REFUSES),
+    "plan": (["plan", "RUN/run.yaml"], None),
+    "report": (["report", "RUN"], TAKES_PLACE),
+    "resume": (["resume", "RUN"], REFUSES),
+    "run": (["run", "RUN/run.yaml"], REFUSES),
+    "simulate": (["simulate", "RUN/run.yaml", "--gpu", "h100"], None),
+    "stage": (["stage", "RUN", "merge"], REFUSES),
+    "status": (["status", "RUN"], None),
+    "submit": (["submit", "RUN/run.yaml", "--cluster", "PROFILE", "--prepare"], REFUSES),
+    "validate": (["validate", "RUN/run.yaml"], None),
+    "why": (["why", "RUN", "merge"], None),
+}
+WITHOUT_A_RUN = {"doctor", "domain check", "domain new", "init"}
+PLANTED = [
+    *("run.lock", "submit.lock", "results.lock", "ledger.jsonl", "results.json", "report.html"),
+    *("renaming.json", "slurm/submit.sh", "stages/merge/stage.lock", ".report.html.1"),
+]
+
+
+@pytest.fixture
+def planted(
+    done: RunDirectory, of_a_stranger: Callable[[Path], None], tmp_path: Path
+) -> tuple[RunDirectory, Path]:
+    """Another user's run in which every file that a command could write is a link to one file."""
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (done.path / "slurm").mkdir()
+    for name in PLANTED:
+        path = done.path / name
+        path.unlink(missing_ok=True)
+        path.symlink_to(victim)
+    of_a_stranger(done.path)
+    return done, victim
+
+
+def test_every_command_is_listed() -> None:
+    cli.command_parser()
+    assert commands.COMMANDS.keys() == ON_A_RUN.keys() | WITHOUT_A_RUN
+
+
+@pytest.mark.parametrize("command", ON_A_RUN)
+def test_no_command_writes_into_the_run_of_another_user(
+    command: str, planted: tuple[RunDirectory, Path], braid: Braid, tmp_path: Path
+) -> None:
+    run, victim = planted
+    profile, to = tmp_path / "mine.yaml", tmp_path / "to"
+    profile.write_text("ranks_per_node: 2\n")
+    to.mkdir()
+    before = {path: path.lstat().st_mtime_ns for path in (run.path, *run.path.rglob("*"))}
+    words, refusal = ON_A_RUN[command]
+    paths = {"RUN": str(run.path), "PROFILE": str(profile), "TO": str(to)}
+    for name, path in paths.items():
+        words = [re.sub(rf"^{name}\b", path, word) for word in words]
+    code, _, err = braid(*words)
+    assert victim.read_text() == "precious"
+    assert {path: path.lstat().st_mtime_ns for path in (run.path, *run.path.rglob("*"))} == before
+    if refusal is not None:
+        assert code == 1
+        assert err.startswith(f"braid: {run.path}: belongs to ")
+        assert refusal in err
+
+
+def test_a_report_of_another_users_run_is_written_elsewhere(
+    planted: tuple[RunDirectory, Path], braid: Braid, tmp_path: Path
+) -> None:
+    run, victim = planted
+    (run.path / "ledger.jsonl").unlink()
+    output = tmp_path / "report.html"
+    output.symlink_to(victim)
+    assert braid("report", run.path, "--output", output)[::2] == (0, "")
+    assert not output.is_symlink() and output.read_text().startswith("<!doctype html>")
+    assert victim.read_text() == "precious"
+
+
+IN_PLACE: dict[str, Callable[[RunDirectory], AbstractContextManager[object]]] = {
+    "run.lock": RunDirectory.lock,
+    "submit.lock": RunDirectory.lock_submission,
+    "results.lock": RunDirectory.lock_results,
+    "stages/merge/stage.lock": lambda run: run.lock_stage("merge"),
+    "ledger.jsonl": lambda run: nullcontext(run.ledger.append("merge", "pending", "x", 1)),
+}
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_a_link_in_a_run_of_ones_own_is_not_written_through(
+    name: str, done: RunDirectory, tmp_path: Path
+) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (done.path / name).unlink(missing_ok=True)
+    (done.path / name).symlink_to(victim)
+    message = "a symbolic link, through which nothing is written; remove it"
+    with pytest.raises(OSError, match=message) as caught, IN_PLACE[name](done):
+        pass
+    assert caught.value.filename == str(done.path / name)
+    assert victim.read_text() == "precious"
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_a_fifo_in_the_place_of_a_file_is_an_error(name: str, done: RunDirectory) -> None:
+    (done.path / name).unlink(missing_ok=True)
+    os.mkfifo(done.path / name)
+    with alarm(20), pytest.raises(OSError, match="not a regular file"), IN_PLACE[name](done):
+        pass
+
+
+def test_a_lock_with_two_names_is_refused(done: RunDirectory, braid: Braid, tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (done.path / "run.lock").unlink()
+    os.link(victim, done.path / "run.lock")
+    code, _, err = braid("resume", "small")
+    assert code == 1
+    assert "run.lock: a lock with a second name (a hard link); remove it" in err
+    assert victim.read_text() == "precious"
+
+
+def test_a_run_behind_another_users_link_is_refused(
+    done: RunDirectory, braid: Braid, runs: Path
+) -> None:
+    """In a directory of runs that all may write to, anybody can put a link under a run's name."""
+    link = runs / "linked"
+    link.symlink_to(done.path)
+    assert braid("resume", "linked")[0] == 0
+    if os.geteuid():
+        pytest.skip("only root can give a link away")
+    os.chown(link, STRANGER, -1, follow_symlinks=False)
+    code, _, err = braid("resume", "linked")
+    assert code == 1
+    assert err.startswith(f"braid: {link}: is a link that belongs to ")
+
+
+NAMES = {
+    "line break": "nl\nssh-ed25519 AAAA",
+    "not UTF-8": os.fsdecode(b"bad\xff"),
+    "escape": "esc\x1b[31m",
+    "right to left": "rtl\u202ex",
+    "tag": "</title><script>x",
+}
+
+
+@pytest.mark.parametrize("name", NAMES.values(), ids=NAMES)
+def test_a_runs_name_is_one_visible_line_wherever_it_stands(
+    name: str, done: RunDirectory, braid: Braid, runs: Path, tmp_path: Path
+) -> None:
+    path = runs / (name.replace("/", "") or "x")
+    done.path.rename(path)
+    output = tmp_path / "report.html"
+    texts = [braid("report", path, "--output", output)]
+    assert texts[0][::2] == (0, "")
+    texts += [
+        braid("report", path),
+        braid("status", path),
+        braid("status"),
+        braid("why", path, "merge"),
+    ]
+    texts += [braid("validate", path / "run.yaml"), braid("submit", path / "run.yaml")]
+    texts += [braid("status", "nobody"), braid("bundle", path, "--to", path / "b")]
+    page = output.read_bytes().decode()
+    title = page[page.index("<title>") : page.index("</title>")]
+    for text in [title, *(each for _, out, err in texts for each in (out, err))]:
+        assert "\nssh-ed25519" not in text
+        assert not {*text} & {"\x1b", "\u202e"}
+        assert not any("\ud800" <= letter <= "\udfff" for letter in text)
+    assert "ssh-ed25519" not in page.replace(title, "")
+    assert "<script>x" not in page

@@ -12,6 +12,7 @@ from string import Template
 from typing import Any
 
 from parallel.errors import UserError
+from pipeline.text import visible
 
 WEB = Path(__file__).parent / "web"
 CHARTS = WEB / "vendor" / "uplot"
@@ -38,7 +39,7 @@ def report_file(document: Mapping[str, Any]) -> str:
         ) from error
     packed = gzip.compress(json.dumps(document, allow_nan=False).encode(), 9, mtime=0)
     return Template((WEB / "index.html").read_text()).substitute(
-        title=escape(document["run"]["name"]),
+        title=escape(visible(document["run"]["name"])),
         style=(WEB / "style.css").read_text(),
         chart_style=chart_style,
         charts=f"/* uPlot\n{licence}*/\n{charts}",
