@@ -96,14 +96,15 @@ def complete(
 ) -> None:
     """Add configuration and tokenizer to written weights.
 
-    `generation_config.json` is that of `model.initial_weights`, if it has one, and the tokenizer's
-    end token is the first there: vLLM reads sampling's defaults and further end tokens in it. The
+    `generation_config.json` is that of `model.initial_weights`, if it has one, with the end tokens
+    that the policy was trained to end with: vLLM and transformers stop at those. The
     configuration counts the layers of the MTP tensors that were `kept`, else vLLM would refuse the
     checkpoint: it takes them for layers of the model.
     """
     tokenizer = load_tokenizer(settings)
     config = hugging_face_config(settings)
-    config.eos_token_id, config.pad_token_id = tokenizer.end_token, tokenizer.pad_token
+    ends: Any = [*tokenizer.end_tokens] if len(tokenizer.end_tokens) > 1 else tokenizer.end_token
+    config.eos_token_id, config.pad_token_id = ends, tokenizer.pad_token
     if modules := kept.modules:
         key = "num_mtp_layers" if hasattr(config, "num_mtp_layers") else "mtp_num_hidden_layers"
         setattr(config, key, kept.layers)
@@ -113,23 +114,21 @@ def complete(
         config.quantization_config = quantization
     config.save_pretrained(unfinished)
     tokenizer.save(unfinished)
-    if settings.initial_weights is not None:
-        defaults = _generation_defaults(settings.initial_weights / GENERATION, tokenizer)
-        if defaults is not None:
-            (unfinished / GENERATION).write_text(json.dumps(defaults, indent=2) + "\n")
+    defaults = _generation_defaults(settings.initial_weights, tokenizer)
+    if defaults is not None:
+        (unfinished / GENERATION).write_text(json.dumps(defaults, indent=2) + "\n")
 
 
-def _generation_defaults(path: Path, tokenizer: Tokenizer) -> dict[str, Any] | None:
-    """Return a file's defaults with the tokenizer's tokens; None where it cannot be read."""
+def _generation_defaults(start: Path | None, tokenizer: Tokenizer) -> dict[str, Any] | None:
+    """Return the start's defaults with the tokenizer's tokens; None without any to write."""
     try:
-        given = dict(json.loads(path.read_text()))
+        stated = dict(json.loads((start / GENERATION).read_text())) if start else None
     except (OSError, ValueError, TypeError, RecursionError):
-        return None
-    ends = given.get("eos_token_id")
-    others = ends if isinstance(ends, list) else [ends] if isinstance(ends, int) else []
-    # The policy was trained to end with the tokenizer's, which may be another than the start's.
-    both = [*dict.fromkeys([tokenizer.end_token, *others])]
-    return given | {"eos_token_id": both, "pad_token_id": tokenizer.pad_token}
+        stated = None
+    if stated is None and len(tokenizer.end_tokens) == 1:
+        return None  # config.json has it
+    ends = {"eos_token_id": [*tokenizer.end_tokens], "pad_token_id": tokenizer.pad_token}
+    return (stated or {}) | ends
 
 
 def publish(unfinished: Path, output: Path, *, replaces: bool) -> None:

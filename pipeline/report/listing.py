@@ -134,4 +134,4 @@ def print_outcomes(
 def _texts(run: Run) -> Callable[[list[int]], list[str]]:
     """Return the function that gives the text of each token."""
     tokenizer = load_tokenizer(run.settings.model)
-    return lambda tokens: [tokenizer.decode([token]) for token in tokens]
+    return lambda tokens: [tokenizer.decode_prompt([token]) for token in tokens]

@@ -39,7 +39,17 @@ def test_defaults_of_generation_are_those_of_the_start(tmp_path: Path) -> None:
         found = json.loads((exported / "generation_config.json").read_text())
         assert found == {"eos_token_id": both, "pad_token_id": 0, "top_k": 20}
     (start / "generation_config.json").write_text("[")
-    complete(begun, exported, none_kept)
+    with pytest.raises(UserError, match=r"generation_config\.json: cannot be read: .*end_tokens"):
+        complete(begun, exported, none_kept)
+
+
+def test_an_export_stops_where_the_policy_was_trained_to(tmp_path: Path) -> None:
+    model = SMALL.model_copy(update={"end_tokens": ("[END]", 5)})
+    complete(model, tmp_path, MultiTokenTensors(SMALL))
+    stated = {"eos_token_id": [1, 5], "pad_token_id": 0}
+    assert json.loads((tmp_path / "generation_config.json").read_text()) == stated
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert stated.items() <= config.items()
 
 
 @pytest.mark.parametrize("exists", [True, False])

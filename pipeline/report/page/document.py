@@ -141,7 +141,7 @@ def _vocabulary(run: Run, samples: Mapping[str, Json]) -> dict[int, str]:
     if not ids:
         return {}
     tokenizer = load_tokenizer(run.settings.model)
-    return {id: tokenizer.decode([id]) for id in sorted(ids)}
+    return {id: tokenizer.decode_prompt([id]) for id in sorted(ids)}
 
 
 def _stated(run: Run) -> str:

@@ -172,7 +172,7 @@ class SamplesScreen(Screen[None]):
 
     def _token_text(self, token: int) -> str:
         if self._decode is None:
-            self._decode = load_tokenizer(self._run.settings.model).decode
+            self._decode = load_tokenizer(self._run.settings.model).decode_prompt
         return self._decode([token])
 
     def on_data_table_row_highlighted(self) -> None:
