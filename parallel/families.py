@@ -112,13 +112,15 @@ class Family:
 
     `names` maps its keys to fields of ModelSettings and `fixed` to the only value that runs here;
     `further` are the keys that model.architecture sets. Published checkpoints of a family that
-    `drafts` have layers for multi-token prediction.
+    `drafts` have layers for multi-token prediction. `transformers` is the oldest version whose
+    reading of an export is compared with the settings.
     """
 
     names: dict[str, str]
     fixed: dict[str, Any]
     further: type[Settings] = NothingFurther
     drafts: bool = False
+    transformers: str = "4.57"
 
 
 ATTENTION = {
@@ -171,6 +173,7 @@ FAMILIES = {
         fixed={**FIXED, "attention_bias": False},
         further=Qwen35MoeArchitecture,
         drafts=True,
+        transformers="5.2",
     ),
 }
 

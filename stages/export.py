@@ -25,6 +25,7 @@ from parallel.files import GENERATION
 from parallel.hugging_face.config import expected_tensors, hugging_face_config
 from parallel.hugging_face.files import WeightFiles, WeightsError
 from parallel.hugging_face.multi_token import MultiTokenTensors
+from parallel.hugging_face.portable import make_portable
 from parallel.hugging_face.weights import fill_weights, forget_weights
 from parallel.hugging_face.writer import SHARD_BYTES, verify, write
 from parallel.model.policy import Policy
@@ -32,6 +33,7 @@ from parallel.model.vocabulary import HeadLogits
 from parallel.sample import Sample
 from parallel.settings import ModelSettings
 from stages.data.tokenizer import Tokenizer, load_tokenizer
+from stages.model_card import README, model_card
 from stages.settings import StageJob
 
 PROBES, PROBE_TOKENS = 4, 8  # random prompts and responses per data-parallel rank, their length
@@ -50,16 +52,23 @@ def run(job: StageJob) -> None:
         MultiTokenTensors(job.settings.model)  # its errors come before a model is loaded
     policy = Policy(job.settings.model, job.settings.layout)
     load.weights(policy, job.parent)
-    export(policy, job.output, replaces=job.output.is_relative_to(job.directory))
+    own = job.output.is_relative_to(job.directory)
+    export(policy, job.output, replaces=own, parent=job.parent)
 
 
 def export(
-    policy: Policy, output: Path, shard_bytes: int = SHARD_BYTES, *, replaces: bool = False
+    policy: Policy,
+    output: Path,
+    shard_bytes: int = SHARD_BYTES,
+    *,
+    replaces: bool = False,
+    parent: Path | None = None,
 ) -> None:
     """Write a policy to the directory `output`, complete and verified or not at all. Collective.
 
     Every tensor on disk is compared with the policy's, and a policy that is loaded from there must
-    give the same logits, bit for bit. All ranks must see the directory. `replaces`: see `publish`.
+    give the same logits, bit for bit. All ranks must see the directory. `replaces`: see `publish`;
+    `parent` is the policy's checkpoint.
 
     Raises:
         WeightsError: the written weights differ from the policy's.
@@ -84,7 +93,7 @@ def export(
         if max_over_ranks(not all(torch.equal(old, new) for old, new in pairs)):
             raise WeightsError(f"{output}: verification failed", ["other logits than the policy's"])
         if is_main():
-            complete(policy.settings, unfinished, kept)
+            complete(policy.settings, unfinished, kept, parent=parent)
             publish(unfinished, output, replaces=replaces)
 
 
@@ -93,8 +102,9 @@ def complete(
     unfinished: Path,
     kept: MultiTokenTensors,
     quantization: dict[str, Any] | None = None,
+    parent: Path | None = None,
 ) -> None:
-    """Add configuration and tokenizer to written weights.
+    """Add configuration, tokenizer and a model card to written weights of a checkpoint `parent`.
 
     `generation_config.json` is that of `model.initial_weights`, if it has one, with the end tokens
     that the policy was trained to end with: vLLM and transformers stop at those. The
@@ -114,9 +124,12 @@ def complete(
         config.quantization_config = quantization
     config.save_pretrained(unfinished)
     tokenizer.save(unfinished)
+    make_portable(unfinished, settings)
     defaults = _generation_defaults(settings.initial_weights, tokenizer)
     if defaults is not None:
         (unfinished / GENERATION).write_text(json.dumps(defaults, indent=2) + "\n")
+    ends = ", ".join(f"`{tokenizer.decode_prompt([token])}`" for token in tokenizer.end_tokens)
+    (unfinished / README).write_text(model_card(settings, parent, ends), encoding="utf-8")
 
 
 def _generation_defaults(start: Path | None, tokenizer: Tokenizer) -> dict[str, Any] | None:
