@@ -179,11 +179,29 @@ FAMILIES = {
 
 
 def text_configuration(given: dict[str, Any]) -> dict[str, Any]:
-    """Return a config.json's keys of the text model, where it is of a vision-language model."""
+    """Return a config.json's keys of the text model, where it is of a vision-language model.
+
+    A null that transformers computes has the computed value, or is absent.
+    """
     inner = given.get("text_config")
-    if given.get("model_type") != "qwen3_5_moe" or not isinstance(inner, dict):
-        return given
-    return {**given, **inner}
+    nested = given.get("model_type") == "qwen3_5_moe" and isinstance(inner, dict)
+    config = {**given, **inner} if nested else given
+    nulls = {key: computed for key, computed in _computed(config) if config.get(key, 0) is None}
+    stated = {key: value for key, value in config.items() if key not in nulls}
+    return stated | {key: value for key, value in nulls.items() if value is not None}
+
+
+def _computed(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield each key that transformers computes where it is null, and the value, None of a list.
+
+    4.57 writes `"head_dim": null` for Mixtral. Only these: `q_lora_rank: null` compresses nothing.
+    """
+    width, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    known = isinstance(width, int) and isinstance(heads, int) and heads
+    yield "head_dim", width // heads if known else None
+    yield "num_key_value_heads", heads
+    yield "mlp_only_layers", []
+    yield "layer_types", None  # of the family's own rule
 
 
 def fp8_blocks(quantization: Any) -> tuple[int, int] | None:

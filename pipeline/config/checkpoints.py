@@ -24,6 +24,8 @@ from parallel.settings import ModelSettings
 from pipeline.config.tensor_headers import tensors_violation
 from pipeline.text import shown
 
+# Names that transformers 5 finds in torch, without which it loads no file beside config.json.
+DTYPES = ("bfloat16", "float16", "half", "float32", "float", "float64", "double")
 MOST_BYTES = 1 << 26  # of a JSON file, far above any checkpoint's index
 # Of a model's settings, those in which a teacher may differ from its student.
 ANY_VALUE = ("initial_weights", "initialization", "precision", "tokenizer", "end_tokens")
@@ -118,6 +120,8 @@ def _config_violation(path: Path, config: dict[str, Any], model: ModelSettings) 
         return f"{shown(path)}: model_type: {unknown}; {ADDING_A_FAMILY}"
     if kind != model.family:
         return f"{shown(path)}: model_type: {kind}, but model.family is {model.family}"
+    if (problem := dtype_violation(path, config)) is not None:
+        return problem
     stated = config.get("quantization_config")
     if stated is not None and not is_readable(stated):
         return f"{shown(path)}: its weights are quantized; name the checkpoint before that"
@@ -128,6 +132,17 @@ def _config_violation(path: Path, config: dict[str, Any], model: ModelSettings) 
             return (
                 f"{shown(path)}: {key}: {json.dumps(config[key])}, but {where} is"
                 f" {json.dumps(value)}"
+            )
+    return None
+
+
+def dtype_violation(path: Path, config: dict[str, Any]) -> str | None:
+    """Return that a config.json has a dtype with which transformers cannot load it, or None."""
+    for key in ("dtype", "torch_dtype"):
+        if (value := config.get(key)) is not None and value not in DTYPES:
+            return (
+                f"{shown(path)}: {key}: {_as_json(value)} is no dtype that transformers reads;"
+                ' write "bfloat16", "float16" or "float32", that of the weights'
             )
     return None
 

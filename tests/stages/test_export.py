@@ -103,7 +103,10 @@ def test_transformers_4_57_finds_every_key_that_it_reads(family: str, tmp_path: 
         assert config["rope_scaling"] is None
     # What reads the current names finds what it found without the former ones.
     current, written = hugging_face_config(settings), AutoConfig.from_pretrained(tmp_path)
-    assert {"type": "yarn", **current.rope_parameters} == {"type": "yarn", **written.rope_parameters}
+    assert {"type": "yarn", **current.rope_parameters} == {
+        "type": "yarn",
+        **written.rope_parameters,
+    }
     assert contradictions(settings, config) == []
     assert configuration(model_of(tmp_path)) == configuration(settings)
 
