@@ -105,10 +105,12 @@ def expected_tensors(config: PretrainedConfig) -> dict[str, TensorSpec]:
 def ignored_tensors(config: PretrainedConfig) -> list[str]:
     """Return patterns of tensor names that a checkpoint may have and that are not loaded.
 
-    transformers' own list, and the multi-token prediction layers.
+    transformers' own list, the frequencies that transformers 4.32 and before saved of each layer,
+    and the multi-token prediction layers.
     """
     return [
         mtp_pattern(config.num_hidden_layers),
+        r"\.rotary_emb\.inv_freq$",
         *(_model_class(config)._keys_to_ignore_on_load_unexpected or ()),
     ]
 

@@ -19,7 +19,14 @@ from parallel.families import (
     is_readable,
     text_configuration,
 )
-from parallel.files import CHECKSUMS, WEIGHTS_INDEX, is_file_name, read_text, unreachable
+from parallel.files import (
+    CHECKSUMS,
+    WEIGHTS_INDEX,
+    is_file_name,
+    read_text,
+    unindexed_weights,
+    unreachable,
+)
 from parallel.settings import ModelSettings
 from pipeline.config.tensor_headers import tensors_violation
 from pipeline.text import shown
@@ -149,13 +156,13 @@ def dtype_violation(path: Path, config: dict[str, Any]) -> str | None:
 
 def has_weights(directory: Path) -> bool:
     """Return whether a directory has a file of weights, or names one."""
-    return any(directory.glob("*.safetensors")) or (directory / WEIGHTS_INDEX).exists()
+    return bool(unindexed_weights(directory)) or (directory / WEIGHTS_INDEX).exists()
 
 
 def _files_violation(directory: Path) -> str | None:
     path = directory / WEIGHTS_INDEX
     if not path.exists() and not path.is_symlink():
-        if found := sorted(directory.glob("*.safetensors")):
+        if found := unindexed_weights(directory):
             return next(filter(None, map(_not_a_file, found)), None)
         return (
             f"{shown(directory)} has neither a *.safetensors file nor {WEIGHTS_INDEX}; download "
