@@ -184,8 +184,9 @@ def text_configuration(given: dict[str, Any]) -> dict[str, Any]:
     A null that transformers computes has the computed value, or is absent.
     """
     inner = given.get("text_config")
-    nested = given.get("model_type") == "qwen3_5_moe" and isinstance(inner, dict)
-    config = {**given, **inner} if nested else given
+    config = given
+    if given.get("model_type") == "qwen3_5_moe" and isinstance(inner, dict):
+        config = {**given, **inner}
     nulls = {key: computed for key, computed in _computed(config) if config.get(key, 0) is None}
     stated = {key: value for key, value in config.items() if key not in nulls}
     return stated | {key: value for key, value in nulls.items() if value is not None}
@@ -197,8 +198,8 @@ def _computed(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     4.57 writes `"head_dim": null` for Mixtral. Only these: `q_lora_rank: null` compresses nothing.
     """
     width, heads = config.get("hidden_size"), config.get("num_attention_heads")
-    known = isinstance(width, int) and isinstance(heads, int) and heads
-    yield "head_dim", width // heads if known else None
+    sized = isinstance(width, int) and isinstance(heads, int) and heads > 0
+    yield "head_dim", int(width or 0) // int(heads or 1) if sized else None
     yield "num_key_value_heads", heads
     yield "mlp_only_layers", []
     yield "layer_types", None  # of the family's own rule

@@ -93,7 +93,7 @@ def unusable_tokenizer(name: str) -> str | None:
         return f"{shown(path)} {why}"
     if not path.is_dir():
         return f"no such directory: {shown(path)}; use a tokenizer's, or {CHARACTERS}"
-    # A stage reports other faults of a config.json, which a tokenizer need not have.
+    # A stage reports other errors in a config.json, which a tokenizer need not have.
     return dtype_violation(file := path / HUGGING_FACE, json_object(file)[0])
 
 

@@ -16,7 +16,6 @@ import numpy as np
 
 from parallel.sample import Sample
 from stages.data.compact_forms import FORMATS
-from stages.data.end_tokens import closing_token, last_answer
 from stages.data.index import Order, RowIndex, build_index
 from stages.data.problem import ASSISTANT, DataError, DomainError, Message, Problem, content_key
 from stages.data.prompts import PromptStream
@@ -145,6 +144,33 @@ def segments(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[str]:
         found += [_continued(text, asked, place), _continued(asked, answered, place)]
         text = answered
     return found
+
+
+def closing_token(tokenizer: Tokenizer, messages: Sequence[Message]) -> int:
+    """Return the end token after the last turn, which a template without one in it leaves out.
+
+    It is the end token with which the template begins the next turn, the tool's after a turn that
+    calls tools, else the user's: GLM's `<|observation|>` or `<|user|>`. A template that begins no
+    turn with an end token, or rejects the turn, leaves the first of `tokenizer.end_tokens`.
+    """
+    role = "tool" if messages[-1].get("tool_calls") else "user"
+    try:
+        before, after = (
+            [token for token in tokenizer.encode(text) if token in tokenizer.end_tokens]
+            for text in (
+                tokenizer.render(messages, generation_prompt=False),
+                tokenizer.render([*messages, {"role": role, "content": "?"}], False),
+            )
+        )
+    except TokenizerError:
+        return tokenizer.end_token
+    return after[len(before)] if len(after) > len(before) else tokenizer.end_token
+
+
+def last_answer(messages: Sequence[Message]) -> Sequence[Message]:
+    """Return a conversation up to its last assistant turn."""
+    last = max(place for place, each in enumerate(messages) if each["role"] == ASSISTANT)
+    return messages[: last + 1]
 
 
 def _continued(before: str, after: str, place: int) -> str:

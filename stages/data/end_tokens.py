@@ -9,17 +9,12 @@ stops. The first of them ends what no chat template renders. Never imports torch
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from parallel.errors import UserError
 from parallel.files import GENERATION, read_text
 from parallel.settings import CHARACTERS, ModelSettings
-from stages.data.problem import ASSISTANT, Message
-
-if TYPE_CHECKING:
-    from stages.data.tokenizer import Tokenizer
 
 KEY = "model.end_tokens"
 
@@ -36,8 +31,8 @@ def end_tokens(
         UserError: `model.end_tokens` names no token, or generation_config.json cannot be read.
     """
     if model.end_tokens is not None:
-        ids = (_stated_id(token, model.vocabulary_size, encode) for token in model.end_tokens)
-        return tuple(dict.fromkeys(ids))
+        size = model.vocabulary_size
+        return tuple(dict.fromkeys(_stated_id(each, size, encode) for each in model.end_tokens))
     weights = model.initial_weights
     if weights is not None and not weights.is_dir():
         raise UserError(
@@ -70,33 +65,6 @@ def generation_ids(initial_weights: Path | None, tokenizer: str) -> tuple[int, .
     if not all(type(each) is int and each >= 0 for each in listed):
         raise UserError(f"{file}: eos_token_id: {ids!r} is no token id, nor a list; set {KEY}")
     return tuple(listed)
-
-
-def closing_token(tokenizer: Tokenizer, messages: Sequence[Message]) -> int:
-    """Return the end token after the last turn, which a template without one in it leaves out.
-
-    It is the end token with which the template begins the next turn, the tool's after a turn that
-    calls tools, else the user's: GLM's `<|observation|>` or `<|user|>`. A template that begins no
-    turn with an end token, or rejects the turn, leaves the first of `tokenizer.end_tokens`.
-    """
-    role = "tool" if messages[-1].get("tool_calls") else "user"
-    try:
-        before, after = (
-            [token for token in tokenizer.encode(text) if token in tokenizer.end_tokens]
-            for text in (
-                tokenizer.render(messages, generation_prompt=False),
-                tokenizer.render([*messages, {"role": role, "content": "?"}], False),
-            )
-        )
-    except UserError:
-        return tokenizer.end_token
-    return after[len(before)] if len(after) > len(before) else tokenizer.end_token
-
-
-def last_answer(messages: Sequence[Message]) -> Sequence[Message]:
-    """Return a conversation up to its last assistant turn."""
-    last = max(place for place, each in enumerate(messages) if each["role"] == ASSISTANT)
-    return messages[: last + 1]
 
 
 def _stated_id(token: str | int, vocabulary: int, encode: Callable[[str], list[int]]) -> int:

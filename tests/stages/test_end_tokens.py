@@ -10,7 +10,8 @@ import pytest
 
 from parallel.errors import UserError
 from parallel.settings import CHARACTERS, ModelSettings
-from stages.data.end_tokens import closing_token, end_tokens, generation_ids
+from stages.data.demonstrations import closing_token
+from stages.data.end_tokens import end_tokens, generation_ids
 from stages.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_named
 from tests.byte_tokenizer import CHATML, save_glm, save_tokenizer
 from tests.pipeline.checkpoint_headers import SMALL
