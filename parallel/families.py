@@ -112,13 +112,15 @@ class Family:
 
     `names` maps its keys to fields of ModelSettings and `fixed` to the only value that runs here;
     `further` are the keys that model.architecture sets. Published checkpoints of a family that
-    `drafts` have layers for multi-token prediction.
+    `drafts` have layers for multi-token prediction. `transformers` is the oldest version whose
+    reading of an export is compared with the settings.
     """
 
     names: dict[str, str]
     fixed: dict[str, Any]
     further: type[Settings] = NothingFurther
     drafts: bool = False
+    transformers: str = "4.57"
 
 
 ATTENTION = {
@@ -171,16 +173,36 @@ FAMILIES = {
         fixed={**FIXED, "attention_bias": False},
         further=Qwen35MoeArchitecture,
         drafts=True,
+        transformers="5.2",
     ),
 }
 
 
 def text_configuration(given: dict[str, Any]) -> dict[str, Any]:
-    """Return a config.json's keys of the text model, where it is of a vision-language model."""
+    """Return a config.json's keys of the text model, where it is of a vision-language model.
+
+    A null that transformers computes has the computed value, or is absent.
+    """
     inner = given.get("text_config")
-    if given.get("model_type") != "qwen3_5_moe" or not isinstance(inner, dict):
-        return given
-    return {**given, **inner}
+    config = given
+    if given.get("model_type") == "qwen3_5_moe" and isinstance(inner, dict):
+        config = {**given, **inner}
+    nulls = {key: computed for key, computed in _computed(config) if config.get(key, 0) is None}
+    stated = {key: value for key, value in config.items() if key not in nulls}
+    return stated | {key: value for key, value in nulls.items() if value is not None}
+
+
+def _computed(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield each key that transformers computes where it is null, and the value, None of a list.
+
+    4.57 writes `"head_dim": null` for Mixtral. Only these: `q_lora_rank: null` compresses nothing.
+    """
+    width, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    sized = isinstance(width, int) and isinstance(heads, int) and heads > 0
+    yield "head_dim", int(width or 0) // int(heads or 1) if sized else None
+    yield "num_key_value_heads", heads
+    yield "mlp_only_layers", []
+    yield "layer_types", None  # of the family's own rule
 
 
 def fp8_blocks(quantization: Any) -> tuple[int, int] | None:

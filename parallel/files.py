@@ -32,6 +32,10 @@ WEIGHTS_INDEX = "model.safetensors.index.json"
 HUGGING_FACE = "config.json"  # of a Hugging Face checkpoint
 GENERATION = "generation_config.json"  # of one too: sampling's defaults, and further end tokens
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", HUGGING_FACE)
+WHOLE_MODEL = "model.safetensors"  # a checkpoint of one file
+# Files beside a checkpoint that hold no tensors of it by its names: Mistral's own form of the same
+# weights, and adapters.
+BESIDE_WEIGHTS = ("consolidated*.safetensors", "adapter_*.safetensors")
 # `braid status` digests every data file of a run: size, head and tail of files over WHOLE_BYTES.
 WHOLE_BYTES, END_BYTES = 1 << 20, 1 << 16
 
@@ -275,6 +279,18 @@ def sha256(path: Path) -> str:
 def digest_of(files: dict[str, str]) -> str:
     """Return the digest of a checkpoint whose files have these checksums."""
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+
+
+def unindexed_weights(directory: Path) -> list[Path]:
+    """Return the files of a Hugging Face checkpoint that has no index.
+
+    As transformers does, only model.safetensors where there is one; else all but BESIDE_WEIGHTS.
+    """
+    whole = directory / WHOLE_MODEL
+    if whole.exists() or whole.is_symlink():
+        return [whole]
+    files = sorted(directory.glob("*.safetensors"))
+    return [file for file in files if not any(map(file.match, BESIDE_WEIGHTS))]
 
 
 def weights_digest(directory: Path) -> str:

@@ -78,6 +78,11 @@ class ModelSettings(Settings):
     tokenizer: str = Field(
         CHARACTERS, description="characters, or the directory of a Hugging Face tokenizer"
     )
+    end_tokens: Annotated[tuple[Natural | str, ...], Field(min_length=1)] | None = Field(
+        None,
+        description="tokens that end a response, as text or ids, the main one first; null: the "
+        "tokenizer's eos_token, and eos_token_id of the checkpoint's generation_config.json",
+    )
     vocabulary_size: Count = Field(description="embedding rows; at least the tokenizer's token ids")
     hidden_size: Count = Field(description="width of the residual stream")
     layers: Annotated[int, Field(gt=0, le=2000)] = Field(description="number of decoder layers")

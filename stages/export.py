@@ -26,6 +26,7 @@ from parallel.files import GENERATION, open_in_place, open_lock, write_atomicall
 from parallel.hugging_face.config import expected_tensors, hugging_face_config
 from parallel.hugging_face.files import WeightFiles, WeightsError
 from parallel.hugging_face.multi_token import MultiTokenTensors
+from parallel.hugging_face.portable import make_portable
 from parallel.hugging_face.weights import fill_weights, forget_weights
 from parallel.hugging_face.writer import SHARD_BYTES, verify, write
 from parallel.model.policy import Policy
@@ -33,6 +34,7 @@ from parallel.model.vocabulary import HeadLogits
 from parallel.sample import Sample
 from parallel.settings import ModelSettings
 from stages.data.tokenizer import Tokenizer, load_tokenizer
+from stages.model_card import README, model_card
 from stages.settings import StageJob
 
 PROBES, PROBE_TOKENS = 4, 8  # random prompts and responses per data-parallel rank, their length
@@ -53,16 +55,23 @@ def run(job: StageJob) -> None:
         MultiTokenTensors(job.settings.model)  # its errors come before a model is loaded
     policy = Policy(job.settings.model, job.settings.layout)
     load.weights(policy, job.parent)
-    export(policy, job.output, replaces=job.output.is_relative_to(job.directory))
+    own = job.output.is_relative_to(job.directory)
+    export(policy, job.output, replaces=own, parent=job.parent)
 
 
 def export(
-    policy: Policy, output: Path, shard_bytes: int = SHARD_BYTES, *, replaces: bool = False
+    policy: Policy,
+    output: Path,
+    shard_bytes: int = SHARD_BYTES,
+    *,
+    replaces: bool = False,
+    parent: Path | None = None,
 ) -> None:
     """Write a policy to the directory `output`, complete and verified or not at all. Collective.
 
     Every tensor on disk is compared with the policy's, and a policy that is loaded from there must
-    give the same logits, bit for bit. All ranks must see the directory. `replaces`: see `publish`.
+    give the same logits, bit for bit. All ranks must see the directory. `replaces`: see `publish`;
+    `parent` is the policy's checkpoint.
 
     Raises:
         WeightsError: the written weights differ from the policy's.
@@ -87,7 +96,7 @@ def export(
         if max_over_ranks(not all(torch.equal(old, new) for old, new in pairs)):
             raise WeightsError(f"{output}: verification failed", ["other logits than the policy's"])
         if is_main():
-            complete(policy.settings, unfinished, kept)
+            complete(policy.settings, unfinished, kept, parent=parent)
             publish(unfinished, output, replaces=replaces)
 
 
@@ -96,17 +105,19 @@ def complete(
     unfinished: Path,
     kept: MultiTokenTensors,
     quantization: dict[str, Any] | None = None,
+    parent: Path | None = None,
 ) -> None:
-    """Add configuration and tokenizer to written weights.
+    """Add configuration, tokenizer and a model card to written weights of a checkpoint `parent`.
 
-    `generation_config.json` is that of `model.initial_weights`, if it has one, and the tokenizer's
-    end token is the first there: vLLM reads sampling's defaults and further end tokens in it. The
+    `generation_config.json` is that of `model.initial_weights`, if it has one, with the end tokens
+    that the policy was trained to end with: vLLM and transformers stop at those. The
     configuration counts the layers of the MTP tensors that were `kept`, else vLLM would refuse the
     checkpoint: it takes them for layers of the model.
     """
     tokenizer = load_tokenizer(settings)
     config = hugging_face_config(settings)
-    config.eos_token_id, config.pad_token_id = tokenizer.end_token, tokenizer.pad_token
+    ends: Any = [*tokenizer.end_tokens] if len(tokenizer.end_tokens) > 1 else tokenizer.end_token
+    config.eos_token_id, config.pad_token_id = ends, tokenizer.pad_token
     if modules := kept.modules:
         key = "num_mtp_layers" if hasattr(config, "num_mtp_layers") else "mtp_num_hidden_layers"
         setattr(config, key, kept.layers)
@@ -116,23 +127,24 @@ def complete(
         config.quantization_config = quantization
     config.save_pretrained(unfinished)
     tokenizer.save(unfinished)
-    if settings.initial_weights is not None:
-        defaults = _generation_defaults(settings.initial_weights / GENERATION, tokenizer)
-        if defaults is not None:
-            write_atomically(unfinished / GENERATION, json.dumps(defaults, indent=2) + "\n")
+    make_portable(unfinished, settings)
+    defaults = _generation_defaults(settings.initial_weights, tokenizer)
+    if defaults is not None:
+        write_atomically(unfinished / GENERATION, json.dumps(defaults, indent=2) + "\n")
+    ends = ", ".join(f"`{tokenizer.decode_prompt([token])}`" for token in tokenizer.end_tokens)
+    write_atomically(unfinished / README, model_card(settings, parent, ends))
 
 
-def _generation_defaults(path: Path, tokenizer: Tokenizer) -> dict[str, Any] | None:
-    """Return a file's defaults with the tokenizer's tokens; None where it cannot be read."""
+def _generation_defaults(start: Path | None, tokenizer: Tokenizer) -> dict[str, Any] | None:
+    """Return the start's defaults with the tokenizer's tokens; None without any to write."""
     try:
-        given = dict(json.loads(path.read_text()))
+        stated = dict(json.loads((start / GENERATION).read_text())) if start else None
     except (OSError, ValueError, TypeError, RecursionError):
-        return None
-    ends = given.get("eos_token_id")
-    others = ends if isinstance(ends, list) else [ends] if isinstance(ends, int) else []
-    # The policy was trained to end with the tokenizer's, which may be another than the start's.
-    both = [*dict.fromkeys([tokenizer.end_token, *others])]
-    return given | {"eos_token_id": both, "pad_token_id": tokenizer.pad_token}
+        stated = None
+    if stated is None and len(tokenizer.end_tokens) == 1:
+        return None  # config.json has it
+    ends = {"eos_token_id": [*tokenizer.end_tokens], "pad_token_id": tokenizer.pad_token}
+    return (stated or {}) | ends
 
 
 def publish(unfinished: Path, output: Path, *, replaces: bool) -> None:

@@ -115,6 +115,5 @@ class Preflight:
                 )
 
     def _shown(self, token: int) -> str:
-        if token == self._tokenizer.end_token:
-            return "the end token"
-        return repr(self._tokenizer.decode([token]))
+        text = repr(self._tokenizer.decode_prompt([token]))
+        return f"the end token {text}" if token in self._tokenizer.end_tokens else text

@@ -93,7 +93,7 @@ def export(
         if is_main():
             drafting = [f"re:{re.escape(layer)}\\..*" for layer in kept.modules]
             configuration = scheme.configuration(ignored(policy.settings, matrices) + drafting)
-            complete(policy.settings, unfinished, kept, configuration)
+            complete(policy.settings, unfinished, kept, configuration, job.parent)
             publish(unfinished, output, replaces=True)
 
 

@@ -54,7 +54,7 @@ def answer(prompt: Prompt, sampling: Sampling, first: int, last: int | None = No
     tokens = draw.integers(2, 70, length, dtype=np.int32)
     finished = length < sampling.max_tokens
     if finished:
-        tokens[-1] = sampling.end_token
+        tokens[-1] = sampling.end_tokens[0]
     shape = (len(prompt.tokens) + length - 1, MODEL.layers, MODEL.experts_per_token)
     return Generation(
         number=prompt.number,

@@ -77,7 +77,7 @@ class Core:
         self._model_config.return_sampling_mask = False
         self.weight_version = 0
         try:
-            self.admit(Generate([Prompt(0, [0], 0)], Sampling(1.0, max_tokens=1, end_token=0)))
+            self.admit(Generate([Prompt(0, [0], 0)], Sampling(1.0, max_tokens=1, end_tokens=(0,))))
             while self._requests:
                 self.step()
             self._meet(Call.START)
@@ -263,8 +263,8 @@ class Core:
             top_p=sampling.top_p,
             top_k=top_k,
             max_tokens=sampling.max_tokens,
-            stop_token_ids=[sampling.end_token],
-            ignore_eos=True,  # the configuration's end token need not be the tokenizer's
+            stop_token_ids=list(sampling.end_tokens),
+            ignore_eos=True,  # the configuration's end token need not be one of them
             logprobs=logprobs,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
@@ -284,7 +284,7 @@ class Core:
             logprobs=logprobs.tobytes(),
             routes=routes.tobytes(),
             routes_shape=routes.shape,
-            finished=bool(len(tokens)) and int(tokens[-1]) == sampling.end_token,
+            finished=bool(len(tokens)) and int(tokens[-1]) in sampling.end_tokens,
             # vLLM may have sampled one token more.
             versions=np.asarray(request.versions[: len(tokens)], np.int32).tobytes(),
             kept=b"".join(each.tobytes() for each in kept),

@@ -19,7 +19,7 @@ from parallel.settings import ModelSettings
 from parallel.weights.mapping import SharedMemory
 from parallel.weights.transport import Meeting
 
-PROTOCOL = 8  # version of this file, the same at both ends
+PROTOCOL = 9  # version of this file, the same at both ends
 
 LARGEST_MESSAGE = 1 << 30  # bytes of a request, or of one message of a streamed answer
 LENGTH_BYTES = 4  # a frame of a streamed answer begins with its length, big-endian
@@ -87,14 +87,14 @@ def kept_limits(top_k: int, top_p: float, vocabulary: int) -> tuple[int, int]:
 
 
 class Sampling(msgspec.Struct, frozen=True):
-    """The distribution that responses are sampled from, and where they end.
+    """The distribution that responses are sampled from, and the tokens that end them.
 
     With `top_p` below 1 or `top_k` above 0 every token comes with the set it was sampled from.
     """
 
     temperature: float
     max_tokens: int
-    end_token: int
+    end_tokens: tuple[int, ...]
     top_p: float = 1.0
     top_k: int = 0
 
@@ -207,8 +207,11 @@ class CallFailure(msgspec.Struct, frozen=True, tag=True):
 
 
 def model_digest(model: ModelSettings) -> str:
-    """Return a digest of the settings that decide the computation, without its initial weights."""
-    described = model.model_dump_json(exclude={"initial_weights", "initialization"})
+    """Return a digest of the settings that decide the computation of a token.
+
+    Not of the initial weights, nor of the end tokens, which every request states.
+    """
+    described = model.model_dump_json(exclude={"initial_weights", "initialization", "end_tokens"})
     return hashlib.sha256(described.encode()).hexdigest()
 
 
@@ -265,7 +268,7 @@ def sample_of(question: Question, answer: Generation, model: ModelSettings) -> S
     routes = _array(answer.routes, np.dtype("<u2"), "routes")
     length = len(question.prompt) + len(tokens) - 1
     shape = length, len(routed_layers(model)), model.experts_per_token
-    ends = tokens == question.sampling.end_token
+    ends = np.isin(tokens, question.sampling.end_tokens)
     _check(len(tokens) == len(logprobs) == len(versions), "arrays of different lengths")
     _check(tuple(answer.routes_shape) == shape, f"routes {answer.routes_shape} instead of {shape}")
     _check(len(routes) == np.prod(shape), f"{len(routes)} routes for {shape}")
@@ -276,7 +279,7 @@ def sample_of(question: Question, answer: Generation, model: ModelSettings) -> S
     _check(bool((versions[1:] >= versions[:-1]).all()), "weight versions that decrease")
     most = question.sampling.max_tokens
     _check(0 < len(tokens) <= most, f"{len(tokens)} tokens")
-    _check(not ends[:-1].any(), "tokens after the end token")
+    _check(not ends[:-1].any(), "tokens after an end token")
     _check(bool(ends[-1]) == answer.finished, "an end token that contradicts `finished`")
     _check(answer.finished or len(tokens) == most, "a response truncated before the limit")
     if len(sizes):

@@ -45,6 +45,7 @@ def hugging_face_config(settings: ModelSettings) -> PretrainedConfig:
         config.num_mtp_layers = 0  # Braid builds none; `export` counts those that it keeps
     if settings.family == "deepseek_v3":
         config.topk_method = "noaux_tc"  # without it vLLM creates no correction bias
+        config.scoring_func = "sigmoid"  # without it vLLM routes by a softmax
     config.architectures = [_model_class(config).__name__]
     # transformers 5 keeps these in rope_parameters; mbridge 0.15.1 reads them from the config.
     for key in ("rope_theta", "partial_rotary_factor"):
@@ -104,10 +105,12 @@ def expected_tensors(config: PretrainedConfig) -> dict[str, TensorSpec]:
 def ignored_tensors(config: PretrainedConfig) -> list[str]:
     """Return patterns of tensor names that a checkpoint may have and that are not loaded.
 
-    transformers' own list, and the multi-token prediction layers.
+    transformers' own list, the frequencies that transformers 4.32 and before saved of each layer,
+    and the multi-token prediction layers.
     """
     return [
         mtp_pattern(config.num_hidden_layers),
+        r"\.rotary_emb\.inv_freq$",
         *(_model_class(config)._keys_to_ignore_on_load_unexpected or ()),
     ]
 

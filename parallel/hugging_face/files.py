@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from parallel.boxes import Box, within
 from parallel.errors import UserError
-from parallel.files import HUGGING_FACE, WEIGHTS_INDEX, is_file_name, naming
+from parallel.files import HUGGING_FACE, WEIGHTS_INDEX, is_file_name, naming, unindexed_weights
 from parallel.hugging_face import mxfp4
 from parallel.hugging_face.block_scales import BlockScales, block_scales
 from parallel.hugging_face.config import TensorSpec
@@ -73,7 +73,7 @@ class WeightFiles:
                 index = _index(directory / WEIGHTS_INDEX)
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             self.errors.append(f"{WEIGHTS_INDEX}: {error!r}")
-        files = {directory / name for name in index.values()} or directory.glob("*.safetensors")
+        files = {directory / name for name in index.values()} or unindexed_weights(directory)
         for path in sorted(files):
             try:
                 with safe_open(path, framework="pt") as file:  # checks the header

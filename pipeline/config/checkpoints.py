@@ -19,14 +19,23 @@ from parallel.families import (
     is_readable,
     text_configuration,
 )
-from parallel.files import CHECKSUMS, WEIGHTS_INDEX, is_file_name, read_text, unreachable
+from parallel.files import (
+    CHECKSUMS,
+    WEIGHTS_INDEX,
+    is_file_name,
+    read_text,
+    unindexed_weights,
+    unreachable,
+)
 from parallel.settings import ModelSettings
 from pipeline.config.tensor_headers import tensors_violation
 from pipeline.text import shown
 
+# Names that transformers 5 finds in torch, without which it loads no file beside config.json.
+DTYPES = ("bfloat16", "float16", "half", "float32", "float", "float64", "double")
 MOST_BYTES = 1 << 26  # of a JSON file, far above any checkpoint's index
 # Of a model's settings, those in which a teacher may differ from its student.
-ANY_VALUE = ("initial_weights", "initialization", "precision", "tokenizer")
+ANY_VALUE = ("initial_weights", "initialization", "precision", "tokenizer", "end_tokens")
 # Keys of a config.json that transformers writes in several forms; the stage that loads compares.
 COMPUTED = ("rope_scaling", "mlp_only_layers", "sliding_window", "decoder_sparse_step")
 
@@ -118,6 +127,8 @@ def _config_violation(path: Path, config: dict[str, Any], model: ModelSettings) 
         return f"{shown(path)}: model_type: {unknown}; {ADDING_A_FAMILY}"
     if kind != model.family:
         return f"{shown(path)}: model_type: {kind}, but model.family is {model.family}"
+    if (problem := dtype_violation(path, config)) is not None:
+        return problem
     stated = config.get("quantization_config")
     if stated is not None and not is_readable(stated):
         return f"{shown(path)}: its weights are quantized; name the checkpoint before that"
@@ -132,15 +143,26 @@ def _config_violation(path: Path, config: dict[str, Any], model: ModelSettings) 
     return None
 
 
+def dtype_violation(path: Path, config: dict[str, Any]) -> str | None:
+    """Return that a config.json has a dtype with which transformers cannot load it, or None."""
+    for key in ("dtype", "torch_dtype"):
+        if (value := config.get(key)) is not None and value not in DTYPES:
+            return (
+                f"{shown(path)}: {key}: {_as_json(value)} is no dtype that transformers reads;"
+                ' write "bfloat16", "float16" or "float32", that of the weights'
+            )
+    return None
+
+
 def has_weights(directory: Path) -> bool:
     """Return whether a directory has a file of weights, or names one."""
-    return any(directory.glob("*.safetensors")) or (directory / WEIGHTS_INDEX).exists()
+    return bool(unindexed_weights(directory)) or (directory / WEIGHTS_INDEX).exists()
 
 
 def _files_violation(directory: Path) -> str | None:
     path = directory / WEIGHTS_INDEX
     if not path.exists() and not path.is_symlink():
-        if found := sorted(directory.glob("*.safetensors")):
+        if found := unindexed_weights(directory):
             return next(filter(None, map(_not_a_file, found)), None)
         return (
             f"{shown(directory)} has neither a *.safetensors file nor {WEIGHTS_INDEX}; download "

@@ -19,12 +19,12 @@ from parallel.families import (
 )
 from parallel.files import unreachable
 from parallel.settings import ModelSettings
-from pipeline.config.checkpoints import json_object
+from pipeline.config.checkpoints import dtype_violation, json_object
 from pipeline.config.read import LONGEST_VALUE, shortened
 from pipeline.text import shown
 
 PAGE = "docs/how-to/model-family.md"
-PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "bf16"}
+PRECISIONS = {"float32": "fp32", "float": "fp32", "float64": "fp32", "double": "fp32"}
 OTHERS = {"max_position_embeddings": "max_positions"}  # of every family
 # transformers 5 writes another family's name of it than publishers have.
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -48,6 +48,8 @@ def model_of(directory: Path) -> ModelSettings:
             f"{', '.join(FAMILIES)}. {PAGE} says how to add one"
         )
     family = FAMILIES[kind]
+    if (problem := dtype_violation(path, config)) is not None:
+        raise UserError(problem)
     config |= _family_keys(config, family)
     _check_fixed(path, config, family)
     _check_scaling(path, config, family)

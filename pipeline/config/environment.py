@@ -10,9 +10,15 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from parallel.files import unreachable
+from parallel.files import HUGGING_FACE, unreachable
 from parallel.settings import CHARACTERS
-from pipeline.config.checkpoints import model_violation, teacher_violation, weights_violation
+from pipeline.config.checkpoints import (
+    dtype_violation,
+    json_object,
+    model_violation,
+    teacher_violation,
+    weights_violation,
+)
 from pipeline.config.modules import find_module
 from pipeline.config.rows import Rewards, row_report
 from pipeline.config.tokenizers import (
@@ -58,8 +64,8 @@ def violations(run: RunSettings) -> Found:
         if problem:
             yield key, problem
     tokenizer: str | None = model.tokenizer
-    if tokenizer and (absent := _absent_tokenizer(tokenizer)):
-        yield "model.tokenizer", absent
+    if tokenizer and (problem := unusable_tokenizer(tokenizer)):
+        yield "model.tokenizer", problem
         tokenizer = None
     shown_in = {
         name
@@ -78,16 +84,17 @@ def violations(run: RunSettings) -> Found:
             yield from _collected_violations(f"stages.{key}.data", block.data)
 
 
-def _absent_tokenizer(name: str) -> str | None:
-    """Return why there is no tokenizer's directory, or None."""
+def unusable_tokenizer(name: str) -> str | None:
+    """Return why no tokenizer can be loaded from a directory, or None."""
     path = Path(name)
     if name == CHARACTERS:
         return None
     if (why := unreachable(path)) is not None:
         return f"{shown(path)} {why}"
-    if path.is_dir():
-        return None
-    return f"no such directory: {shown(path)}; use a tokenizer's, or {CHARACTERS}"
+    if not path.is_dir():
+        return f"no such directory: {shown(path)}; use a tokenizer's, or {CHARACTERS}"
+    # A stage reports other errors in a config.json, which a tokenizer need not have.
+    return dtype_violation(file := path / HUGGING_FACE, json_object(file)[0])
 
 
 def _collected_violations(key: str, data: Mapping[str, object]) -> Found:

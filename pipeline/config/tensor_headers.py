@@ -13,7 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from parallel.files import WEIGHTS_INDEX
+from parallel.files import WEIGHTS_INDEX, unindexed_weights
 from parallel.hugging_face.stored import Blocks, Stored, mtp_errors, unreadable
 from parallel.hugging_face.text_model import StackError, text_tensors
 from parallel.settings import ModelSettings
@@ -87,11 +87,11 @@ def _differing(
 
 
 def _files(directory: Path) -> Sequence[Path]:
-    """Return the files that an index names, or all that are there without one."""
+    """Return the files that an index names, or those of a checkpoint without one."""
     if (index := directory / WEIGHTS_INDEX).is_file():
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         return [directory / name for name in sorted(names)]
-    return sorted(directory.glob("*.safetensors"))
+    return unindexed_weights(directory)
 
 
 def _header(path: Path) -> dict[str, Stored]:

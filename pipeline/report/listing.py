@@ -21,7 +21,7 @@ from pipeline.run.answers import MeasuredModel
 from pipeline.run.run import Run
 from pipeline.run.samples import StageSamples, columns_of
 from pipeline.text import say
-from stages.data.tokenizer import load_tokenizer
+from stages.data.tokenizer import tokenizer_named
 from stages.sampling.sample_files import Row
 
 
@@ -133,5 +133,5 @@ def print_outcomes(
 
 def _texts(run: Run) -> Callable[[list[int]], list[str]]:
     """Return the function that gives the text of each token."""
-    tokenizer = load_tokenizer(run.settings.model)
-    return lambda tokens: [tokenizer.decode([token]) for token in tokens]
+    tokenizer = tokenizer_named(run.settings.model.tokenizer)
+    return lambda tokens: [tokenizer.decode_prompt([token]) for token in tokens]

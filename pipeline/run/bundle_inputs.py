@@ -212,8 +212,9 @@ def _tokenizer(stages: Stages, tree: Tree, directory: Path) -> Iterator[BundleIn
     source = Path(path)
     if not (files := _tokenizer_files(source)):
         raise UserError(f"{TOKENIZER}: {shown(source)}: no tokenizer there; restore it")
-    # transformers chooses the tokenizer's class by config.json where the tokenizer names none.
-    for file in [*files, *source.glob(HUGGING_FACE)]:
+    # transformers chooses the tokenizer's class by config.json where the tokenizer names none, and
+    # generation_config.json has further end tokens.
+    for file in [*files, *source.glob(HUGGING_FACE), *source.glob(GENERATION)]:
         _copy(file, directory / "tokenizer" / file.relative_to(source))
     tree["model"]["tokenizer"] = "tokenizer"
     readers = _readers(stages, TOKENIZER)

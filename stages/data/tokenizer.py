@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from parallel.errors import UserError
 from parallel.settings import CHARACTERS as CHARACTERS_NAME
 from parallel.settings import END_TOKEN, PAD_TOKEN, TOKENIZER_SIZE, ModelSettings
+from stages.data.end_tokens import end_tokens, generation_ids
 from stages.data.problem import ASSISTANT, Message
 
 if TYPE_CHECKING:
@@ -40,30 +41,42 @@ class TokenizerError(UserError, ValueError):
 def load_tokenizer(model: ModelSettings) -> Tokenizer:
     """Return the tokenizer that `model.tokenizer` names.
 
-    Raises TokenizerError where it cannot be loaded, has no end token, or more ids than the model.
+    Raises TokenizerError where it cannot be loaded, has no end token, or more ids than the model,
+    and UserError as `end_tokens`.
     """
-    tokenizer = tokenizer_named(model.tokenizer)
+    tokenizer = _loaded(model.tokenizer)
     if tokenizer.vocabulary_size > model.vocabulary_size:
         raise TokenizerError(
             f"model.vocabulary_size: {model.vocabulary_size} is less than the"
             f" {tokenizer.vocabulary_size} ids of the tokenizer {model.tokenizer}"
         )
+    tokenizer.end_tokens = end_tokens(model, tokenizer.end_token, tokenizer.encode)
     return tokenizer
 
 
 def tokenizer_named(name: str) -> Tokenizer:
-    """Return the character tokenizer or a directory's, or raise TokenizerError."""
+    """Return the character tokenizer or a directory's, with the end tokens of that directory.
+
+    Raises TokenizerError where it cannot be loaded, and UserError as `generation_ids`.
+    """
+    tokenizer = _loaded(name)
+    further = generation_ids(None, name) or ()
+    tokenizer.end_tokens = tuple(dict.fromkeys([tokenizer.end_token, *further]))
+    return tokenizer
+
+
+def _loaded(name: str) -> Tokenizer:
     return CharacterTokenizer() if name == CHARACTERS_NAME else HuggingFaceTokenizer(Path(name))
 
 
 class CharacterTokenizer:
     """The character tokenizer: 80 ids, pad 0, end 1, `CHARACTERS` in order, then reserved ids."""
 
-    end_token = END_TOKEN
     pad_token = PAD_TOKEN
     vocabulary_size = TOKENIZER_SIZE
 
     def __init__(self) -> None:
+        self.end_tokens: tuple[int, ...] = (END_TOKEN,)
         named = [PAD, END, *CHARACTERS]
         self._reserved = [f"[RESERVED_{i}]" for i in range(len(named), TOKENIZER_SIZE)]
         self._tokens = named + self._reserved
@@ -81,9 +94,14 @@ class CharacterTokenizer:
                 f"character {unknown} of {text!r} is not in the vocabulary {CHARACTERS!r}"
             ) from None
 
+    @property
+    def end_token(self) -> int:
+        """The main one of the tokens that end a response."""
+        return self.end_tokens[0]
+
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text before the first end token; special ids are shown by name."""
-        return self.decode_prompt(takewhile(lambda i: i != END_TOKEN, ids))
+        return self.decode_prompt(takewhile(lambda i: i not in self.end_tokens, ids))
 
     def decode_prompt(self, ids: Iterable[int]) -> str:
         """Return the text of all ids, as `decode`: end tokens may end the turns of a prompt."""
@@ -148,11 +166,16 @@ class HuggingFaceTokenizer:
                 " tokenizer_config.json to the token that ends a response"
             )
         self._tokenizer = loaded
-        self.end_token: int = loaded.eos_token_id
+        self.end_tokens: tuple[int, ...] = (loaded.eos_token_id,)
         padded = loaded.pad_token_id is not None
         self.pad_token: int = loaded.pad_token_id if padded else loaded.eos_token_id
         self._known = frozenset(loaded.get_vocab().values())
         self.vocabulary_size = max(self._known) + 1
+
+    @property
+    def end_token(self) -> int:
+        """The main one of the tokens that end a response."""
+        return self.end_tokens[0]
 
     def encode(self, text: str) -> list[int]:
         """Return the text's ids, without added first or end tokens."""
@@ -160,7 +183,7 @@ class HuggingFaceTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text before the first end token; an id the tokenizer lacks is [UNKNOWN_id]."""
-        return self.decode_prompt(takewhile(lambda i: i != self.end_token, map(int, ids)))
+        return self.decode_prompt(takewhile(lambda i: i not in self.end_tokens, map(int, ids)))
 
     def decode_prompt(self, ids: Iterable[int]) -> str:
         """Return the text of all ids, as `decode`: end tokens may end the turns of a prompt."""
@@ -202,5 +225,5 @@ class HuggingFaceTokenizer:
         return str(self._tokenizer.decode(ids, **shown))
 
 
-# Ids are below `vocabulary_size`, and a response ends with `end_token`.
+# Ids are below `vocabulary_size`, and a response ends with one of `end_tokens`.
 Tokenizer = CharacterTokenizer | HuggingFaceTokenizer

@@ -145,8 +145,8 @@ class StageEngines:
         With `at_once`: ahead of all others, from every engine, and never from the log.
         Raises DomainError when a prompt leaves no room for a response.
         """
-        limit, end = sampling.max_response_tokens, self.tokenizer.end_token
-        distribution = Sampling(sampling.temperature, limit, end, sampling.top_p, sampling.top_k)
+        limit, ends = sampling.max_response_tokens, self.tokenizer.end_tokens
+        distribution = Sampling(sampling.temperature, limit, ends, sampling.top_p, sampling.top_k)
         tasks = []
         for group in groups:
             tokens = self._encode(group.problem, limit)

@@ -16,7 +16,7 @@ from tests.engine.refit_cases import fleet, policy
 from tests.fake_engines import toy_domain, toy_job, toy_run
 
 ROUNDS = 24  # of 12 responses each: enough tokens to see a share of one in a thousand
-RESPONSE = Sampling(temperature=1.0, max_tokens=24, end_token=1)
+RESPONSE = Sampling(temperature=1.0, max_tokens=24, end_tokens=(1,))
 
 
 def right(trained: Any) -> None:

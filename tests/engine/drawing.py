@@ -19,7 +19,7 @@ from tests.engine.engine_settings import MODEL
 LONG = list(range(2, 40))  # longer than a cache block, so that its prefix is cached
 PROMPTS = [LONG, [*LONG, 50], [5, 6, 7]]
 SAMPLES = 4  # of each
-SAMPLING = Sampling(temperature=1.0, max_tokens=12, end_token=1)
+SAMPLING = Sampling(temperature=1.0, max_tokens=12, end_tokens=(1,))
 TIE = 1e-4  # of routers' logits; without one log-probabilities differ by 1e-5 at most
 
 

@@ -13,7 +13,7 @@ from tests.engine.drawing import as_samples, request
 from tests.engine.refit_cases import fleet, mismatch, policy
 
 WEIGHTS = Wake("weights")
-LONG = Sampling(temperature=1.0, max_tokens=200, end_token=1)
+LONG = Sampling(temperature=1.0, max_tokens=200, end_tokens=(1,))
 
 
 def refit_in_flight(

@@ -14,7 +14,7 @@ from parallel.settings import EngineSettings, LayoutSettings, ModelSettings
 from parallel.weights.needs import needed
 from tests.engine.drawing import draw
 
-SHORT = Sampling(temperature=1.0, max_tokens=4, end_token=1)  # ranks of an engine wait spinning
+SHORT = Sampling(temperature=1.0, max_tokens=4, end_tokens=(1,))  # ranks of an engine wait spinning
 
 
 @functools.lru_cache(maxsize=1)

@@ -175,7 +175,7 @@ def test_an_invalid_stream_raises_an_error_that_names_the_engine(
 ) -> None:
     client = impostor({"describe": described(), "generate": frame(GENERATION) + garbage})
     client.connect()
-    stream = client.generate(Generate([], Sampling(1.0, 4, 1)))
+    stream = client.generate(Generate([], Sampling(1.0, 4, (1,))))
     assert next(stream) == GENERATION
     with pytest.raises(EngineError, match="engine 0 broke off its answer to generate"):
         next(stream)
@@ -188,13 +188,13 @@ def test_a_failed_step_is_reported_after_the_ended_responses(impostor: Impostor)
 
     async def answer() -> bytes:
         async with TestClient(TestServer(server.application())) as web:
-            asked = msgspec.msgpack.encode(Generate([], Sampling(1.0, 4, 1)))
+            asked = msgspec.msgpack.encode(Generate([], Sampling(1.0, 4, (1,))))
             bearer = {"Authorization": f"Bearer {server.token}"}
             return await (await web.post("/generate", data=asked, headers=bearer)).read()
 
     client = impostor({"describe": described(), "generate": asyncio.run(answer())})
     client.connect()
-    stream = client.generate(Generate([], Sampling(1.0, 4, 1)))
+    stream = client.generate(Generate([], Sampling(1.0, 4, (1,))))
     assert next(stream) == GENERATION
     with pytest.raises(EngineError, match=r"^engine 0 failed while it generated: no kernel$"):
         next(stream)

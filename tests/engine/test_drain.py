@@ -34,7 +34,7 @@ def drained() -> tuple[list[tuple[int, int]], list[tuple[int, int]], list[int], 
     core.prepare()
     core.weight_version = 1
     for tokens in (4, 20):
-        sampling = Sampling(1.0, max_tokens=tokens, end_token=MODEL.vocabulary_size - 1)
+        sampling = Sampling(1.0, max_tokens=tokens, end_tokens=(MODEL.vocabulary_size - 1,))
         core.admit(Generate([Prompt(0, [3, 4, 5], seed=tokens)], sampling))
     inside = core._vllm.engine_core.engine_core
 

@@ -103,10 +103,20 @@ def test_a_truncated_response_is_not_finished(client: EngineClient, refit: Refit
     refit(7)
     drawn = draw(client, replace(SAMPLING, max_tokens=40))
     for each in drawn:
-        assert each.finished == (each.response[-1] == SAMPLING.end_token)
+        assert each.finished == (each.response[-1] in SAMPLING.end_tokens)
         assert each.finished or len(each.response) == 40
-        assert SAMPLING.end_token not in each.response[:-1]
+        assert SAMPLING.end_tokens[0] not in each.response[:-1]
     assert {each.finished for each in drawn} == {True, False}
+
+
+def test_any_end_token_ends_a_response(client: EngineClient, refit: Refit) -> None:
+    refit(9)
+    ends = tuple(range(0, MODEL.vocabulary_size, 3))  # random weights soon draw one
+    drawn = draw(client, replace(SAMPLING, max_tokens=40, end_tokens=ends))
+    for each in drawn:
+        assert each.finished == (each.response[-1] in ends)
+        assert not np.isin(each.response[:-1], ends).any()
+    assert len({int(each.response[-1]) for each in drawn if each.finished}) > 1
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def test_responses_continue_under_new_weights_with_each_token_s_version(
     sometimes one whose experts depend on rounding.
     """
     versions = [1, 2, 3]
-    sampling = Sampling(temperature=1.0, max_tokens=200, end_token=1)
+    sampling = Sampling(temperature=1.0, max_tokens=200, end_tokens=(1,))
     [(drawn, weights)] = on(
         LAYOUT, engine_cases.refit_in_flight, scheduled.address, *SETTINGS, versions, sampling
     )

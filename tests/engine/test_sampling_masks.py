@@ -50,7 +50,7 @@ def test_masks_become_kept_sets_and_whole_ones_cost_nothing() -> None:
     rows = [found.slice_request(row, 1).token_ids.tolist() for row in range(len(KEPT))]
     assert rows == [[] if len(kept) == VOCABULARY else kept for kept in KEPT]
     output = completion(SamplingMask([rows[row] for row in (0, 1, 2)]), 3)
-    sampling = Sampling(1.0, max_tokens=3, end_token=1, top_k=20, top_p=0.9)
+    sampling = Sampling(1.0, max_tokens=3, end_tokens=(1,), top_k=20, top_p=0.9)
     kept = kept_sets(output, sampling, VOCABULARY)
     assert [each.tolist() for each in kept] == KEPT[:3]
     assert all(each.dtype == np.int32 for each in kept)
@@ -58,8 +58,8 @@ def test_masks_become_kept_sets_and_whole_ones_cost_nothing() -> None:
 
 def test_a_request_that_keeps_all_has_no_sets_on_an_engine_with_masks() -> None:
     output = completion(SamplingMask([[], []]), 2)
-    assert kept_sets(output, Sampling(1.0, max_tokens=2, end_token=1), VOCABULARY) == []
-    assert kept_sets(output, Sampling(0.0, max_tokens=2, end_token=1), VOCABULARY) == []
+    assert kept_sets(output, Sampling(1.0, max_tokens=2, end_tokens=(1,)), VOCABULARY) == []
+    assert kept_sets(output, Sampling(0.0, max_tokens=2, end_tokens=(1,)), VOCABULARY) == []
 
 
 @pytest.mark.parametrize("masks", [True, False])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
@@ -12,13 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from parallel.boxes import Box
-from parallel.files import WEIGHTS_INDEX
-from parallel.hugging_face.config import TensorSpec
+from parallel.files import WEIGHTS_INDEX, unindexed_weights
+from parallel.hugging_face.config import TensorSpec, hugging_face_config, ignored_tensors
 from parallel.hugging_face.files import WeightFiles, WeightsError
 from parallel.hugging_face.weights import ModelFiles, fill_parts
 from parallel.hugging_face.writer import verify, write
 from parallel.weights.names import stored_tensors, tensors
 from tests.layouts.hugging_face_cases import FAMILIES
+from tests.pipeline.checkpoint_headers import SMALL
 
 SHARD_BYTES = 100
 EXPECTED = {
@@ -54,6 +56,28 @@ def test_tensors_come_back_from_several_files(tmp_path: Path) -> None:
 def test_one_file_needs_no_index(tmp_path: Path) -> None:
     verify(tmp_path, EXPECTED, write(tmp_path, EXPECTED, drawn().items()))
     assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_files_beside_a_checkpoint_are_not_of_it(shards: int, tmp_path: Path) -> None:
+    """Mistral's form of the same weights, an adapter, and what a trainer left, without an index."""
+    write(tmp_path, EXPECTED, drawn().items(), SHARD_BYTES if shards > 1 else 1 << 20)
+    (tmp_path / WEIGHTS_INDEX).unlink(missing_ok=True)
+    beside = ["consolidated.safetensors", "adapter_model.safetensors"]
+    for name in [*beside, *(["optimizer.safetensors"] if shards == 1 else [])]:
+        save_file({"layers.0.wq.weight": torch.zeros(2)}, tmp_path / name)
+    files = WeightFiles(tmp_path)
+    assert files.errors == []
+    assert files.check(EXPECTED) == []
+    assert len(unindexed_weights(tmp_path)) == shards
+
+
+def test_saved_rotary_frequencies_are_ignored() -> None:
+    """As transformers ignores them, `_adjust_unexpected_keys`."""
+    name = "model.layers.3.self_attn.rotary_emb.inv_freq"
+    patterns = ignored_tensors(hugging_face_config(SMALL))
+    assert any(re.search(pattern, name) for pattern in patterns)
+    assert not any(re.search(pattern, f"{name}.weight") for pattern in patterns)
 
 
 @pytest.mark.parametrize(

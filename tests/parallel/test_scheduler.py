@@ -20,7 +20,8 @@ from parallel.settings import END_TOKEN
 from tests.awaiting import wait_until
 from tests.fake_engines import MODEL, FakeEngine, FakeFleet, answer
 
-SAMPLING = Sampling(temperature=1.0, max_tokens=12, end_token=END_TOKEN)
+OTHER_END = 71  # which no answer of `tests.fake_engines` has before its end
+SAMPLING = Sampling(temperature=1.0, max_tokens=12, end_tokens=(END_TOKEN, OTHER_END))
 
 
 def tasks(count: int, first: int = 0, domain: str = "sums") -> list[Task]:
@@ -344,7 +345,8 @@ def test_a_good_answer_becomes_a_sample() -> None:
         ("tokens", lambda g: g.tokens[:-1], "end within a number"),
         ("tokens", lambda g: changed(g.tokens, "i4", 0, 80), "outside the vocabulary"),
         ("tokens", lambda g: changed(g.tokens, "i4", 0, -1), "outside the vocabulary"),
-        ("tokens", lambda g: changed(g.tokens, "i4", 0, END_TOKEN), "after the end token"),
+        ("tokens", lambda g: changed(g.tokens, "i4", 0, END_TOKEN), "after an end token"),
+        ("tokens", lambda g: changed(g.tokens, "i4", 0, OTHER_END), "after an end token"),
         ("tokens", lambda g: changed(g.tokens, "i4", -1, 5), "contradicts `finished`"),
         ("finished", lambda g: False, "contradicts `finished`"),
         ("logprobs", lambda g: changed(g.logprobs, "f4", 0, 0.1), "or NaN"),

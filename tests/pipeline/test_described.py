@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from parallel.errors import UserError
-from parallel.families import architecture
+from parallel.families import architecture, configuration
+from parallel.hugging_face.config import contradictions
 from parallel.weights.names import tensors
+from pipeline.config.checkpoints import weights_violation
 from pipeline.config.described import model_of
+from pipeline.config.environment import unusable_tokenizer
 from tests.pipeline.hugging_face_directories import published
 
 YARN = {
@@ -59,6 +63,58 @@ def test_one_line_names_config_json_and_the_key(
 def test_heads_without_a_width_share_the_hidden_size(tmp_path: Path) -> None:
     """As Mixtral is published."""
     assert model_of(published(tmp_path, "mixtral-8x7b", head_dim=None)).head_dim == 4096 // 32
+
+
+@pytest.mark.parametrize(
+    ("key", "model"),
+    [
+        ("head_dim", "mixtral-8x7b"),
+        ("num_key_value_heads", "deepseek-v3"),
+        ("mlp_only_layers", "qwen3-30b-a3b"),
+        ("layer_types", "gpt-oss-20b"),
+        ("layer_types", "qwen3.5-35b-a3b"),
+    ],
+)
+def test_a_null_that_transformers_computes_is_absent(key: str, model: str, tmp_path: Path) -> None:
+    """transformers 4.57.6 writes `"head_dim": null` for Mixtral; its classes compute the others.
+
+    `init`, `validate` and the stage that loads the weights read the same.
+    """
+    path = published(tmp_path, model)
+    file = path / "config.json"
+    before = model_of(path)
+    stated = json.loads(file.read_text()) | {key: None}
+    file.write_text(json.dumps(stated))
+    assert configuration(model_of(path)) == configuration(before)
+    assert weights_violation(path, before) is None
+    assert contradictions(before, stated) == []
+
+
+@pytest.mark.parametrize("value", ["auto", "torch.float32", "nonsense", 3, {"": "float32"}])
+@pytest.mark.parametrize("key", ["torch_dtype", "dtype"])
+def test_a_dtype_that_transformers_cannot_load_is_named_early(
+    key: str, value: object, tmp_path: Path
+) -> None:
+    """transformers 5 looks the name up in torch, and fails: AttributeError, for tokenizers too."""
+    path = published(tmp_path, "mixtral-8x7b")
+    model = model_of(path)
+    (path / "config.json").write_text(
+        json.dumps(json.loads((path / "config.json").read_text()) | {key: value})
+    )
+    message = rf'config\.json: {key}: .* is no dtype that transformers reads; write "bfloat16"'
+    with pytest.raises(UserError, match=message):
+        model_of(path)
+    for problem in (weights_violation(path, model), unusable_tokenizer(str(path))):
+        assert problem is not None
+        assert re.search(message, problem)
+
+
+def test_every_name_of_a_float_is_read(tmp_path: Path) -> None:
+    names = {"half": "bf16", "float16": "bf16", "bfloat16": "bf16", "float": "fp32"}
+    for name, precision in (names | {"float32": "fp32", "double": "fp32"}).items():
+        path = published(tmp_path / name, "mixtral-8x7b", torch_dtype=name)
+        assert model_of(path).precision == precision
+        assert unusable_tokenizer(str(path)) is None
 
 
 def test_yarn_is_read_whole(tmp_path: Path) -> None:

@@ -277,8 +277,21 @@ def test_other_data_under_the_same_name_makes_its_readers_stale(
     data.write_text(CHAT.format("one"))
     (folder / "tokenizer_config.json").write_text('{"chat_template": "b"}')
     assert "the files of model.tokenizer changed" in causes()["experts.sums"]
+    (folder / "tokenizer_config.json").write_text('{"chat_template": "a"}')
+    assert causes() == {}
+    (folder / "generation_config.json").write_text('{"eos_token_id": [1, 7], "top_k": 20}')
+    ends = "the files of model.end_tokens (of generation_config.json) changed"
+    assert all(cause.startswith(ends) for cause in causes().values())
+    assert causes().keys() >= {"cold_start", "merge"}
+    (folder / "generation_config.json").write_text('{"top_k": 20}')
+    assert causes() == {}
     folder.rename(tmp_path / "elsewhere")  # as on a machine that has none of it
     assert causes() == {}
+    stated = settings.model_copy(
+        update={"model": settings.model.model_copy(update={"end_tokens": ("a", 7)})}
+    )
+    found = Run(run.path, stated).states
+    assert found["cold_start"].cause == 'model.end_tokens was null and is now ["a", 7]'
 
 
 def test_another_layout_makes_nothing_stale(

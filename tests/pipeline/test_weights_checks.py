@@ -47,6 +47,11 @@ OTHER_FORMATS = (
         ({}, "mixtral", "start/config.json: model_type: qwen3_moe, but model.family is mixtral"),
         ({"model.safetensors": None, "model.bin": ""}, "qwen3_moe", OTHER_FORMATS),
         (
+            {"model.safetensors": None, "adapter_model.safetensors": ""},
+            "qwen3_moe",
+            OTHER_FORMATS,
+        ),
+        (
             {INDEX: {"weight_map": ["model.safetensors"]}},
             "qwen3_moe",
             f"start/{INDEX}: weight_map: must name the file of every tensor",

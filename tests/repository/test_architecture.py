@@ -86,6 +86,7 @@ WITHOUT_TORCH = {
     "stages.objectives.advantages.gae",
     "stages.objectives.loss",
     "stages.objectives.surrogate",
+    "stages.data.end_tokens",
     "stages.data.reasoning_gym",
     "stages.data.reasoning_gym_options",
     "stages.data.row_forms",

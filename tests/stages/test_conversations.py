@@ -29,8 +29,13 @@ from stages.data.settings import (
     JsonlPromptSettings,
     ParquetDemonstrationSettings,
 )
-from stages.data.tokenizer import CharacterTokenizer, HuggingFaceTokenizer, TokenizerError
-from tests.byte_tokenizer import CHATML, save_tokenizer
+from stages.data.tokenizer import (
+    CharacterTokenizer,
+    HuggingFaceTokenizer,
+    TokenizerError,
+    tokenizer_named,
+)
+from tests.byte_tokenizer import CHATML, save_glm, save_tokenizer
 
 # As those that strip the reasoning of earlier turns.
 FORGETFUL = CHATML.replace(
@@ -129,11 +134,53 @@ def test_a_template_that_rewrites_earlier_turns_is_rejected(tmp_path: Path) -> N
         conversation_sample(tokenizer, chat("a", "hm/b", "c", "d"), "math")
 
 
-def test_a_template_without_the_end_token_is_rejected(tmp_path: Path) -> None:
+def test_a_template_without_an_end_token_is_completed_with_the_main_one(tmp_path: Path) -> None:
     tokenizer = HuggingFaceTokenizer(save_tokenizer(tmp_path, ENDLESS))
-    message = r"ends an assistant turn, 'b<\|other\|>\\n', without the end token 2; set eos_t"
-    with pytest.raises(TokenizerError, match=message):
-        conversation_sample(tokenizer, chat("a", "b"), "math")
+    sample = conversation_sample(tokenizer, chat("a", "b"), "math")
+    assert learned(tokenizer, sample) == "b<|other|>\n<|im_end|>"
+
+
+CALL = [{"type": "function", "function": {"name": "weather", "arguments": {}}}]
+
+
+@pytest.mark.parametrize(
+    ("messages", "spans"),
+    [
+        (chat("hi", "hello", "bye", "see you"), "hello<|user|>see you<|user|>"),
+        (
+            [*chat("weather?", "so")[:1], {"role": "assistant", "content": "", "tool_calls": CALL}],
+            "<tool_call>weather</tool_call><|observation|>",
+        ),
+        (
+            [
+                *chat("weather?"),
+                {"role": "assistant", "content": "", "tool_calls": CALL},
+                {"role": "tool", "content": "sunny"},
+                {"role": "assistant", "content": "It is sunny."},
+            ],
+            "<tool_call>weather</tool_call><|observation|>It is sunny.<|user|>",
+        ),
+        (  # a role that is no end token ends no turn
+            [*chat("hi", "hello"), {"role": "system", "content": "so"}, *chat("ok", "done")],
+            "hellodone<|user|>",
+        ),
+    ],
+)
+def test_glm_ends_a_turn_with_the_role_of_whoever_speaks_next(
+    tmp_path: Path, messages: list[Message], spans: str
+) -> None:
+    """The spans are those of NeMo Automodel's training template for GLM, test_glm5_3_flash.
+
+    It renders the released template's text, and after the last turn the next role's token. It also
+    learns `<|system|>`, which GLM's generation_config.json does not list.
+    """
+    tokenizer = tokenizer_named(str(save_glm(tmp_path)))
+    sample = conversation_sample(tokenizer, messages, "math")
+    assert learned(tokenizer, sample) == spans
+    whole = tokenizer.render(messages, generation_prompt=False)
+    ids = [int(token) for token in (*sample.prompt, *sample.response)]
+    assert tokenizer.decode_prompt(ids[:-1]) == whole
+    assert ids[-1] == sample.response[sample.learned][-1]
 
 
 def test_only_learned_tokens_are_predicted_and_counted() -> None:

@@ -289,7 +289,9 @@ def test_the_digest_of_pairs_tells_apart_how_responses_are_tokenised(tmp_path: P
     class Other(CharacterTokenizer):
         """A tokenizer that ends responses by another token."""
 
-        end_token = CHARACTERS.pad_token
+        def __init__(self) -> None:
+            super().__init__()
+            self.end_tokens = (CHARACTERS.pad_token,)
 
     pairs = files(tmp_path / "p.jsonl", [{"prompt": "1", "chosen": "a", "rejected": "b"}])
     other = PairStream("own", pairs, Other(), 0, 99, KEY)

@@ -35,7 +35,7 @@ from tests.stages.toys import Killed, after, asked
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
-SAMPLING = Sampling(temperature=1.0, max_tokens=12, end_token=END_TOKEN)
+SAMPLING = Sampling(temperature=1.0, max_tokens=12, end_tokens=(END_TOKEN,))
 Answered = tuple[Question, Generation]
 
 

@@ -28,7 +28,7 @@ from pipeline.run.metrics import Line, newest_lines
 from pipeline.run.routing import churn, owned, read_loads, summed
 from pipeline.run.run import DamagedVerdict, Run, StageState, read_verdict
 from pipeline.slurm.queue import states_now
-from stages.data.tokenizer import load_tokenizer
+from stages.data.tokenizer import tokenizer_named
 from stages.metric_definitions import METRICS
 
 VARIANTS = ("name", "kind")  # keys that say which of several blocks one is
@@ -140,8 +140,8 @@ def _vocabulary(run: Run, samples: Mapping[str, Json]) -> dict[int, str]:
     ids = {id for own in samples.values() for each in own["tokens"].values() for id in each["ids"]}
     if not ids:
         return {}
-    tokenizer = load_tokenizer(run.settings.model)
-    return {id: tokenizer.decode([id]) for id in sorted(ids)}
+    tokenizer = tokenizer_named(run.settings.model.tokenizer)
+    return {id: tokenizer.decode_prompt([id]) for id in sorted(ids)}
 
 
 def _stated(run: Run) -> str:

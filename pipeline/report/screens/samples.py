@@ -23,7 +23,7 @@ from pipeline.report.screens.sample import COLOURINGS, coloured_tokens, differen
 from pipeline.run.run import Run
 from pipeline.run.samples import Order, Query, StageSamples
 from pipeline.text import visible
-from stages.data.tokenizer import load_tokenizer
+from stages.data.tokenizer import tokenizer_named
 from stages.sampling.sample_files import Row
 
 HEADINGS = ("step", "domain", "model", "reward", "tokens", "problem")
@@ -172,7 +172,7 @@ class SamplesScreen(Screen[None]):
 
     def _token_text(self, token: int) -> str:
         if self._decode is None:
-            self._decode = load_tokenizer(self._run.settings.model).decode
+            self._decode = tokenizer_named(self._run.settings.model.tokenizer).decode_prompt
         return self._decode([token])
 
     def on_data_table_row_highlighted(self) -> None:
