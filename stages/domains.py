@@ -111,7 +111,9 @@ class LoopSettings(Settings):
 
     steps: Count = Field(description="training steps")
     micro_batch_tokens: Tokens = Field(
-        default=4096, description="tokens of a rank's micro-batch: affects memory and speed only"
+        default=4096,
+        description="tokens that a device computes at once, up to 1.1 times, or one longer sample;"
+        " its context-parallel ranks share a sample. Affects memory and speed only",
     )
     checkpoint_every: Count = Field(default=20, description="steps between checkpoints")
     keep_last: Count = Field(default=2, description="newest checkpoints to keep")
