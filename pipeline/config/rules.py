@@ -160,6 +160,8 @@ def _stage_rules(run: RunSettings) -> Found:
             if gate.problems < run.layout.data:
                 few = f"{gate.problems} is {too_few(run.layout)}"
                 found[f"{key}.gate.problems", few] = None
+            for message in _repeated(gate.samples_per_problem, run.evaluation):
+                found[f"{key}.gate.samples_per_problem", message] = None
             if isinstance(gate, GainGateSettings):
                 found.update(dict.fromkeys(_bound_rules(key, gate, policy, objectives, at)))
     yield from found
@@ -347,8 +349,11 @@ def evaluation_rules(evaluation: EvaluationSettings, layout: LayoutSettings) -> 
     """Yield the broken rules of an evaluation."""
     if evaluation.problems < layout.data:
         yield "evaluation.problems", f"{evaluation.problems} is {too_few(layout)}"
-    if (samples := evaluation.samples_per_problem) > 1 and evaluation.temperature == 0:
-        yield (
-            "evaluation.samples_per_problem",
-            f"{samples} greedy answers to a problem are identical; use 1, or a temperature above 0",
-        )
+    for message in _repeated(evaluation.samples_per_problem, evaluation):
+        yield "evaluation.samples_per_problem", message
+
+
+def _repeated(samples: int, evaluation: EvaluationSettings) -> Iterator[str]:
+    if samples > 1 and evaluation.temperature == 0:
+        why = "greedy answers to a problem are identical"
+        yield f"{samples} {why}; use 1, or a temperature above 0"

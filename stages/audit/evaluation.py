@@ -30,8 +30,9 @@ def evaluation_rows(run: RecordedRun, stage: str) -> list[Comparison]:
     models = sorted((directory / "models").glob("*.json"))
     if not models:
         raise NotAuditable(f"no results at {directory}/models")
-    gate = recorded_stage(run, stage).kind == "gate"  # one answer to each problem
-    of_each = 1 if gate else run.settings["evaluation"]["samples_per_problem"]
+    measuring = recorded_stage(run, stage)
+    asked = measuring.settings if measuring.kind == "gate" else run.settings["evaluation"]
+    of_each = asked.get("samples_per_problem", 1)  # older gates asked for one answer
     rows = []
     for file in models:
         name = unquote(file.name.removesuffix(".json"))

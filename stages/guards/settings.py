@@ -52,6 +52,11 @@ class GateSettings(Settings):
     problems: Count = Field(
         default=500, description="held-out problems of each domain that a model is measured on"
     )
+    samples_per_problem: Annotated[int, Field(gt=0, le=256)] = Field(
+        default=1,
+        description="answers to each problem; its accuracy is the mean over all. More show less: of"
+        " models that sample their answers, as many answers do as problems",
+    )
     on_failure: Literal["warn", "stop"] = Field(
         default="stop",
         description="warn: print a warning and continue. stop: start no stage that depends on it",

@@ -112,6 +112,9 @@ def test_the_numerics_of_adam_are_the_last_setting_of_training_to_change() -> No
         "layout.tensor",
         "stages.merge.optimizer.precision_aware",
     ]
+    slow = qwen(*EXACT, "stages.merge.optimizer.betas=[0.9, 0.999]")
+    changes = [*training_changes([stages["merge"]], slow, [])]
+    assert "stages.merge.optimizer.precision_aware" not in changes[-1]
     large = "domains.math.loop.micro_batch_tokens=32768"
     lines = refused(qwen(*EXACT, large, "layout.recompute=none"))
     assert "layout.recompute=full" in advised(lines)
