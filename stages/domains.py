@@ -139,6 +139,20 @@ class PolicySettings(Settings):
     )
 
 
+class DomainEvaluationSettings(Settings):
+    """The sampling of a domain's held-out problems, in evaluations and gates."""
+
+    temperature: float | None = Field(
+        default=None, ge=0, le=2, description="0: greedy; null: evaluation.temperature"
+    )
+    top_p: float | None = Field(
+        default=None, gt=0, le=1, description="nucleus threshold; null: evaluation.top_p"
+    )
+    top_k: Natural | None = Field(
+        default=None, description="most likely tokens, 0: all; null: evaluation.top_k"
+    )
+
+
 class DomainSettings(PolicySettings):
     """A domain: its prompts, demonstrations and rewards, and the training of a policy on it alone.
 
@@ -164,3 +178,4 @@ class DomainSettings(PolicySettings):
     curriculum: CurriculumSettings = Field(
         default=NoCurriculumSettings(), description="choice of prompts by difficulty"
     )
+    evaluation: DomainEvaluationSettings = DomainEvaluationSettings()

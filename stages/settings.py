@@ -119,6 +119,18 @@ class RunSettings(Settings):
         """Return the maximum prompt tokens with which a response fits into the engine."""
         return self.engine.max_model_tokens - sampling.max_response_tokens
 
+    def answer_sampling(self, domain: str) -> SamplingSettings:
+        """Return the distribution of answers to a domain's held-out problems; 0 degrees: greedy."""
+        own, common = self.domains[domain].evaluation, self.evaluation
+        chosen = {
+            key: getattr(common if getattr(own, key) is None else own, key)
+            for key in type(own).model_fields
+        }
+        # Unlike training, evaluation may be greedy, so the values are not validated again.
+        return SamplingSettings.model_construct(
+            max_response_tokens=self.domains[domain].sampling.max_response_tokens, **chosen
+        )
+
     def domains_of(self, block: StageSettings) -> tuple[str, ...]:
         """Return the domains that a block is about, in the order of the run's."""
         if block.domains is None:

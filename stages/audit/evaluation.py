@@ -41,7 +41,7 @@ def evaluation_rows(run: RecordedRun, stage: str) -> list[Comparison]:
             answers = _answers(directory / "samples" / file.stem, domain)
             with naming(file):
                 accuracy, count = float(found["accuracy"]), float(found["n"])
-            rows.append(_logprobs(f"{name} on {domain}: log p", model, run, answers))
+            rows.append(_logprobs(f"{name} on {domain}: log p", model, run, domain, answers))
             solved = sum(_solved(run, answer) for answer in answers) / len(answers)
             rows.append(number(f"{name} on {domain}: accuracy", accuracy, solved, scale=1.0))
             rows.append(number(f"{name} on {domain}: n", count, len(answers) / of_each))
@@ -59,13 +59,15 @@ def _answers(directory: Path, domain: str) -> list[RecordedSample]:
 
 
 def _logprobs(
-    quantity: str, model: Model, run: RecordedRun, answers: list[RecordedSample]
+    quantity: str, model: Model, run: RecordedRun, domain: str, answers: list[RecordedSample]
 ) -> Comparison:
     """Compare the mean log-probability of the answers' tokens, by the largest difference in nats.
 
     A greedy answer is compared with the most likely tokens instead.
     """
-    temperature = run.settings["evaluation"]["temperature"]
+    temperature = run.settings["domains"][domain].get("evaluation", {}).get("temperature")
+    if temperature is None:  # of its own
+        temperature = run.settings["evaluation"]["temperature"]
     engine, own, apart, tokens = 0.0, 0.0, 0.0, 0
     with torch.no_grad():
         for answer in answers[:COMPARED]:

@@ -37,6 +37,7 @@ CHECKED_BY = {
     "DomainSettings": "pipeline/test_graph.py",
     "DomainDemonstrationsSettings": "stages/test_sft_mixture.py",
     "DpoSettings": "layouts/dpo_cases.py",
+    "DomainEvaluationSettings": "stages/test_evaluate.py",
     "DrawSettings": "layouts/sft_cases.py",
     "EngineSettings": "engine/test_client.py",
     "EngineSettings.check_refit": "engine/test_refit.py",

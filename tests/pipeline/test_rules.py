@@ -49,6 +49,15 @@ from tests.pipeline.violations import edited, errors, judge, own, rewards
             "stages.merge.gate={samples_per_problem: 4}\tevaluation.temperature=0",
             "stages.merge.gate.samples_per_problem: 4 greedy answers to a problem are identical",
         ),
+        ("evaluation.top_k=81", "evaluation.top_k: 81 is more than model.vocabulary_size = 80"),
+        (
+            "domains.sums.evaluation.top_k=81",
+            "domains.sums.evaluation.top_k: 81 is more than model.vocabulary_size = 80",
+        ),
+        (
+            "domains.sums.evaluation.temperature=0\tevaluation.samples_per_problem=2",
+            "domains.sums.evaluation.temperature: 2 greedy answers to a problem are identical",
+        ),
         ("stages.merge.optimizer.cpu_offload=1.5", "merge.optimizer.cpu_offload: should be less t"),
         ("layout.ranks=66", "stages.cold_start: the sum of demonstrations.sequences_per_step is 6"),
         ("layout.ranks=34", "stages.merge.sampling.prompts_per_step: 32 prompts x 1 samples in 1"),
