@@ -54,6 +54,12 @@ class LoggingSettings(Settings):
         " experts, the tokens that top-k and top-p kept, and the samples of stages of kind sft and"
         " dpo",
     )
+    response_log: bool = Field(
+        default=True,
+        description="keep each response on disk, with its experts, until a checkpoint covers it: a"
+        " resumed stage does not sample it again. false: it samples them again, other ones in bf16."
+        " `braid plan --memory` says how large it gets",
+    )
     tokens: Fraction = Field(
         default=0.1,
         description="share of the prompts whose samples are recorded with the trainer's"

@@ -13,7 +13,13 @@ from parallel.roofline.weight_sync import SyncedBytes, sync_seconds, synced_byte
 from parallel.roofline.work import StepWorkload
 from parallel.slots import gpus_needed
 from pipeline.config.cluster import ClusterSettings
-from pipeline.report.stage_memory import compared_with, objectives, rewarded, trained_by
+from pipeline.report.stage_memory import (
+    compared_with,
+    objectives,
+    rewarded,
+    samples_per_step,
+    trained_by,
+)
 from pipeline.report.tables import Cell, table
 from pipeline.run.graph import Stage
 from pipeline.text import clock
@@ -176,7 +182,7 @@ def workload(stage: Stage, settings: RunSettings, assumed: Assumptions) -> StepW
         )
     longest = sampled.max_response_tokens + _prompt_tokens(stage, settings)
     return StepWorkload(
-        len(stage.domains) * sampled.prompts_per_step * sampled.group_size,
+        samples_per_step(stage, settings),
         mean_tokens=assumed.filled * longest,
         most_tokens=longest,
         row_tokens=max(row, assumed.filled * longest),

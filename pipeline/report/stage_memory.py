@@ -81,6 +81,15 @@ def longest_sequence(stage: Stage, settings: RunSettings) -> int:
     return max((_longest_row(source, settings) for source in sources), default=0)
 
 
+def samples_per_step(stage: Stage, settings: RunSettings) -> int:
+    """Return the responses that a stage samples for a step; 0 where it samples none."""
+    block = rewarded(stage, settings) or _block(stage, settings)
+    sampling = getattr(block, "sampling", None)
+    if sampling is None:
+        return 0
+    return len(stage.domains) * sampling.prompts_per_step * sampling.group_size
+
+
 def _longest_row(source: Settings, settings: RunSettings) -> int:
     """Return the tokens of the longest row that is read of a source."""
     longest = settings.model.max_positions

@@ -88,6 +88,7 @@ CHECKED_BY = {
     "LengthReward": "stages/test_rewards.py",
     "LoggingSettings": "stages/test_metrics.py",
     "LoggingSettings.auditable": "stages/test_evaluate.py",
+    "LoggingSettings.response_log": "stages/test_rollout_log.py",
     "LoggingSettings.tokens": "stages/test_recording.py",
     "LoggingSettings.wandb": "stages/test_trackers.py",
     "LoopSettings": "layouts/loop_cases.py",
