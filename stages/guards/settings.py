@@ -54,8 +54,8 @@ class GateSettings(Settings):
     )
     samples_per_problem: Annotated[int, Field(gt=0, le=256)] = Field(
         default=1,
-        description="answers to each problem; its accuracy is the mean over all. More show less: of"
-        " models that sample their answers, as many answers do as problems",
+        description="answers to each problem; the accuracy is the mean over all. Where answers are"
+        " sampled, eight to each problem show what one to each of eight times the problems does",
     )
     on_failure: Literal["warn", "stop"] = Field(
         default="stop",

@@ -238,7 +238,7 @@ def test_a_bound_that_no_model_can_keep_is_a_warning(
 def test_what_the_warning_advises_passes_four_of_five_lossless_models(
     quantized: Path, answers: int, advised: float
 ) -> None:
-    """Two equal models, drawn anew: solve rates are spread evenly over 500 problems."""
+    """Two equal models sample each answer: solve rates are spread evenly over 500 problems."""
     stage, draw = stages(quantized)["gates.small"], np.random.default_rng(0)
     gate, passed = LossGateSettings(max_loss=advised, samples_per_problem=answers), 0
     for _ in range(200):

@@ -173,7 +173,7 @@ def test_answers_are_sampled_as_the_run_or_the_domain_says(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Those whose log-probabilities are checked come from the whole distribution."""
+    """Checked log-probabilities are of samples from the whole distribution."""
     seen: list[tuple[float, float, int]] = []
     request = evaluate.StageEngines.request
 
