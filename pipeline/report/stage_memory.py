@@ -71,11 +71,15 @@ def longest_sequence(stage: Stage, settings: RunSettings) -> int:
     0 for generated demonstrations, whose texts decide it.
     """
     block, sampled = _block(stage, settings), settings.engine.max_model_tokens
+    sources: list[Settings] = []
     if isinstance(block, SftSettings):
         names = block.demonstrated(stage.domains)
-        sources = [*block.data.values(), *(settings.domains[name].demonstrations for name in names)]
+        sources += [
+            *block.data.values(),
+            *(settings.domains[name].demonstrations for name in names),
+        ]
     elif isinstance(block, DpoSettings):
-        sources = [*block.data.values()]
+        sources += block.data.values()
     else:
         return sampled
     return max((_longest_row(source, settings) for source in sources), default=0)
