@@ -21,7 +21,8 @@ def kept_activations(
 ) -> int:
     """Return the bytes that forward passes keep for their backward passes on a pipeline rank.
 
-    `tokens` are a micro-batch's; `values` is true of a critic, which has no logits.
+    `tokens` are of a micro-batch's whole row, which context-parallel ranks share; `values` is true
+    of a critic, which has no logits.
     """
     # The most chunks between forward and backward pass (1F1B, a full pipeline).
     in_flight = layout.pipeline - rank
@@ -43,7 +44,10 @@ def kept_activations(
 
 
 def forward_activations(model: ModelSettings, layout: LayoutSettings, tokens: int) -> int:
-    """Return an estimate of what a forward pass without gradients needs on a rank: one layer."""
+    """Return what a forward pass of a row of `tokens` without gradients needs: one layer.
+
+    Bytes on a rank, estimated.
+    """
     share = tokens / (layout.context * layout.tensor)
     logits = _loss_buffers(model, layout, tokens)
     return round(share * _layer_activations(model, layout)) + logits

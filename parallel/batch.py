@@ -9,7 +9,6 @@ model attends to it and no objective reads it.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -19,6 +18,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from torch import Tensor
 
+from parallel import micro_batches
 from parallel.device import device
 from parallel.model import vocabulary
 from parallel.model.vocabulary import HeadLogits, KeptLogits
@@ -120,19 +120,18 @@ def split(
     """Return this data-parallel rank's micro-batches of about `token_budget` tokens per device.
 
     Samples are dealt by length, so that ranks and micro-batches get similar numbers of tokens.
-    Expert parallelism needs the same number of forward passes on every rank, so the fullest rank
-    decides it; a micro-batch is empty only where there are fewer samples than micro-batches. An
-    interleaved pipeline takes whole rounds of micro-batches. `padded` pads every sample of a
+    `parallel.micro_batches` says how many there are and how long one may be. A micro-batch is empty
+    only where there are fewer samples than micro-batches. `padded` pads every sample of a
     micro-batch to its longest, the baseline that packing is compared with. Each `together`
     consecutive samples, such as the two of a pair, are in one micro-batch, in their order.
     """
     shares = deal(samples, here.data, together)
-    fullest = max(sum(sample.length for sample in share) for share in shares)
-    fewest = min(len(share) // together for share in shares)
-    wanted = max(1, min(-(-fullest // (token_budget * here.context)), fewest))
-    count = -(-wanted // here.round) * here.round
-    own = deal(shares[here.data_rank], count, together)
-    return [collate(part, here, replay, padded) for part in own]
+    lengths = [
+        [[sample.length for sample in unit] for unit in _units(share, together)] for share in shares
+    ]
+    count = micro_batches.micro_batch_count(lengths, token_budget, here.context, here.round)
+    dealt = deal(shares[here.data_rank], count, together)
+    return [collate(share, here, replay, padded) for share in dealt]
 
 
 def deal(samples: Sequence[Sample], hands: int, together: int = 1) -> list[list[Sample]]:
@@ -140,15 +139,17 @@ def deal(samples: Sequence[Sample], hands: int, together: int = 1) -> list[list[
 
     Each `together` consecutive samples go to one hand, in their order.
     """
-    loads = [(0, hand) for hand in range(hands)]
-    dealt: list[list[Sample]] = [[] for _ in range(hands)]
-    parts = [samples[at : at + together] for at in range(0, len(samples), together)]
-    sized = [(sum(sample.length for sample in part), part) for part in parts]
-    for length, part in sorted(sized, key=lambda each: -each[0]):
-        load, hand = loads[0]
-        dealt[hand] += part
-        heapq.heapreplace(loads, (load + length, hand))
-    return dealt
+    units = _units(samples, together)
+    lengths = [sum(sample.length for sample in unit) for unit in units]
+    return [
+        [sample for position in hand for sample in units[position]]
+        for hand in micro_batches.deal(lengths, hands)
+    ]
+
+
+def _units(samples: Sequence[Sample], together: int) -> list[Sequence[Sample]]:
+    """Return each `together` consecutive samples."""
+    return [samples[at : at + together] for at in range(0, len(samples), together)]
 
 
 def collate(

@@ -14,6 +14,7 @@ from typing import get_args
 from parallel.settings import LayoutSettings, ModelSettings, OptimizerSettings, RecomputeModule
 
 SHOWN_SIZES = 20  # sizes to choose from that a message lists
+MOST_BF16_BETA2 = 0.98  # of an Adam whose second moment is in bf16
 
 
 def divisors(count: int) -> list[int]:
@@ -154,6 +155,23 @@ def optimizer_violations(
         ):
             if broken:
                 yield field, f"requires {needs}"
+    if optimizer.precision_aware and not tracks_in_bf16(optimizer):
+        yield (
+            "precision_aware",
+            "keeps Adam's second moment in bf16, whose rounding stops it from falling at"
+            f" betas[1] = {optimizer.betas[1]:g}; use betas[1] of at most {MOST_BF16_BETA2}, or"
+            " false and cpu_offload",
+        )
+
+
+def tracks_in_bf16(optimizer: OptimizerSettings) -> bool:
+    """Return whether a second moment in bf16 follows the gradients.
+
+    TransformerEngine rounds it to the nearest of 8 significant bits, so a step that changes it by
+    less than 2^-9 to 2^-8 is lost. Where squared gradients fall to a quarter, it ends 19 % too high
+    with beta2 .98, 39 % with .99, and with .999 never moves: steps stay half as long.
+    """
+    return optimizer.betas[1] <= MOST_BF16_BETA2
 
 
 _MUST_DIVIDE = (

@@ -51,7 +51,7 @@ def training_memory(
     model: ModelSettings,
     layout: LayoutSettings,
     algorithm: Literal["adam", "sgd"],
-    micro_batch_tokens: int,
+    row_tokens: int,
     frozen_models: int = 0,
     averages: int = 0,
     values: bool = False,
@@ -62,7 +62,8 @@ def training_memory(
 
     Args:
         model, layout: without `layout_violations`.
-        micro_batch_tokens: tokens of a micro-batch, before context parallelism splits it.
+        row_tokens: tokens of the fullest micro-batch, on all context-parallel ranks together
+            (`parallel.micro_batches.most_row_tokens`).
         frozen_models: references and teachers held beside the policy.
         averages: of the policy's weights over its updates, which are kept in fp32.
         values: true for a critic's model, whose head gives one value and no logits.
@@ -85,7 +86,7 @@ def training_memory(
                 gradients=FP32 * buffered,
                 optimizer=states * updated - on_host,
                 frozen=weights * (precision * frozen_models + FP32 * averages),
-                activations=kept_activations(model, layout, rank, micro_batch_tokens, values),
+                activations=kept_activations(model, layout, rank, row_tokens, values),
                 host_optimizer=on_host,
             )
         )

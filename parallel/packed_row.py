@@ -12,6 +12,8 @@ from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from parallel.micro_batches import slot_multiple
+
 
 @dataclass(frozen=True)
 class RankPlace:
@@ -40,7 +42,7 @@ class RankPlace:
     @property
     def slot(self) -> int:
         """The number of tokens that every slot is a multiple of."""
-        return 2 * self.context if self.context > 1 else 1
+        return slot_multiple(self.context)
 
     @property
     def row(self) -> int:

@@ -182,7 +182,7 @@ class OptimizerSettings(Settings):
     precision_aware: bool = Field(
         False,
         description="keep Adam's moments in bf16 and the master weights in fp32: 8 bytes per "
-        "parameter instead of 12; needs TransformerEngine",
+        "parameter instead of 12; needs TransformerEngine, and betas[1] of at most 0.98",
     )
     cpu_offload: Fraction = Field(
         0.0,

@@ -111,7 +111,9 @@ class LoopSettings(Settings):
 
     steps: Count = Field(description="training steps")
     micro_batch_tokens: Tokens = Field(
-        default=4096, description="tokens of a rank's micro-batch: affects memory and speed only"
+        default=4096,
+        description="tokens that a device computes at once, up to 1.1 times, or one longer sample;"
+        " its context-parallel ranks share a sample. Affects memory and speed only",
     )
     checkpoint_every: Count = Field(default=20, description="steps between checkpoints")
     keep_last: Count = Field(default=2, description="newest checkpoints to keep")
@@ -134,6 +136,20 @@ class PolicySettings(Settings):
     guards: GuardsSettings = GuardsSettings()
     stop: StopSettings | None = Field(
         default=None, description="rule that ends the stage early as done; null: train all steps"
+    )
+
+
+class DomainEvaluationSettings(Settings):
+    """The sampling of a domain's held-out problems, in evaluations and gates."""
+
+    temperature: float | None = Field(
+        default=None, ge=0, le=2, description="0: greedy; null: evaluation.temperature"
+    )
+    top_p: float | None = Field(
+        default=None, gt=0, le=1, description="nucleus threshold; null: evaluation.top_p"
+    )
+    top_k: Natural | None = Field(
+        default=None, description="most likely tokens, 0: all; null: evaluation.top_k"
     )
 
 
@@ -162,3 +178,4 @@ class DomainSettings(PolicySettings):
     curriculum: CurriculumSettings = Field(
         default=NoCurriculumSettings(), description="choice of prompts by difficulty"
     )
+    evaluation: DomainEvaluationSettings = DomainEvaluationSettings()

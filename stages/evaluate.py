@@ -93,7 +93,7 @@ class Evaluation:
         groups: list[Group] = []
         if is_main():
             domain, problems = next(iter(self.problems.items()))
-            groups = self._request(domain, problems[:CHECKED], "check", 1.0)
+            groups = self._request(domain, problems[:CHECKED], "check")
         bounds = bounds_of(self.job.settings.model, self.job.settings.engine)
         drawn = self.engines.wait_for(groups, version)
         self.engines.rest()
@@ -151,7 +151,7 @@ class Evaluation:
             problems = self.problems[domain][start : start + PROBLEMS_A_CALL]
             purpose = f"{self.settings.sampling_seed}/{start}"
             samples = self.settings.samples_per_problem
-            groups = self._request(domain, problems, purpose, self.settings.temperature, samples)
+            groups = self._request(domain, problems, purpose, samples)
 
         def counted() -> tuple[list[int], dict[str, float]] | None:
             if not all(self.engines.rewards.graded(group) for group in groups):
@@ -176,20 +176,19 @@ class Evaluation:
         return self.engines.wait(counted, self.version)
 
     def _request(
-        self, domain: str, problems: list[Problem], purpose: str, temperature: float, size: int = 0
+        self, domain: str, problems: list[Problem], purpose: str, size: int = 0
     ) -> list[Group]:
-        """Request answers to problems, `size` to each for grading, or one that is not graded.
+        """Request answers to problems, `size` to each for grading.
 
-        Unlike training, evaluation may be greedy (temperature 0).
+        Without `size` one is sampled from the model's own distribution, and is not graded.
         """
         seed = seed_of(self.job.settings.seed, self.job.seeded_as, domain, purpose)
         groups = groups_of(problems, size or 1, seed)
         if size:
             self.engines.rewards.expect(groups)
-        limit = self.domains[domain].sampling.max_response_tokens
-        sampling = SamplingSettings.model_construct(
-            temperature=temperature, max_response_tokens=limit
-        )
+        sampling = self.job.settings.answer_sampling(domain)
+        if not size:
+            sampling = SamplingSettings(max_response_tokens=sampling.max_response_tokens)
         self.engines.request(groups, sampling)
         return groups
 

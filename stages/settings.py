@@ -55,6 +55,12 @@ class LoggingSettings(Settings):
         " experts, the tokens that top-k and top-p kept, and the samples of stages of kind sft and"
         " dpo",
     )
+    response_log: bool = Field(
+        default=True,
+        description="keep each response on disk, with its experts, until a checkpoint covers it: a"
+        " resumed stage does not sample it again. false: it samples them again, other ones in bf16."
+        " `braid plan --memory` says how large it gets",
+    )
     tokens: Fraction = Field(
         default=0.1,
         description="share of the prompts whose samples are recorded with the trainer's"
@@ -124,6 +130,18 @@ class RunSettings(Settings):
     def longest_prompt(self, sampling: SamplingSettings) -> int:
         """Return the maximum prompt tokens with which a response fits into the engine."""
         return self.engine.max_model_tokens - sampling.max_response_tokens
+
+    def answer_sampling(self, domain: str) -> SamplingSettings:
+        """Return the distribution of answers to a domain's held-out problems; 0 degrees: greedy."""
+        own, common = self.domains[domain].evaluation, self.evaluation
+        chosen = {
+            key: getattr(common if getattr(own, key) is None else own, key)
+            for key in type(own).model_fields
+        }
+        # Unlike training, evaluation may be greedy, so the values are not validated again.
+        return SamplingSettings.model_construct(
+            max_response_tokens=self.domains[domain].sampling.max_response_tokens, **chosen
+        )
 
     def domains_of(self, block: StageSettings) -> tuple[str, ...]:
         """Return the domains that a block is about, in the order of the run's."""

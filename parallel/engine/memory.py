@@ -15,6 +15,7 @@ from parallel.families import (
     Qwen35MoeArchitecture,
     architecture,
     full_attention_layers,
+    routed_layers,
 )
 from parallel.settings import EngineSettings, ModelSettings
 from parallel.tensor_sizes import BYTES, FP32, cached_elements
@@ -160,6 +161,15 @@ def tokens_in(cache: int, model: ModelSettings, engine: EngineSettings) -> int:
     if isinstance(further, Qwen35MoeArchitecture):
         return cache // _hybrid_sequence(model, further, engine) * engine.max_model_tokens
     return cache // _cached_token(model, engine)
+
+
+def response_bytes(model: ModelSettings) -> int:
+    """Return the bytes of a token of a response in host memory and in the response log.
+
+    Of every routed layer the chosen experts (uint16); the token, its log-probability and the
+    version of its weights (4 bytes each). Kept sets of top-k and top-p come on top.
+    """
+    return 2 * len(routed_layers(model)) * model.experts_per_token + 3 * 4
 
 
 def gib(count: int) -> str:

@@ -29,7 +29,7 @@ def training_seconds(
     what the bubble costs (arXiv 2104.04473).
     """
     per_rank = work.tokens / layout.data / work.updates
-    tokens = min(work.micro_batch_tokens, per_rank)
+    tokens = min(work.row_tokens, per_rank)
     products, links = _layer_seconds(model, layout, work, tokens, gpu, reached)
     forward = max(products + links, reached.layer)
     backward = max(2 * products + links, LAUNCHES_BACKWARD * reached.layer)

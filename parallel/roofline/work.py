@@ -26,7 +26,7 @@ from parallel.tensor_sizes import (
 class StepWorkload:
     """The sequences of a step, in tokens of prompt and response: their mean, and the longest.
 
-    `micro_batch_tokens` are before context parallelism splits them. `passes` are those of
+    `row_tokens` are a micro-batch's on all context-parallel ranks together. `passes` are those of
     log-probabilities over all sequences before the updates. `steps_in_flight` is 1 where sampling
     and training alternate, else the steps whose prompts are sampled at once. `imbalance` is the
     tokens of the fullest expert-parallel rank over their mean.
@@ -35,7 +35,7 @@ class StepWorkload:
     sequences: int
     mean_tokens: float
     most_tokens: int
-    micro_batch_tokens: int
+    row_tokens: float
     passes: int = 1
     updates: int = 1
     steps_in_flight: int = 1

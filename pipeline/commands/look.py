@@ -25,6 +25,7 @@ from pipeline.commands.common import (
     print_json,
     read_run,
 )
+from pipeline.config.engine_rules import micro_batch_cautions
 from pipeline.config.quantized import loss_gate_cautions
 from pipeline.config.read import ConfigError
 from pipeline.config.rules import policy_cautions
@@ -99,6 +100,7 @@ def validate(arguments: Namespace) -> None:
             arguments,
             chain(
                 policy_cautions(settings),
+                micro_batch_cautions(settings),
                 loss_gate_cautions(settings),
                 common.graph_cautions(settings),
             ),

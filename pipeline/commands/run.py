@@ -162,7 +162,7 @@ def resume(arguments: Namespace) -> None:
         "--problems",
         metavar="N",
         type=positive,
-        help="problems per domain (the defaults of this and the next two: the configuration's)",
+        help="problems per domain (the defaults of this and the next four: the configuration's)",
     ),
     Argument(
         "--samples",
@@ -174,6 +174,8 @@ def resume(arguments: Namespace) -> None:
     Argument(
         "--temperature", metavar="T", type=float, help="sampling temperature; 0 is greedy decoding"
     ),
+    Argument("--top-p", metavar="P", type=float, help="nucleus sampling threshold, up to 1"),
+    Argument("--top-k", metavar="K", type=int, help="sample from the K most likely tokens; 0: all"),
     JSON,
     STEP,
 )

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import ceil, sqrt
+from statistics import NormalDist
 
 from pipeline.config.unroll import Blocks
+from stages.guards.settings import LossGateSettings
 from stages.kinds.export import ExportSettings
 from stages.kinds.quantize import QuantizeSettings
 from stages.settings import RunSettings
-from stages.statistics import Answers, paired_difference
+from stages.statistics import Z_95, Answers, paired_difference
 
 MOST_PROBLEMS = 10_000  # that a warning advises
+MOST_ANSWERS = 100_000
+POWER = 0.8  # the share of tries in which a lossless model should pass
+SPREAD = 1 / 6  # the mean of p (1 - p) over problems whose solve rates are spread evenly
+NORMAL = NormalDist()
 
 
 def requantized(run: RunSettings) -> Iterator[tuple[str, str]]:
@@ -41,20 +48,48 @@ def requantized(run: RunSettings) -> Iterator[tuple[str, str]]:
 
 
 def loss_gate_cautions(run: RunSettings) -> Iterator[tuple[str, str]]:
-    """Yield each `max_loss` that equal answers exceed, as (dotted key, message)."""
+    """Yield each `max_loss` that a lossless model may well exceed, as (dotted key, message)."""
     for name, block in run.stages.items():
         gate = block.gate if isinstance(block, QuantizeSettings) else None
-        if gate is None or (bound := _bound_of_equals(gate.problems)) <= gate.max_loss:
-            continue
-        enough = _enough(gate.max_loss)
-        least = f"no number of problems below {MOST_PROBLEMS} is enough"
-        yield (
-            f"stages.{name}.gate.max_loss",
-            f"with {gate.problems} problems the upper 95 % bound of the loss is"
-            f" {100 * bound:+.1f} points where two models solve the same half of them, above"
-            f" {100 * gate.max_loss:+.1f}; "
-            + (f"it takes at least {enough} problems" if enough else least),
-        )
+        if gate is not None and gate.on_failure == "stop":
+            why = (_of_equals if run.evaluation.temperature == 0 else _drawn_anew)(gate)
+            yield from ((f"stages.{name}.gate.max_loss", message) for message in why)
+
+
+def _drawn_anew(gate: LossGateSettings) -> Iterator[str]:
+    """Yield why a lossless model may fail where both models sample their answers.
+
+    With solve rates spread evenly over the problems, of which each model draws `answers` answers,
+    the difference of equal models has the standard deviation sqrt(2 E[p (1 - p)] / answers).
+    """
+    answers = gate.problems * gate.samples_per_problem
+    deviation = sqrt(2 * SPREAD / answers)
+    passing = NORMAL.cdf(gate.max_loss / deviation - Z_95)
+    if passing >= POWER:
+        return
+    in_all = (Z_95 + NORMAL.inv_cdf(POWER)) * sqrt(2 * SPREAD)
+    message = (
+        f"with {answers} sampled answers to {gate.problems} problems a model that loses nothing"
+        f" passes {gate.max_loss:g} in {100 * passing:.0f} % of tries"
+    )
+    enough = f"a max_loss of {in_all / sqrt(answers):.3f}"
+    if gate.max_loss and (needed := ceil((in_all / gate.max_loss) ** 2)) <= MOST_ANSWERS:
+        enough = f"samples_per_problem: {ceil(needed / gate.problems)}, or {enough}"
+    yield f"{message}; for {100 * POWER:.0f} % use {enough}, or on_failure: warn"
+
+
+def _of_equals(gate: LossGateSettings) -> Iterator[str]:
+    """Yield why equal greedy answers would not pass."""
+    if (bound := _bound_of_equals(gate.problems)) <= gate.max_loss:
+        return
+    enough = _enough(gate.max_loss)
+    least = f"no number of problems below {MOST_PROBLEMS} is enough"
+    yield (
+        f"with {gate.problems} problems the upper 95 % bound of the loss is"
+        f" {100 * bound:+.1f} points where two models solve the same half of them, above"
+        f" {100 * gate.max_loss:+.1f}; "
+        + (f"it takes at least {enough} problems" if enough else least)
+    )
 
 
 def _bound_of_equals(problems: int) -> float:

@@ -71,6 +71,7 @@ def violations(run: RunSettings, *, graph: bool = True) -> Found:
         yield from _stage_rules(run)
         yield from requantized(run) if graph else ()
     yield from evaluation_rules(run.evaluation, run.layout)
+    yield from _answer_rules(run)
 
 
 def domain_violations(name: str, domain: DomainSettings, pool: RewardPoolSettings) -> Found:
@@ -160,6 +161,9 @@ def _stage_rules(run: RunSettings) -> Found:
             if gate.problems < run.layout.data:
                 few = f"{gate.problems} is {too_few(run.layout)}"
                 found[f"{key}.gate.problems", few] = None
+            coldest = min(run.answer_sampling(name).temperature for name in domains)
+            for message in _repeated(gate.samples_per_problem, coldest):
+                found[f"{key}.gate.samples_per_problem", message] = None
             if isinstance(gate, GainGateSettings):
                 found.update(dict.fromkeys(_bound_rules(key, gate, policy, objectives, at)))
     yield from found
@@ -347,8 +351,26 @@ def evaluation_rules(evaluation: EvaluationSettings, layout: LayoutSettings) -> 
     """Yield the broken rules of an evaluation."""
     if evaluation.problems < layout.data:
         yield "evaluation.problems", f"{evaluation.problems} is {too_few(layout)}"
-    if (samples := evaluation.samples_per_problem) > 1 and evaluation.temperature == 0:
-        yield (
-            "evaluation.samples_per_problem",
-            f"{samples} greedy answers to a problem are identical; use 1, or a temperature above 0",
-        )
+    for message in _repeated(evaluation.samples_per_problem, evaluation.temperature):
+        yield "evaluation.samples_per_problem", message
+
+
+def _answer_rules(run: RunSettings) -> Found:
+    """Check how each domain's held-out problems are answered."""
+    size, found = run.model.vocabulary_size, dict[tuple[str, str], None]()
+    for name, domain in run.domains.items():
+        own, sampling = domain.evaluation, run.answer_sampling(name)
+        if sampling.top_k > size:
+            key = "evaluation" if own.top_k is None else f"domains.{name}.evaluation"
+            more = f"{sampling.top_k} is more than model.vocabulary_size = {size}"
+            found[f"{key}.top_k", f"{more}; use 0 for all tokens"] = None
+        if own.temperature is not None:
+            for message in _repeated(run.evaluation.samples_per_problem, own.temperature):
+                found[f"domains.{name}.evaluation.temperature", message] = None
+    yield from found
+
+
+def _repeated(samples: int, temperature: float) -> Iterator[str]:
+    if samples > 1 and temperature == 0:
+        why = "greedy answers to a problem are identical"
+        yield f"{samples} {why}; use 1, or a temperature above 0"

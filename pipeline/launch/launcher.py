@@ -395,6 +395,8 @@ def write_engine_job(
     engine, member = divmod(index, settings.engine.data)
     gpus = visible_gpus() if placement.on_gpus else []  # whatever torch the launcher itself has
     sizes = [gpu.total_bytes for gpu in gpus]
+    samplings = [each.sampling for each in settings.rollouts()]
+    samplings += [settings.answer_sampling(name) for name in settings.domains]
     job = EngineJob(
         model=settings.model,
         engine=settings.engine,
@@ -407,9 +409,7 @@ def write_engine_job(
         seed=settings.seed,
         gpu_memory_bytes=engine_gpu_bytes(settings.layout, settings.engine, sizes),
         deterministic=settings.deterministic,
-        sampling_mask=any(
-            each.sampling.top_k > 0 or each.sampling.top_p < 1 for each in settings.rollouts()
-        ),
+        sampling_mask=any(sampling.top_k > 0 or sampling.top_p < 1 for sampling in samplings),
     )
     write_atomically(directory.job, job.model_dump_json(indent=2) + "\n")
     return directory.job.absolute()

@@ -31,6 +31,7 @@ from pipeline.run.metrics import Models
 from pipeline.run.run import Run
 from pipeline.text import say, shown
 from stages.directory import StageDirectory
+from stages.domains import DomainEvaluationSettings
 from stages.kinds.evaluate import EvaluationSettings
 from stages.settings import RunSettings, StageJob
 
@@ -41,6 +42,8 @@ FLAGS = {
     "problems": "--problems",
     "samples_per_problem": "--samples",
     "temperature": "--temperature",
+    "top_p": "--top-p",
+    "top_k": "--top-k",
 }
 
 
@@ -76,7 +79,7 @@ def evaluate(
         run,
         console,
         programs,
-        settings.model_copy(update={"evaluation": _changed(settings, changes)}),
+        _evaluated(settings, changes),
         "evaluate",
         models=models,
         evaluated_on={name: list(dict.fromkeys(domains)) for name in models} if domains else {},
@@ -84,6 +87,17 @@ def evaluate(
     )
     found: Models = json.loads(results.read_text())["models"]
     return found, results
+
+
+def _evaluated(settings: RunSettings, changes: Mapping[str, Any]) -> RunSettings:
+    """Return the run's settings with `changes` of the evaluation, which its domains follow too."""
+    own = {key: None for key in changes if key in DomainEvaluationSettings.model_fields}
+    domains = {
+        name: domain.model_copy(update={"evaluation": domain.evaluation.model_copy(update=own)})
+        for name, domain in settings.domains.items()
+    }
+    evaluation = _changed(settings, changes)
+    return settings.model_copy(update={"evaluation": evaluation, "domains": domains})
 
 
 def _changed(settings: RunSettings, changes: Mapping[str, Any]) -> EvaluationSettings:

@@ -231,7 +231,7 @@ def stage_job(run: Run, stage: Stage, attempt: int) -> StageJob:
     """Return the job of one attempt at a stage; a launcher adds the addresses of its engines."""
     directory, settings = run.stage(stage.name), run.settings
     if stage.kind == "gate":
-        asked = {"problems": gate_of(stage, settings).problems, "samples_per_problem": 1}
+        asked = gate_of(stage, settings).model_dump(include={"problems", "samples_per_problem"})
         evaluation = settings.evaluation.model_copy(update=asked)
         settings = settings.model_copy(update={"evaluation": evaluation})
     return StageJob(

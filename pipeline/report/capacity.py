@@ -11,7 +11,7 @@ from typing import Any
 
 from parallel.engine.memory import gib
 from parallel.errors import UserError
-from parallel.layout_rules import divisors
+from parallel.layout_rules import divisors, tracks_in_bf16
 from parallel.phases import PhaseMemory
 from parallel.slots import fits_nodes
 from pipeline.config.rules import violations
@@ -200,7 +200,8 @@ def training_changes(
         if each.steps
         for at in [_keys(each, settings)]
     }
-    least = max(LEAST_TOKENS, settings.engine.max_model_tokens)
+    # A row of one sequence is never cut: less than a device's share of it saves nothing.
+    least = max(LEAST_TOKENS, settings.engine.max_model_tokens // settings.layout.context)
     tokens = max((loop.micro_batch_tokens for _, _, loop in trained.values()), default=0)
     while (tokens := tokens // 2) >= least:
         yield {at("loop.micro_batch_tokens"): tokens for at, *_ in trained.values()}
@@ -213,8 +214,9 @@ def training_changes(
         if less := [at for at, optimizer in adam if optimizer.cpu_offload < share]:
             yield {at("optimizer.cpu_offload"): share for at in less}
     yield from wider
-    if adam and settings.model.precision == "bf16":
-        yield {at("optimizer.precision_aware"): True for at, _ in adam}
+    low = settings.model.precision == "bf16"
+    if fitting := [at for at, optimizer in adam if low and tracks_in_bf16(optimizer)]:
+        yield {at("optimizer.precision_aware"): True for at in fitting}
 
 
 def _keys(stage: Stage, settings: RunSettings) -> At:

@@ -28,7 +28,7 @@ from pipeline.report.stage_memory import (
     objectives,
     policy_memory,
     rewarded,
-    trained_by,
+    row_tokens,
 )
 from pipeline.report.tables import Cell, table
 from pipeline.run.graph import Stage
@@ -163,7 +163,7 @@ def _models(stage: Stage, settings: RunSettings) -> list[RankModels]:
     ranks = policy_memory(stage, settings)
     if not stage.steps:
         return [RankModels(rank, trains=False) for rank in ranks]
-    tokens = trained_by(stage, settings)[1].micro_batch_tokens
+    tokens = row_tokens(stage, settings)
     frozen, averages = compared_with(stage, settings)
     critic = critic_memory(stage, settings)
     block = rewarded(stage, settings)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from parallel.engine.memory import cache_bytes, engine_weights, tokens_in
+from parallel.engine.memory import cache_bytes, engine_weights, response_bytes, tokens_in
 from parallel.layout_rules import chunk_layers
 from parallel.memory import RankMemory
 from parallel.settings import EngineSettings
 from parallel.tensor_sizes import parameter_count
 from pipeline.report.gpu_memory import GpusOf, NodeGpus, gpu_cache, phase_table, stage_phases
-from pipeline.report.stage_memory import stage_memory
+from pipeline.report.stage_memory import samples_per_step, stage_memory, trained_by
 from pipeline.report.tables import Cell, human, indented, layout_text, table
 from pipeline.run.graph import Stage, compile_graph
 from stages.settings import RunSettings
@@ -50,6 +50,7 @@ def memory_report(settings: RunSettings, gpus_of: GpusOf = lambda _: None) -> It
     yield from _notes(
         settings, ranks, min(caches, default=cache_bytes(settings.model, settings.engine))
     )
+    yield from _response_notes(settings, graph)
     if on_gpus:
         tightest, gpus = max(on_gpus, key=lambda each: _peak(settings, *each))
         yield ""
@@ -105,6 +106,28 @@ def _notes(settings: RunSettings, ranks: list[RankMemory], cached: int) -> Itera
         "activations are an estimate of what backward passes need; temporary buffers of kernels\n"
         "  and communication come on top"
     )
+
+
+def _response_notes(settings: RunSettings, stages: Sequence[Stage]) -> Iterator[str]:
+    """Yield how much the responses of a step, and of all steps until a checkpoint, take at most."""
+    longest, most = settings.engine.max_model_tokens, (0, 0, "")
+    for stage in stages:
+        if stage.steps and stage.needs_engine:
+            tokens = samples_per_step(stage, settings) * longest
+            step, loop = tokens * response_bytes(settings.model), trained_by(stage, settings)[1]
+            most = max(most, (step * loop.checkpoint_every, step, stage.name))
+    logged, step, name = most
+    if not step:
+        return
+    yield (
+        f"responses of a step of {name}, in rank 0's host memory: at most {human(step)}, if all"
+        f" have {longest}\n  tokens, mostly their experts"
+    )
+    if settings.logging.response_log:
+        yield (
+            f"its response log on disk until a checkpoint: at most {human(logged)};"
+            " logging.response_log: false keeps none"
+        )
 
 
 def _engines(engine: EngineSettings) -> str:

@@ -13,7 +13,13 @@ from parallel.roofline.weight_sync import SyncedBytes, sync_seconds, synced_byte
 from parallel.roofline.work import StepWorkload
 from parallel.slots import gpus_needed
 from pipeline.config.cluster import ClusterSettings
-from pipeline.report.stage_memory import compared_with, rewarded, trained_by
+from pipeline.report.stage_memory import (
+    compared_with,
+    objectives,
+    rewarded,
+    samples_per_step,
+    trained_by,
+)
 from pipeline.report.tables import Cell, table
 from pipeline.run.graph import Stage
 from pipeline.text import clock
@@ -156,34 +162,44 @@ def workload(stage: Stage, settings: RunSettings, assumed: Assumptions) -> StepW
     assert stage.block is not None
     block, policy = settings.stages[stage.block], rewarded(stage, settings)
     frozen = sum(compared_with(stage, settings))
-    micro_batch = trained_by(stage, settings)[1].micro_batch_tokens
+    budget = trained_by(stage, settings)[1].micro_batch_tokens
+    row = budget * settings.layout.context
     rollout: PromptRolloutSettings
     if policy is not None:
         sampled, rollout, updates = policy.sampling, policy.rollout, policy.updates_per_rollout
-        frozen += 1  # pi_old beside each reference
+        frozen += pi_old_passes(stage, settings, updates)
     elif isinstance(block, DistillSettings):
         sampled, rollout, updates = block.sampling, block.rollout, 1
     else:
-        longest = min(micro_batch, settings.model.max_positions)
+        longest = min(budget, settings.model.max_positions)
         return StepWorkload(
             _given(stage, settings),
             mean_tokens=assumed.filled * longest,
             most_tokens=longest,
-            micro_batch_tokens=micro_batch,
+            row_tokens=row,
             passes=frozen,
             imbalance=assumed.imbalance,
         )
     longest = sampled.max_response_tokens + _prompt_tokens(stage, settings)
     return StepWorkload(
-        len(stage.domains) * sampled.prompts_per_step * sampled.group_size,
+        samples_per_step(stage, settings),
         mean_tokens=assumed.filled * longest,
         most_tokens=longest,
-        micro_batch_tokens=micro_batch,
+        row_tokens=max(row, assumed.filled * longest),
         passes=frozen,
         updates=updates,
         steps_in_flight=1 + rollout.prefetch,
         imbalance=assumed.imbalance,
     )
+
+
+def pi_old_passes(stage: Stage, settings: RunSettings, updates: int) -> int:
+    """Return the passes for pi_old: none where the pass with a step's only gradients gives it."""
+    recorded = any(
+        objective.needs_entropies or objective.ratio.needs_router_shift
+        for objective in objectives(stage, settings).values()
+    )
+    return int(updates > 1 or recorded)
 
 
 def _prompt_tokens(stage: Stage, settings: RunSettings) -> int:

@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections import Counter
 
 from parallel.memory import RankMemory, reading_memory, training_memory
-from parallel.settings import OptimizerSettings
+from parallel.micro_batches import most_row_tokens, slot_tokens
+from parallel.settings import OptimizerSettings, Settings
 from pipeline.run.graph import Stage
+from stages.data.settings import ConversationFileSettings
 from stages.domains import LoopSettings, PolicySettings
 from stages.kinds.distill import DistillSettings, domain_of
+from stages.kinds.dpo import DpoSettings, PairSettings
 from stages.kinds.grpo import GrpoSettings
+from stages.kinds.kind import StageSettings
+from stages.kinds.mixture import StageSourceSettings
+from stages.kinds.sft import SftSettings
 from stages.objectives.advantages.gae import GaeSettings
 from stages.objectives.kl import AVERAGE
 from stages.objectives.loss import ObjectiveSettings
@@ -28,9 +34,9 @@ def policy_memory(stage: Stage, settings: RunSettings) -> list[RankMemory]:
     """Return the memory of the stage's policy, or of the model that it reads, as `stage_memory`."""
     if not stage.steps:
         return reading_memory(settings.model, settings.layout)
-    optimizer, loop = trained_by(stage, settings)
+    optimizer, tokens = trained_by(stage, settings)[0], row_tokens(stage, settings)
     frozen, averages = compared_with(stage, settings)
-    return _trained(settings, optimizer, loop, frozen_models=frozen, averages=averages)
+    return _trained(settings, optimizer, tokens, frozen_models=frozen, averages=averages)
 
 
 def critic_memory(stage: Stage, settings: RunSettings) -> list[RankMemory] | None:
@@ -39,7 +45,7 @@ def critic_memory(stage: Stage, settings: RunSettings) -> list[RankMemory] | Non
     if policy is None or not isinstance(policy.objective.advantage, GaeSettings):
         return None
     optimizer = policy.objective.advantage.critic.optimizer
-    return _trained(settings, optimizer, policy.loop, values=True)
+    return _trained(settings, optimizer, row_tokens(stage, settings), values=True)
 
 
 def trained_by(stage: Stage, settings: RunSettings) -> tuple[OptimizerSettings, LoopSettings]:
@@ -48,6 +54,58 @@ def trained_by(stage: Stage, settings: RunSettings) -> tuple[OptimizerSettings, 
     found = settings.stages[stage.block].trained_by(settings, stage.domains)
     assert found is not None, f"{stage.name} trains nothing"
     return found
+
+
+def row_tokens(stage: Stage, settings: RunSettings) -> int:
+    """Return the most tokens of a micro-batch, on all context-parallel ranks together."""
+    context, budget = settings.layout.context, trained_by(stage, settings)[1].micro_batch_tokens
+    unit = slot_tokens(longest_sequence(stage, settings), context)
+    if isinstance(_block(stage, settings), DpoSettings):
+        unit *= 2  # the two of a pair are in one micro-batch
+    return most_row_tokens(budget, context, unit)
+
+
+def longest_sequence(stage: Stage, settings: RunSettings) -> int:
+    """Return the tokens of the longest sequence that a stage may train on, as far as it is known.
+
+    0 for generated demonstrations, whose texts decide it.
+    """
+    block, sampled = _block(stage, settings), settings.engine.max_model_tokens
+    sources: list[Settings] = []
+    if isinstance(block, SftSettings):
+        names = block.demonstrated(stage.domains)
+        sources += [
+            *block.data.values(),
+            *(settings.domains[name].demonstrations for name in names),
+        ]
+    elif isinstance(block, DpoSettings):
+        sources += block.data.values()
+    else:
+        return sampled
+    return max((_longest_row(source, settings) for source in sources), default=0)
+
+
+def samples_per_step(stage: Stage, settings: RunSettings) -> int:
+    """Return the responses that a stage samples for a step; 0 where it samples none."""
+    block = rewarded(stage, settings) or _block(stage, settings)
+    sampling = getattr(block, "sampling", None)
+    if sampling is None:
+        return 0
+    return len(stage.domains) * sampling.prompts_per_step * sampling.group_size
+
+
+def _longest_row(source: Settings, settings: RunSettings) -> int:
+    """Return the tokens of the longest row that is read of a source."""
+    longest = settings.model.max_positions
+    if isinstance(source, StageSourceSettings):
+        longest = min(longest, settings.engine.max_model_tokens)
+    elif not isinstance(source, ConversationFileSettings | PairSettings):
+        return 0
+    return min(longest, getattr(source, "max_tokens", None) or longest)
+
+
+def _block(stage: Stage, settings: RunSettings) -> StageSettings | None:
+    return settings.stages[stage.block] if stage.block is not None else None
 
 
 def rewarded(stage: Stage, settings: RunSettings) -> PolicySettings | None:
@@ -82,7 +140,7 @@ def heads_needed(stage: Stage, settings: RunSettings) -> int:
 
 def _teachers(stage: Stage, settings: RunSettings) -> int:
     """Return the number of teachers that a rank holds."""
-    block = settings.stages[stage.block] if stage.block is not None else None
+    block = _block(stage, settings)
     one = isinstance(block, DistillSettings) and block.teacher_memory.resident == "one"
     distinct = len(set(stage.teachers.values()))
     return min(distinct, 1) if one else distinct
@@ -90,7 +148,7 @@ def _teachers(stage: Stage, settings: RunSettings) -> int:
 
 def _self_teachers(stage: Stage, settings: RunSettings) -> tuple[int, int]:
     """Return the frozen models and the averages that are a merge's teacher `self`."""
-    block = settings.stages[stage.block] if stage.block is not None else None
+    block = _block(stage, settings)
     if not isinstance(block, DistillSettings) or not block.self_taught(stage.domains):
         return 0, 0
     decay = block.self_teacher.ema_decay
@@ -99,7 +157,7 @@ def _self_teachers(stage: Stage, settings: RunSettings) -> tuple[int, int]:
 
 def _starts(stage: Stage, settings: RunSettings) -> int:
     """Return 1 for a merge that also loads the model that its teachers started from, else 0."""
-    block = settings.stages[stage.block] if stage.block is not None else None
+    block = _block(stage, settings)
     return int(isinstance(block, DistillSettings) and block.method.start_model is not None)
 
 
@@ -116,7 +174,7 @@ def objectives(stage: Stage, settings: RunSettings) -> dict[str, ObjectiveSettin
 def _trained(
     settings: RunSettings,
     optimizer: OptimizerSettings,
-    loop: LoopSettings,
+    tokens: int,
     frozen_models: int = 0,
     averages: int = 0,
     values: bool = False,
@@ -125,7 +183,7 @@ def _trained(
         settings.model,
         settings.layout,
         optimizer.algorithm,
-        loop.micro_batch_tokens,
+        tokens,
         frozen_models,
         averages,
         values,

@@ -187,7 +187,8 @@ def _grading(manifest: Manifest, domain: str) -> dict[str, Any]:
     prefixes = (
         f"domains.{domain}.rewards.",
         f"domains.{domain}.sampling.",
-        "evaluation.temperature",
+        f"domains.{domain}.evaluation.",
+        *(f"evaluation.{key}" for key in ("temperature", "top_p", "top_k")),
     )
     code = {f"the code of {key}": digest for key, digest in manifest.files.items()}
     found = {key: each for key, each in manifest.settings.items() if not key.endswith(".path")}

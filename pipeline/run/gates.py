@@ -103,7 +103,7 @@ def ending(run: Run, stage: Stage) -> str:
     if stage.kind != "gate":
         return ended_early(directory.newest_checkpoint()) or "finished"
     gate = gate_of(stage, run.settings)
-    solved = solved_problems(directory, stage)
+    solved = solved_problems(directory, stage, gate.samples_per_problem)
     if isinstance(gate, MergeGateSettings):
         verdict = judge_merge(stage, gate, solved)
     elif isinstance(gate, LossGateSettings):
@@ -177,7 +177,7 @@ def _verdict(findings: Sequence[_Finding], gate: GateSettings) -> GateVerdict:
 
 
 def _gain(stage: Stage, gate: GainGateSettings, solved: Solved, domain: str, key: str) -> _Finding:
-    gain = paired_difference(*_answers(stage, solved, domain))
+    gain = paired_difference(*_answers(stage, gate, solved, domain))
     said = f"{stage.gated} gains {points(gain)} over {stage.against[domain]} on {domain}"
     if gain.low >= gate.min_gain:
         return _Finding("passed", said)
@@ -188,7 +188,7 @@ def _gain(stage: Stage, gate: GainGateSettings, solved: Solved, domain: str, key
 
 
 def _kept(stage: Stage, gate: MergeGateSettings, solved: Solved, domain: str) -> _Finding:
-    merge, teacher = _answers(stage, solved, domain)
+    merge, teacher = _answers(stage, gate, solved, domain)
     beyond = paired_difference(merge, teacher, gate.min_kept)
     said = (
         f"{stage.gated} solves {100 * merge.accuracy.accuracy:.1f} % of {domain},"
@@ -204,7 +204,7 @@ def _kept(stage: Stage, gate: MergeGateSettings, solved: Solved, domain: str) ->
 
 def _lost(stage: Stage, gate: LossGateSettings, solved: Solved, domain: str) -> _Finding:
     other = stage.against[domain]
-    after, before = _answers(stage, solved, domain)
+    after, before = _answers(stage, gate, solved, domain)
     lost = paired_difference(before, after)
     said = f"{stage.gated} loses {points(lost)} of {other} on {domain}"
     if lost.difference < 0:
@@ -241,13 +241,13 @@ def _bounds(stage: Stage, gate: GainGateSettings, steps: Steps, key: str) -> Ite
         yield _Finding("passed", said) if within else _Finding("stopped", beyond)
 
 
-def _answers(stage: Stage, solved: Solved, domain: str) -> tuple[Answers, Answers]:
-    """Return the answers of the gated model in a domain and of the model it is compared with.
-
-    A gate has one answer to each problem.
-    """
+def _answers(
+    stage: Stage, gate: GateSettings, solved: Solved, domain: str
+) -> tuple[Answers, Answers]:
+    """Return the answers of the gated model in a domain and of the model it is compared with."""
     assert stage.gated is not None
-    return Answers(solved[stage.gated][domain]), Answers(solved[stage.against[domain]][domain])
+    one, other = (solved[name][domain] for name in (stage.gated, stage.against[domain]))
+    return Answers(one, gate.samples_per_problem), Answers(other, gate.samples_per_problem)
 
 
 def points(change: Difference) -> str:

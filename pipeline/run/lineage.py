@@ -60,6 +60,8 @@ ADDED: dict[str, dict[str, Any]] = {
     "dataset": {"form": "compact", "instruction": INSTRUCTION},  # of reasoning-gym's prompts
     "function": {"path": None},  # of Python rewards
     "worked_fraction": {"unworked": "wrong"},  # of generated demonstrations
+    "sampling_seed": {"top_p": 1.0, "top_k": 0},  # of an evaluation
+    "on_failure": {"samples_per_problem": 1},  # of gates
     "averaged_over": {"teacher_memory.hidden_states_precision": "model"},  # of a merge
 }
 # The same of blocks that only their kind tells from others.

@@ -20,8 +20,8 @@ Solved = Mapping[str, Mapping[str, Sequence[int]]]  # right answers by model, do
 COUNTS = TypeAdapter(dict[str, list[int]])
 
 
-def solved_problems(directory: StageDirectory, stage: Stage) -> Solved:
-    """Return the right answers of a gate's models to each problem, in one order for all models.
+def solved_problems(directory: StageDirectory, stage: Stage, samples: int = 1) -> Solved:
+    """Return the right answers of a gate's models to each problem, of `samples`, in one order.
 
     Raises:
         UserError: a file is damaged or missing.
@@ -35,8 +35,7 @@ def solved_problems(directory: StageDirectory, stage: Stage) -> Solved:
             raise damaged(path, stage)
         for domain, right in found.items():
             count = problems.setdefault(domain, len(right))
-            # A gate has one answer to each problem.
-            if not {0, 1}.issuperset(right) or count != len(right):
+            if not all(0 <= each <= samples for each in right) or count != len(right):
                 raise damaged(path, stage)
         solved[model] = found
     return solved

@@ -63,7 +63,8 @@ def recorded_stage(run: RecordedRun, name: str) -> RecordedStage:
     with naming(run.path / "run.yaml"):
         stages = {stage: (block, domains) for stage, block, domains in _unrolled(run)}
         if (gated := name.removeprefix(GATE)) != name and gated in stages:
-            return RecordedStage(name, "gate", stages[gated][1], {})
+            block, domains = stages[gated]
+            return RecordedStage(name, "gate", domains, run.settings["stages"][block]["gate"])
         if name not in stages:
             raise NotAuditable(f"{run.path}/run.yaml has no stage {name}")
         block, domains = stages[name]

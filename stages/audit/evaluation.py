@@ -30,8 +30,9 @@ def evaluation_rows(run: RecordedRun, stage: str) -> list[Comparison]:
     models = sorted((directory / "models").glob("*.json"))
     if not models:
         raise NotAuditable(f"no results at {directory}/models")
-    gate = recorded_stage(run, stage).kind == "gate"  # one answer to each problem
-    of_each = 1 if gate else run.settings["evaluation"]["samples_per_problem"]
+    measuring = recorded_stage(run, stage)
+    asked = measuring.settings if measuring.kind == "gate" else run.settings["evaluation"]
+    of_each = asked.get("samples_per_problem", 1)  # older gates asked for one answer
     rows = []
     for file in models:
         name = unquote(file.name.removesuffix(".json"))
@@ -40,7 +41,7 @@ def evaluation_rows(run: RecordedRun, stage: str) -> list[Comparison]:
             answers = _answers(directory / "samples" / file.stem, domain)
             with naming(file):
                 accuracy, count = float(found["accuracy"]), float(found["n"])
-            rows.append(_logprobs(f"{name} on {domain}: log p", model, run, answers))
+            rows.append(_logprobs(f"{name} on {domain}: log p", model, run, domain, answers))
             solved = sum(_solved(run, answer) for answer in answers) / len(answers)
             rows.append(number(f"{name} on {domain}: accuracy", accuracy, solved, scale=1.0))
             rows.append(number(f"{name} on {domain}: n", count, len(answers) / of_each))
@@ -58,13 +59,15 @@ def _answers(directory: Path, domain: str) -> list[RecordedSample]:
 
 
 def _logprobs(
-    quantity: str, model: Model, run: RecordedRun, answers: list[RecordedSample]
+    quantity: str, model: Model, run: RecordedRun, domain: str, answers: list[RecordedSample]
 ) -> Comparison:
     """Compare the mean log-probability of the answers' tokens, by the largest difference in nats.
 
     A greedy answer is compared with the most likely tokens instead.
     """
-    temperature = run.settings["evaluation"]["temperature"]
+    temperature = run.settings["domains"][domain].get("evaluation", {}).get("temperature")
+    if temperature is None:  # of its own
+        temperature = run.settings["evaluation"]["temperature"]
     engine, own, apart, tokens = 0.0, 0.0, 0.0, 0
     with torch.no_grad():
         for answer in answers[:COMPARED]:

@@ -52,6 +52,11 @@ class GateSettings(Settings):
     problems: Count = Field(
         default=500, description="held-out problems of each domain that a model is measured on"
     )
+    samples_per_problem: Annotated[int, Field(gt=0, le=256)] = Field(
+        default=1,
+        description="answers to each problem; the accuracy is the mean over all. Where answers are"
+        " sampled, eight to each problem show what one to each of eight times the problems does",
+    )
     on_failure: Literal["warn", "stop"] = Field(
         default="stop",
         description="warn: print a warning and continue. stop: start no stage that depends on it",

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from parallel.settings import Count, Settings
+from parallel.settings import Count, Natural, Settings
 from stages.kinds.kind import (
     MEASURED,
     SAMPLED,
@@ -32,6 +32,15 @@ class EvaluationSettings(Settings):
     )
     temperature: float = Field(
         default=1.0, ge=0, le=2, description="sampling temperature of the answers; 0: greedy"
+    )
+    top_p: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="nucleus threshold of the answers; a domain's sampling is not read",
+    )
+    top_k: Natural = Field(
+        default=0, description="sample answers from the k most likely tokens; 0: all"
     )
     sampling_seed: int = Field(default=20_000, ge=0, lt=2**32, description="seed of the answers")
 
@@ -73,7 +82,10 @@ GATE = register(
         "gate",
         "stages.evaluate",
         "results",
-        (*_MEASURING, "evaluation.temperature", "evaluation.sampling_seed"),
+        (
+            *_MEASURING,
+            *(f"evaluation.{key}" for key in ("temperature", "top_p", "top_k", "sampling_seed")),
+        ),
         samples=True,
     )
 )

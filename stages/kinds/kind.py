@@ -184,6 +184,7 @@ MEASURED = (
     "domains.{domain}.prompts",
     "domains.{domain}.rewards",
     "domains.{domain}.sampling.max_response_tokens",
+    "domains.{domain}.evaluation",
 )
 
 

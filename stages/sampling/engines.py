@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
@@ -358,12 +359,22 @@ class RewardDispatcher:
         return bisect_left(range(len(sample.response) - 1), characters, key=length)
 
 
-def rollout_log(job: StageJob, sampling: SamplingSettings, settings: RolloutSettings) -> RolloutLog:
-    """Open a stage's rollout log, whose origin is all that decides a response but the request."""
+def rollout_log(
+    job: StageJob, sampling: SamplingSettings, settings: RolloutSettings
+) -> RolloutLog | None:
+    """Open a stage's rollout log, whose origin is all that decides a response but the request.
+
+    None where the run keeps none. What an attempt with one left is then deleted: a later attempt
+    with one again would replay responses of weights that this one replaces.
+    """
+    directory = job.files.rollouts / "log"
+    if not job.settings.logging.response_log:
+        shutil.rmtree(directory, ignore_errors=True)
+        return None
     parent = read_checkpoint(job.parent) if job.parent is not None else None
     model, deterministic = job.settings.model, job.settings.deterministic
     digests = [model_digest(model), parent and parent.digest]
     dumps = [sampling.model_dump(), settings.model_dump()]
     parts = json.dumps([job.seeded_as, deterministic, *digests, *dumps])
     origin = hashlib.sha256(parts.encode()).hexdigest()
-    return RolloutLog(job.files.rollouts / "log", origin, model, deterministic)
+    return RolloutLog(directory, origin, model, deterministic)

@@ -55,7 +55,7 @@ class PublishedStep:
             self.sequences,
             self.mean_tokens,
             self.most_tokens,
-            micro_batch_tokens=self.most_tokens,
+            row_tokens=self.most_tokens,
             passes=2,
             updates=self.updates,
             steps_in_flight=self.steps_in_flight,

@@ -8,6 +8,7 @@ import pytest
 from parallel.batch import RankPlace, collate, split
 from parallel.cpu.attention import _grids
 from parallel.device import device
+from parallel.micro_batches import most_row_tokens
 from parallel.sample import Sample
 
 CONTEXTS = [[RankPlace()], [RankPlace(context=2, context_rank=rank, tensor=2) for rank in range(2)]]
@@ -129,6 +130,46 @@ def test_ranks_share_the_samples_and_run_equal_numbers_of_passes(ranks: int, bud
 def test_a_budget_below_one_sample_gives_one_sample_a_pass() -> None:
     parts = split(samples(6, 3), RankPlace(), token_budget=1, replay=False)
     assert [len(part.samples) for part in parts] == [1] * 6
+
+
+def of_lengths(lengths: list[int]) -> list[Sample]:
+    """Return samples of these lengths: a prompt of one token and a response."""
+    return [Sample("d", np.ones(1, np.int32), np.ones(length, np.int32)) for length in lengths]
+
+
+LENGTHS = {
+    "spread": np.minimum(np.random.default_rng(0).lognormal(5, 0.8, 200), 800).astype(int).tolist(),
+    # All just below a budget: dealt to rows of 1024 on average, some rows would have two.
+    "truncated": [1000] * 130,
+    "odd": [17] * 400,  # whose slots have up to 7 tokens of padding
+    "one is long": [1900, *[10] * 50],
+}
+
+
+@pytest.mark.parametrize("context", [1, 2, 4])
+@pytest.mark.parametrize("name", LENGTHS)
+def test_no_row_is_longer_than_planned(context: int, name: str) -> None:
+    lengths, places = LENGTHS[name], RankPlace(context=context)
+    rows = [part.row.tokens for part in split(of_lengths(lengths), places, 1024 // context, False)]
+    # By hand: a tenth more than the budget of all devices, or the longest sample in its slot.
+    longest = -(-max(lengths) // 8) * 8 if context == 4 else max(lengths)
+    assert max(rows) <= max(1126, longest) + places.row
+    assert max(rows) <= most_row_tokens(1024 // context, context, max(lengths)) + places.row
+
+
+@pytest.mark.parametrize("context", [1, 2, 4])
+def test_context_parallel_devices_share_a_row(context: int) -> None:
+    parts = split(of_lengths([100] * 160), RankPlace(context=context), 1000, replay=False)
+    assert len(parts) == 16 // context
+    assert {part.row.tokens for part in parts} == {
+        -(-100 // 8) * 8 * 40 if context == 4 else 1000 * context
+    }
+    assert {part.tokens.shape[1] for part in parts} <= {1000, 1040}
+
+
+def test_a_pair_stays_in_one_row_of_its_own_length() -> None:
+    parts = split(of_lengths([300, 200] * 9), RankPlace(), 64, replay=False, together=2)
+    assert [part.row.tokens for part in parts] == [500] * 9
 
 
 def test_an_interleaved_pipeline_gets_whole_rounds() -> None:

@@ -186,6 +186,18 @@ def test_bf16_moments_need_adam_bf16_and_a_distributed_optimizer(
     assert found == [("precision_aware", f"requires {each}") for each in needs]
 
 
+@pytest.mark.parametrize(("beta2", "refused"), [(0.95, False), (0.98, False), (0.99, True)])
+def test_bf16_moments_are_refused_where_they_would_not_fall(beta2: float, refused: bool) -> None:
+    optimizer = OptimizerSettings(learning_rate=1e-3, precision_aware=True, betas=(0.9, beta2))
+    found = list(optimizer_violations(optimizer, model(precision="bf16"), LayoutSettings()))
+    assert [field for field, _ in found] == ["precision_aware"] * refused
+    # By the recursion itself, as TransformerEngine stores it: squared gradients fall to a quarter.
+    second = torch.tensor(1.0, dtype=torch.bfloat16)
+    for _ in range(5000):
+        second = (beta2 * second.float() + (1 - beta2) * 0.25).bfloat16()
+    assert (second.item() > 1.2 * 0.25) == refused
+
+
 @pytest.mark.parametrize(
     ("algorithm", "distributed", "share", "needs"),
     [

@@ -25,7 +25,7 @@ DENSE = 4 * DENSE_LAYER + 2 * VOCABULARY + 96
 
 def training(model: ModelSettings = SMALL, **layout: Any) -> list[RankMemory]:
     settings = LayoutSettings(**{"distributed_optimizer": False, **layout})
-    return memory.training_memory(model, settings, "adam", micro_batch_tokens=1000)
+    return memory.training_memory(model, settings, "adam", row_tokens=1000)
 
 
 def test_one_rank_holds_everything() -> None:

@@ -16,7 +16,7 @@ from parallel.tensor_sizes import parameter_count
 from tests.layouts.real_models import QWEN3_30B
 from tests.parallel.published_steps import H100
 
-WORK = StepWorkload(64, mean_tokens=4096, most_tokens=4096, micro_batch_tokens=4096)
+WORK = StepWorkload(64, mean_tokens=4096, most_tokens=4096, row_tokens=4096)
 
 WITHIN = 0.25
 NAMED = ("30B on 32", "235B on 128", "671B on 256")  # whose throughputs are Braid's aim

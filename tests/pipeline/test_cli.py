@@ -314,6 +314,9 @@ def test_one_more_evaluation_and_export(
     assert found["results"].startswith(job["directory"])
     asked = job["settings"]["evaluation"]
     assert (asked["problems"], asked["samples_per_problem"], asked["temperature"]) == (9, 4, 0.5)
+    assert braid("evaluate", "small", *narrow, "--top-p", 0.95, "--top-k", 20)[0] == 0
+    asked = job_of(runs / "small", "evaluations")["settings"]["evaluation"]
+    assert (asked["top_p"], asked["top_k"]) == (0.95, 20)
     code, _, err = braid("evaluate", "small", "--domain", "sum")
     assert (code, err) == (1, 'braid: --domain sum: no such domain; did you mean "sums"?\n')
     code, _, err = braid("evaluate", "small", "--samples", 2, "--temperature", 0)
@@ -323,7 +326,13 @@ def test_one_more_evaluation_and_export(
     code, _, err = braid("evaluate", "small", "--step", "9" * 300)
     assert code == 2
     assert "9999 is not a number from 0 to" in err
-    for flag, wrong in (("--temperature", "nan"), ("--temperature", 2.5), ("--samples", 257)):
+    for flag, wrong in (
+        ("--temperature", "nan"),
+        ("--temperature", 2.5),
+        ("--top-p", 2.0),
+        ("--top-k", -1),
+        ("--samples", 257),
+    ):
         code, _, err = braid("evaluate", "small", flag, wrong)
         assert code == 1
         assert err.startswith(f"braid: {flag} {wrong}: input should be"), err

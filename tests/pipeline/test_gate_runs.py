@@ -67,6 +67,16 @@ def test_gates_that_pass_let_a_run_come_to_its_end(braid: Braid, config: Path, r
     ]
 
 
+def test_a_gate_asks_for_its_own_number_of_answers(braid: Braid, config: Path, runs: Path) -> None:
+    gates = (GATES[0].replace("problems: 20", "problems: 20, samples_per_problem: 2"), GATES[1])
+    code, out, err = braid("run", config, *gates, "evaluation.samples_per_problem=4")
+    assert (code, err) == (0, "")
+    assert "gates.experts.sums  passed: experts.sums gains +10.0 points" in out  # half of each
+    for name, answers in (("gates.experts.sums", 2), ("gates.merge", 1), ("evaluate", 4)):
+        job = json.loads((runs / f"small/stages/{name}/attempt_1/job.json").read_text())
+        assert job["settings"]["evaluation"]["samples_per_problem"] == answers
+
+
 def test_a_gate_that_stops_lets_nothing_start_that_waits_for_it(
     braid: Braid, config: Path, stopped: Path
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -255,6 +256,22 @@ def test_a_gate_refuses_answers_that_make_no_pairs(
         UserError, match=rf"{model}\.json is .*; rerun .* --from gates\.experts\.sum"
     ):
         solved_problems(directory, gate)
+
+
+def test_a_gate_with_several_answers_counts_them_all(
+    stages: dict[str, Stage], tmp_path: Path
+) -> None:
+    """Two of three answers are more of the same problems than one of one."""
+    directory, gate = StageDirectory(tmp_path), stages["gates.experts.sums"]
+    directory.solved.mkdir()
+    for model, right in (("experts.sums", 2), ("cold_start", 1)):
+        right_answers = [right] * 400 + [0] * 100
+        (directory.solved / f"{model}.json").write_text(json.dumps({"sums": right_answers}))
+    solved = solved_problems(directory, gate, samples=3)
+    verdict = judge_gain(gate, GainGateSettings(samples_per_problem=3), solved)
+    assert verdict.reasons[0].startswith("experts.sums gains +26.7 points (paired 95 %: ")
+    with pytest.raises(UserError, match="damaged"):
+        solved_problems(directory, gate)  # of one answer two cannot be right
 
 
 def names(settings: RunSettings) -> list[str]:

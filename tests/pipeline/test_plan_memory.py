@@ -8,7 +8,7 @@ import pytest
 
 from pipeline import cli
 from pipeline.config.validate import load
-from pipeline.report.stage_memory import compared_with, stage_memory
+from pipeline.report.stage_memory import compared_with, row_tokens, stage_memory
 from pipeline.report.tables import DEEPEST, human, indented
 from pipeline.run.graph import compile_graph
 from stages.settings import RunSettings
@@ -56,8 +56,52 @@ def test_a_stage_holds_the_models_it_compares_with(config: Path) -> None:
     }
     assert fullest["experts.sums"].optimizer == ONE_MODEL
     assert fullest["experts.words"].optimizer == 2 * ONE_MODEL
-    assert fullest["cold_start"].activations == 4 * fullest["merge"].activations
+    # Of 4096 and of 1024 tokens, each with a tenth more.
+    assert fullest["cold_start"].activations * 1126 == fullest["merge"].activations * 4505
     assert fullest["export"].total == fullest["evaluate"].total == ONE_MODEL
+
+
+@pytest.mark.parametrize(
+    ("overrides", "rows"),
+    [
+        # 1.1 of 4096; demonstrations here are generated, and short.
+        ((), {"cold_start": 4505, "experts.sums": 4505, "merge": 4505}),
+        (("layout={ranks: 4, context: 4}",), {"cold_start": 18_022, "merge": 18_022}),
+        # A sample of the engine is never cut, on however many ranks: 2 x 2 pieces of 50.
+        (
+            (
+                "layout={ranks: 2, context: 2}",
+                "engine.max_model_tokens=198",
+                "domains.sums.loop.micro_batch_tokens=32",
+                "stages.merge.loop.micro_batch_tokens=64",
+            ),
+            {"experts.sums": 200, "merge": 200, "experts.words": 9011},
+        ),
+        # Nor is a demonstration: those of files are at most max_positions long unless they say so.
+        (
+            (
+                "stages.cold_start.loop.micro_batch_tokens=10",
+                "stages.cold_start.sequences_per_step=32",
+                "stages.cold_start.data={rows: {source: jsonl, path: rows.jsonl}}",
+            ),
+            {"cold_start": 256},
+        ),
+        (
+            (
+                "stages.cold_start.loop.micro_batch_tokens=10",
+                "stages.cold_start.sequences_per_step=32",
+                "stages.cold_start.data={rows: {source: jsonl, path: rows.jsonl, max_tokens: 90}}",
+            ),
+            {"cold_start": 90},
+        ),
+    ],
+)
+def test_rows_are_planned_as_the_trainer_cuts_them(
+    config: Path, overrides: tuple[str, ...], rows: dict[str, int]
+) -> None:
+    settings: RunSettings = load(config, overrides, to_start=False)
+    stages = {stage.name: stage for stage in compile_graph(settings)}
+    assert {name: row_tokens(stages[name], settings) for name in rows} == rows
 
 
 def test_a_critic_is_held_beside_its_policy(config: Path) -> None:

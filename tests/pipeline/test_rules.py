@@ -45,6 +45,19 @@ from tests.pipeline.violations import edited, errors, judge, own, rewards
             "stages.merge.optimizer.cpu_offload=0.5\tlayout.distributed_optimizer=false",
             "stages.merge.optimizer.cpu_offload: requires layout.distributed_optimizer: true",
         ),
+        (
+            "stages.merge.gate={samples_per_problem: 4}\tevaluation.temperature=0",
+            "stages.merge.gate.samples_per_problem: 4 greedy answers to a problem are identical",
+        ),
+        ("evaluation.top_k=81", "evaluation.top_k: 81 is more than model.vocabulary_size = 80"),
+        (
+            "domains.sums.evaluation.top_k=81",
+            "domains.sums.evaluation.top_k: 81 is more than model.vocabulary_size = 80",
+        ),
+        (
+            "domains.sums.evaluation.temperature=0\tevaluation.samples_per_problem=2",
+            "domains.sums.evaluation.temperature: 2 greedy answers to a problem are identical",
+        ),
         ("stages.merge.optimizer.cpu_offload=1.5", "merge.optimizer.cpu_offload: should be less t"),
         ("layout.ranks=66", "stages.cold_start: the sum of demonstrations.sequences_per_step is 6"),
         ("layout.ranks=34", "stages.merge.sampling.prompts_per_step: 32 prompts x 1 samples in 1"),
@@ -346,3 +359,44 @@ def test_valid_base_urls_of_a_judge(config: Path, url: str) -> None:
 def test_the_merge_samples_one_response_per_prompt(config: Path) -> None:
     merge = load(config, ["stages.merge.sampling.prompts_per_step=16"]).stages["merge"]
     assert merge.sampling.group_size == 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "keys"),
+    [
+        ((), []),  # the engine's samples have at most 64 tokens
+        (
+            ("engine.max_model_tokens=256", "stages.merge.loop.micro_batch_tokens=255"),
+            ["stages.merge.loop.micro_batch_tokens: 255 tokens are less than a sample"],
+        ),
+        (
+            ("engine.max_model_tokens=256", "domains.sums.loop.micro_batch_tokens=64"),
+            ["domains.sums.loop.micro_batch_tokens: 64 tokens are less than a sample"],
+        ),
+        # Four devices share a row.
+        (
+            (
+                "engine.max_model_tokens=256",
+                "layout={ranks: 4, context: 4}",
+                "domains.sums.loop.micro_batch_tokens=64",
+                "stages.merge.loop.micro_batch_tokens=63",
+            ),
+            [
+                "stages.merge.loop.micro_batch_tokens: 63 tokens on each of layout.context = 4"
+                " ranks are less than a sample"
+            ],
+        ),
+        # Demonstrations are not the engine's.
+        (("engine.max_model_tokens=256", "stages.cold_start.loop.micro_batch_tokens=64"), []),
+    ],
+)
+def test_rows_shorter_than_a_sample_are_a_warning(
+    braid: Callable[..., tuple[int, str, str]],
+    config: Path,
+    overrides: tuple[str, ...],
+    keys: list[str],
+) -> None:
+    code, _, err = braid("validate", config, *overrides)
+    warned = [line for line in err.splitlines() if "micro_batch_tokens" in line]
+    assert code == 0 and len(warned) == len(keys), err
+    assert all(key in line for key, line in zip(keys, warned, strict=True)), err

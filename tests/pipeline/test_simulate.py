@@ -22,7 +22,13 @@ from pipeline.config.cluster import ClusterSettings
 from pipeline.config.validate import load
 from pipeline.report.gpu_memory import NodeGpus, stage_phases
 from pipeline.report.layout_search import FILLED_AT_MOST, best_layouts
-from pipeline.report.simulation import Assumptions, sheets_of_kinds, simulated, without_sync
+from pipeline.report.simulation import (
+    Assumptions,
+    sheets_of_kinds,
+    simulated,
+    without_sync,
+    workload,
+)
 from pipeline.run.graph import compile_graph
 from stages.settings import RunSettings
 from tests.pipeline.conftest import Braid
@@ -128,6 +134,27 @@ def test_a_phase_follows_its_cause(
         return float(asked(braid, path, *more)["stages"]["experts.chain_sum"]["seconds"][phase])
 
     assert (seconds(*changes) > seconds()) == grows
+
+
+@pytest.mark.parametrize(
+    ("objective", "updates", "passes"),
+    [
+        ("{}", 1, 0),  # the pass with the gradients gives pi_old
+        ("{}", 2, 1),
+        ("{scaling: edge}", 1, 1),  # the entropies come first
+        ("{ratio: {name: rspo}, correction: {name: none}}", 1, 1),  # as the routers' scores do
+        ("{kl: {coefficient: 0.1}}", 1, 1),  # the reference
+        ("{kl: {coefficient: 0.1}}", 2, 2),
+    ],
+)
+def test_pi_old_costs_a_pass_only_where_it_is_computed(
+    objective: str, updates: int, passes: int, tmp_path: Path
+) -> None:
+    domain = "domains.chain_sum"
+    given = (f"{domain}.objective={objective}", f"{domain}.updates_per_rollout={updates}")
+    settings = load(config(tmp_path), given, to_start=False)
+    [expert] = [stage for stage in compile_graph(settings) if stage.kind == "grpo"]
+    assert workload(expert, settings, ASSUMED).passes == passes
 
 
 @pytest.mark.combinations

@@ -48,6 +48,7 @@ WITHOUT_TORCH = {
     "parallel.gpus",
     "parallel.layout_rules",
     "parallel.memory",
+    "parallel.micro_batches",
     "parallel.network",
     "parallel.on_gpus",
     "parallel.slots",

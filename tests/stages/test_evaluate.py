@@ -15,6 +15,7 @@ from parallel.model.policy import Policy
 from stages import evaluate
 from stages.data.prompts import held_out_problems
 from stages.data.tokenizer import load_tokenizer
+from stages.domains import DomainEvaluationSettings, SamplingSettings
 from stages.kinds.evaluate import EvaluationSettings
 from stages.rewards.reward import RewardError, RewardPoolSettings
 from stages.sampling.logprob_check import MismatchError
@@ -151,6 +152,49 @@ def test_several_responses_to_a_problem_count_by_their_share(tmp_path: Path) -> 
     assert score["pass_at_k"] == sum(count > 0 for count in solved) / 40
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["accuracy"] == pytest.approx(score["accuracy"])
+
+
+@pytest.mark.parametrize(
+    ("common", "own", "asked"),
+    [
+        ({}, {}, (1.0, 1.0, 0)),
+        # As Qwen3's cards measure it.
+        ({"temperature": 0.6, "top_p": 0.95, "top_k": 20}, {}, (0.6, 0.95, 20)),
+        ({"temperature": 0.6, "top_p": 0.95}, {"temperature": 0.0, "top_k": 5}, (0.0, 0.95, 5)),
+        ({"top_k": 20}, {"top_p": 0.9, "top_k": 0}, (1.0, 0.9, 0)),
+    ],
+)
+@pytest.mark.parametrize("kind", ["evaluate", "gate"])
+def test_answers_are_sampled_as_the_run_or_the_domain_says(
+    kind: str,
+    common: dict[str, Any],
+    own: dict[str, Any],
+    asked: tuple[float, float, int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Checked log-probabilities are of samples from the whole distribution."""
+    seen: list[tuple[float, float, int]] = []
+    request = evaluate.StageEngines.request
+
+    def watch(engines: Any, groups: Any, sampling: SamplingSettings) -> None:
+        seen.append((sampling.temperature, sampling.top_p, sampling.top_k))
+        request(engines, groups, sampling)
+
+    monkeypatch.setattr(evaluate.StageEngines, "request", watch)
+    given = job(tmp_path, kind=kind, models={"merge": tmp_path / "merge"})
+    settings = given.settings
+    domain = settings.domains["sums"].model_copy(
+        update={
+            "evaluation": DomainEvaluationSettings(**own),
+            # What the domain is trained with is not read.
+            "sampling": settings.domains["sums"].sampling.model_copy(update={"top_p": 0.5}),
+        }
+    )
+    evaluation = settings.evaluation.model_copy(update=common)
+    settings = settings.model_copy(update={"domains": {"sums": domain}, "evaluation": evaluation})
+    evaluate.run(given.model_copy(update={"settings": settings}))
+    assert seen == [(1.0, 1.0, 0), asked]
 
 
 def test_another_sampling_seed_samples_other_responses(tmp_path: Path) -> None:

@@ -15,13 +15,14 @@ import numpy as np
 import pytest
 
 from parallel.engine.log import RolloutLog, frame
+from parallel.engine.memory import response_bytes
 from parallel.engine.wire import Generation, Prompt, Question, Sampling, sample_of
 from parallel.sample import Sample
 from parallel.settings import END_TOKEN
 from stages.data.problem import Problem
-from stages.domains import SamplingSettings
+from stages.domains import RolloutSettings, SamplingSettings
 from stages.objectives.groups import Group, groups_of
-from stages.sampling.engines import StageEngines
+from stages.sampling.engines import StageEngines, rollout_log
 from tests.fake_engines import (
     MODEL,
     FakeEngine,
@@ -369,6 +370,35 @@ def test_interruptions_do_not_change_the_lengths_of_responses(tmp_path: Path) ->
     assert [sample.response.tolist() for sample in found] == expected
     # What is there early is short: had the others been drawn with other seeds, this would show.
     assert np.mean(early) < 0.6 * np.mean([len(response) for response in expected])
+
+
+def test_a_run_without_a_log_keeps_no_response_and_drops_an_older_log(tmp_path: Path) -> None:
+    """Else a later attempt with a log again would replay what these weights never sampled."""
+    job = toy_job(tmp_path, toy_run(1e9, sums=toy_domain()), FakeEngine())
+    drawing = SamplingSettings(), RolloutSettings()
+    log = rollout_log(job, *drawing)
+    assert log is not None
+    log.add(*answered(1))
+    log.close()
+    assert [*(job.files.rollouts / "log").iterdir()]
+    recorded = job.settings.logging.model_copy(update={"response_log": False})
+    settings = job.settings.model_copy(update={"logging": recorded})
+    assert rollout_log(job.model_copy(update={"settings": settings}), *drawing) is None
+    assert not (job.files.rollouts / "log").exists()
+
+
+def test_planned_bytes_are_those_of_a_frame(tmp_path: Path) -> None:
+    """The plan for 4,000 tokens of Qwen3-30B-A3B: 48 layers x 8 experts x 2 bytes each."""
+    large = MODEL.model_copy(update={"layers": 48, "experts": 128, "experts_per_token": 8})
+    tokens = 4000
+    routes = np.zeros((tokens, 48, 8), np.uint16)
+    _, given = answered(1)
+    numbers = np.zeros(tokens, np.int32).tobytes()
+    given = msgspec.structs.replace(
+        given, tokens=numbers, logprobs=numbers, versions=numbers, routes=routes.tobytes()
+    )
+    size = len(frame((answered(1)[0], given)))
+    assert size == pytest.approx(tokens * response_bytes(large), rel=1e-3)
 
 
 def test_a_deterministic_call_is_never_mixed(tmp_path: Path) -> None:
