@@ -197,7 +197,9 @@ class Expert(OnPolicyStage):
             weights=part.weights,
             router_movement=part.router_movement,
             reference_logprobs=part.reference_logprobs,
-            reference_kl=responses.kl(part.reference, temperature) if part.reference else None,
+            reference_kl=(
+                responses.kept_kl(part.reference, temperature) if part.reference else None
+            ),
             entropy=responses.entropy(temperature) if bonus else None,
             length_weights=weights.of(part) if weights else None,
         )

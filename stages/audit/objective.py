@@ -21,7 +21,8 @@ class Facts:
     """The inputs of the loss of one sample's n learned tokens, each [n], log-probabilities in nats.
 
     `logprobs` are the policy's, with gradient; `stale` is true where older weights sampled any of
-    it; `full_kl` is the exact KL to the reference where that is the penalty.
+    it; `full_kl` is the exact KL to the reference, over the ids that each token was sampled from,
+    where that is the penalty.
     """
 
     logprobs: torch.Tensor

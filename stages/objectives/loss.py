@@ -80,7 +80,8 @@ class ObjectiveSettings(Settings):
     )
     kl: KLSettings = KLSettings()
     entropy_bonus: Annotated[float, Field(ge=0)] = Field(
-        default=0.0, description="coefficient of the entropy, over the whole vocabulary"
+        default=0.0,
+        description="coefficient of the entropy, over the ids that a token is sampled from",
     )
     mask_truncated: bool = Field(
         default=False,
