@@ -30,6 +30,7 @@ OTHERS: dict[str, list[dict[str, Any]]] = {  # besides an algorithm's defaults
     "sequence": [{"clip_low": 0.05, "clip_high": 0.05}, {"dual_clip": 1.02}],
     "cispo": [{"cap": 1.28, "floor": 0.8}],
     "reinforce_pp": [{"over": "tokens"}, {"over": "tokens", "std": "population"}],
+    "reinforce_pp_baseline": [{"over": "tokens"}, {"over": "tokens", "std": "population"}],
     "gfpo": [{"keep": 3, "by": "reward_per_token"}],
 }
 

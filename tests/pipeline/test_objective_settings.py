@@ -179,7 +179,25 @@ def test_a_critic_allows_groups_of_one(config: Path) -> None:
     assert "lambda: 0.8" in config.read_text()
     assert load(config) == settings
     with pytest.raises(ConfigError, match="dynamic_sampling: 2 replaces every prompt"):
-        load(config, ["domains.sums.rollout.dynamic_sampling=2"])
+        load(config, ["domains.sums.rollout={dynamic_sampling: 2, dynamic_sampling_by: solved}"])
+
+
+@pytest.mark.parametrize(
+    "advantage",
+    ["{name: reinforce_pp}", "{name: gae}", "{name: reinforce_pp_baseline, over: tokens}"],
+)
+def test_dynamic_sampling_by_advantages_needs_those_of_a_group(
+    config: Path, advantage: str
+) -> None:
+    given = [RATIO, f"{EXPERT}.advantage={advantage}", "domains.sums.rollout.dynamic_sampling=2"]
+    name = advantage.strip("{}").split(",")[0].removeprefix("name: ")
+    assert (
+        "domains.sums.rollout.dynamic_sampling_by: advantages replaces no prompt, since advantage"
+        f" {name} teaches from zero-variance groups too; use solved, or dynamic_sampling: 0"
+    ) in violation(config, *given)
+    load(config, [*given, "domains.sums.rollout.dynamic_sampling_by=solved"])
+    load(config, [*given, f"{EXPERT}.mask_truncated=true"])  # all truncated: nothing is learned
+    load(config, [given[0], f"{EXPERT}.advantage.name=reinforce_pp_baseline", given[2]])
 
 
 @pytest.mark.parametrize(
