@@ -101,12 +101,26 @@ class Responses:
         return self.batch.spread(vocabulary.logprobs(self.logits, targets, temperature, kept))
 
     def entropy(self, temperature: float = 1.0) -> Tensor:
-        """Return the entropy over the whole vocabulary at every response token, in nats."""
-        return self.batch.spread(vocabulary.entropy(self.logits, temperature))
+        """Return the entropy over the batch's kept sets at every response token, in nats."""
+        return self.batch.spread(vocabulary.entropy(self.logits, temperature, self.sampled_from))
+
+    def kept_kl(self, other: Tensor | HeadLogits, temperature: float = 1.0) -> Tensor:
+        """Return KL(this || other) over the batch's kept sets at every response token, in nats.
+
+        Its mean over samples is that of the estimators from `logprobs`, which `kl`'s is not.
+        """
+        return self.batch.spread(vocabulary.kl(self.logits, other, temperature, self.sampled_from))
 
     def kl(self, other: Tensor | HeadLogits, temperature: float = 1.0) -> Tensor:
         """Return KL(this || other) over the whole vocabulary at every response token, in nats."""
         return self.batch.spread(vocabulary.kl(self.logits, other, temperature))
+
+    @property
+    def sampled_from(self) -> Tensor | None:
+        """The kept sets with the targets, int64 [n, S + 1], over which `logprobs` renormalises."""
+        if self.batch.kept is None:
+            return None
+        return vocabulary.with_targets(self.batch.kept, self.batch.own_targets.unsqueeze(1))
 
 
 def split(

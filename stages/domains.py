@@ -88,8 +88,9 @@ class RolloutSettings(PromptRolloutSettings):
     )
     dynamic_sampling_by: Literal["advantages", "solved"] = Field(
         default="advantages",
-        description="groups that teach nothing. advantages: all advantages are 0. solved: all"
-        " samples are right, or all are wrong, whatever their rewards (DAPO)",
+        description="groups that teach nothing. advantages: all advantages are 0, for an advantage"
+        " within groups. solved: all samples are right, or all are wrong, whatever their rewards"
+        " (DAPO)",
     )
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from stages.kinds.grpo import GrpoSettings
 from stages.loop import train
 from stages.metrics import reduce_sums
 from stages.objectives.domain_objective import DomainObjective, StageObjectives
-from stages.objectives.groups import Batch, Group, has_zero_advantages
+from stages.objectives.groups import Batch, Group, has_zero_advantages, taught_nothing
 from stages.objectives.loss import MetricSum, Totals, policy_loss
 from stages.objectives.surrogate import CorrectionSettings, Tokens
 from stages.sampling.step import OnPolicyStage, StepSamples, Update
@@ -86,7 +87,10 @@ class Expert(OnPolicyStage):
                 "resampled_groups": float(len(batch.replaced)),
                 # A critic's objective is a stage's only one.
                 **next(iter(self.objectives)).baseline.metrics(
-                    map(self._has_zero_advantages, batch.sampled)
+                    chain(
+                        map(taught_nothing, batch.groups),
+                        map(self._has_zero_advantages, batch.replaced),
+                    )
                 ),
             },
         )
@@ -197,7 +201,9 @@ class Expert(OnPolicyStage):
             weights=part.weights,
             router_movement=part.router_movement,
             reference_logprobs=part.reference_logprobs,
-            reference_kl=responses.kl(part.reference, temperature) if part.reference else None,
+            reference_kl=(
+                responses.kept_kl(part.reference, temperature) if part.reference else None
+            ),
             entropy=responses.entropy(temperature) if bonus else None,
             length_weights=weights.of(part) if weights else None,
         )

@@ -156,7 +156,7 @@ _TABLE = {
         " advantage `gae` | falls, then steady",
         "entropy": "mean -log pi of the sampled tokens, nats | falls slowly; near 0 nothing is"
         " explored any more. Guard `entropy_collapse`",
-        "full_entropy": "mean entropy over the whole vocabulary, nats; with"
+        "full_entropy": "mean entropy over the ids that a token is sampled from, nats; with"
         " `objective.entropy_bonus` above 0 | near `entropy`; it is what the bonus holds up",
         "kl": "mean of the domain's KL estimator to its reference, nats; with a coefficient above"
         " 0, over the tokens of all domains that have one | grows slowly",

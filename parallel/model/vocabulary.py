@@ -87,11 +87,14 @@ def logprobs(
     that would end the run.
     """
     columns = targets.unsqueeze(1) if targets.dim() == 1 else targets
-    if kept is not None:
-        has_set = (kept >= 0).any(1, keepdim=True)
-        kept = torch.cat([kept, columns.where(has_set, -1)], 1)
-    how = How(temperature, kept)
+    how = How(temperature, None if kept is None else with_targets(kept, columns))
     return _LogProbs.apply(*parts_of(logits), columns, how).reshape(targets.shape)
+
+
+def with_targets(kept: Tensor, targets: Tensor) -> Tensor:
+    """Return kept sets [n, S + K] that hold their row's targets, int64 [n, K], too."""
+    has_set = (kept >= 0).any(1, keepdim=True)
+    return torch.cat([kept, targets.where(has_set, -1)], 1)
 
 
 def entropy(logits: Logits, temperature: float = 1.0, kept: Tensor | None = None) -> Tensor:

@@ -56,6 +56,17 @@ def _domain(
         ]
         advantage_of = dict(zip(repeated, _standard(repeated, std), strict=True))
         return [[advantage_of[reward] for reward in group] for group in rewards]
+    if name == "reinforce_pp_baseline" and settings.get("over", "responses") == "tokens":
+        # verl: the scores less their group's mean, whitened over all tokens of the batch
+        scores = [_centred(group) for group in rewards]
+        tokens = [
+            score
+            for group, own in zip(groups, scores, strict=True)
+            for sample, score in zip(group, own, strict=True)
+            for _ in sample.response
+        ]
+        mean, spread = fmean(tokens), _spread(tokens, std)
+        return [[(score - mean) / (spread + FLOOR) for score in own] for own in scores]
     if name in ("reinforce_pp_baseline", "gdpo"):
         centred = (
             [_centred(group) for group in rewards]

@@ -31,12 +31,16 @@ class Read:
 
     def logprobs(self, temperature: float) -> torch.Tensor:
         """Return log pi [learned] of the tokens under the distribution they were sampled from."""
+        ids = self.sample.response[self.sample.learned]
+        return self.sampled_from(temperature).gather(-1, ids[:, None]).squeeze(-1)
+
+    def sampled_from(self, temperature: float) -> torch.Tensor:
+        """Return log pi [learned, vocabulary], -inf for ids that top_p and top_k cut away."""
         scaled = self.logits / temperature
         if self.sample.kept is not None:
             rows = [_only(row, kept) for row, kept in zip(scaled, self.sample.kept, strict=True)]
             scaled = torch.stack(rows)
-        every = scaled.log_softmax(-1).gather(-1, self.sample.response[:, None]).squeeze(-1)
-        return every[self.sample.learned]
+        return scaled.log_softmax(-1)[self.sample.learned]
 
     def distribution(self, temperature: float) -> torch.Tensor:
         """Return log p [learned, vocabulary] over the whole vocabulary."""

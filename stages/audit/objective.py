@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 
 from stages.audit.blocks import SHARED, RecordedObjective
 from stages.audit.model import Model
+from stages.audit.recorded import NotAuditable
 
 LIMIT = 20.0  # of a log-ratio, in nats
 
@@ -19,7 +21,8 @@ class Facts:
     """The inputs of the loss of one sample's n learned tokens, each [n], log-probabilities in nats.
 
     `logprobs` are the policy's, with gradient; `stale` is true where older weights sampled any of
-    it; `full_kl` is the exact KL to the reference where that is the penalty.
+    it; `full_kl` is the exact KL to the reference, over the ids that each token was sampled from,
+    where that is the penalty.
     """
 
     logprobs: torch.Tensor
@@ -94,17 +97,31 @@ class Objective:
 
 
 def terms(facts: Facts, objective: dict[str, Any], correct_all: bool) -> Terms:
-    """Return the terms by the resolved settings of an objective."""
-    loss, ratio, clipped = _surrogate(facts, objective["ratio"])
-    if (correction := _correction(facts, objective["correction"], correct_all)) is not None:
-        loss = loss * correction
+    """Return the terms by the resolved settings of an objective.
+
+    Values and gradients are each written out from the papers, rather than one differentiated: a
+    formula with the right value may spread its gradient over other tokens.
+
+    Raises:
+        NotAuditable: the ratio and the correction have no common formula.
+    """
+    value, slope, ratio, clipped = _surrogate(facts, objective["ratio"])
+    correction = _correction(facts, objective["correction"], correct_all)
+    if correction is not None:
+        by_token = objective["correction"]["level"] == "token"
+        if by_token and objective["ratio"]["name"] in ("geometric", "rspo"):
+            raise NotAuditable("objective.correction.level: token is not defined for this ratio")
+        # Token j of a response that mu sampled adds w_j c_j grad log pi_j (TIS; IcePop, whose w_j
+        # is 0 where it masks; verl's GSPO), c_j being what it adds to an uncorrected gradient.
+        value, slope = value * correction, slope * correction
     masked = None
     if objective["sequence_mask"]["enabled"]:
         moved = (facts.engine - facts.logprobs.detach()).mean()
         masked = (facts.advantages < 0) & (moved > objective["sequence_mask"]["delta"])
-        loss = torch.where(masked, torch.zeros_like(loss), loss)
+        value, slope = value.masked_fill(masked, 0.0), slope.masked_fill(masked, 0.0)
+    loss = value + slope * (facts.logprobs - facts.logprobs.detach())
     kl = _penalty(facts, objective["kl"]["estimator"])
-    return Terms(loss, kl, ratio.detach(), clipped, correction, masked)
+    return Terms(loss, kl, ratio, clipped, correction, masked)
 
 
 def _exp(values: torch.Tensor) -> torch.Tensor:
@@ -113,30 +130,40 @@ def _exp(values: torch.Tensor) -> torch.Tensor:
 
 def _surrogate(
     facts: Facts, settings: dict[str, Any]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return of every token its loss, c, its ratio, and whether a clip binds, without gradient.
+
+    c_j is d(sum of the response's losses) / d log pi_j.
+    """
     name, advantage = settings["name"], facts.advantages
-    log_ratio = facts.logprobs - facts.old
-    if name == "rspo":
-        assert facts.router_movement is not None
-        gamma = torch.exp(-facts.router_movement).clamp(min=settings["floor"])
-        log_ratio = log_ratio + gamma.log()
-    if name in ("geometric", "rspo"):
-        low, high = settings["clip_low"], settings["clip_high"]
-        bounded = torch.where(advantage >= 0, log_ratio.clamp(max=high), log_ratio.clamp(min=-low))
-        ratio = _exp(bounded.mean()).expand_as(advantage)
-        return -ratio * advantage, ratio, bounded != log_ratio
-    if name == "cispo":
-        ratio = _exp(log_ratio).detach()
-        weight = ratio.clamp(max=settings["cap"]).clamp(min=settings.get("floor", 0.0))
-        return -weight * advantage * facts.logprobs, ratio, weight != ratio
-    if name == "token":
+    logprobs = facts.logprobs.detach()
+    log_ratio = logprobs - facts.old
+    if name == "cispo":  # 2506.13585, eq. 4: sg[clip(r_t)] A log pi_t
         ratio = _exp(log_ratio)
-    elif name == "sequence":
-        ratio = _exp(log_ratio.mean()).expand_as(advantage)
-    else:
-        assert name == "sequence_token", name
-        own = torch.exp(facts.logprobs - facts.logprobs.detach())
-        ratio = _exp(log_ratio.mean()).detach() * own
+        weight = ratio.clamp(max=settings["cap"]).clamp(min=settings.get("floor", 0.0))
+        return -weight * advantage * logprobs, -weight * advantage, ratio, weight != ratio
+    if name in ("geometric", "rspo"):
+        if name == "rspo":  # 2510.23027: gamma_t r_t in place of r_t, gamma_t without gradient
+            assert facts.router_movement is not None
+            log_ratio = log_ratio - facts.router_movement.clamp(max=-math.log(settings["floor"]))
+        # 2507.20673, eq. 4: s A, s = exp of the mean of log r_t, clipped where A would push it on.
+        # d(n s A) / d log r_j = s A, and 0 of a clipped token.
+        good = advantage >= 0
+        high = torch.full_like(advantage, settings["clip_high"])
+        low = torch.full_like(advantage, -settings["clip_low"])
+        clipped = torch.where(good, log_ratio > high, log_ratio < low)
+        mean = torch.where(clipped, torch.where(good, high, low), log_ratio).mean()
+        ratio = _exp(mean).expand_as(advantage)
+        learned = ~clipped & (mean.abs() <= LIMIT)
+        return -ratio * advantage, -ratio * advantage * learned, ratio, clipped
+    if name == "token":  # 1707.06347, eq. 7
+        free = log_ratio.abs() <= LIMIT
+        ratio = _exp(log_ratio)
+    else:  # 2507.18071, eq. 5-7 and 13-14: s_i; d(n s_i A_i) / d log pi_j = s_i A_i (eq. 10, 17)
+        assert name in ("sequence", "sequence_token"), name
+        mean = log_ratio.mean()
+        free = (mean.abs() <= LIMIT) | torch.tensor(name == "sequence_token")
+        ratio = _exp(mean).expand_as(advantage)
     inside = ratio.clamp(1 - settings["clip_low"], 1 + settings["clip_high"])
     clipped = inside * advantage < ratio * advantage
     gain = torch.where(clipped, inside * advantage, ratio * advantage)
@@ -144,7 +171,7 @@ def _surrogate(
         least = settings["dual_clip"] * advantage
         second = (advantage < 0) & (gain < least)
         gain, clipped = torch.where(second, least, gain), clipped | second
-    return -gain, ratio, clipped
+    return -gain, -ratio * advantage * (free & ~clipped), ratio, clipped
 
 
 def _correction(facts: Facts, settings: dict[str, Any], correct_all: bool) -> torch.Tensor | None:

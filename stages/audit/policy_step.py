@@ -131,7 +131,7 @@ class PolicyStep:
         with torch.no_grad():
             for sample, own in zip(samples, unscaled, strict=True):
                 read = self.policy.read(sample, self.replay)
-                entropy = float(_entropy(read.distribution(self.temperature)).mean())
+                entropy = float(_entropy(read.sampled_from(self.temperature)).mean())
                 known[sample] = Known(
                     read.logprobs(self.temperature),
                     torch.tensor(own, dtype=torch.float64)[sample.learned],
@@ -207,7 +207,7 @@ class PolicyStep:
             value = value + own.coefficient * mean(found.kl)
             logged["kl"] = found.kl.sum()
         if own.settings["entropy_bonus"] > 0:
-            entropy = _entropy(read.distribution(self.temperature))
+            entropy = _entropy(read.sampled_from(self.temperature))
             value = value - own.settings["entropy_bonus"] * mean(entropy)
             logged["full_entropy"] = entropy.sum()
         return value, logged
@@ -237,9 +237,10 @@ class PolicyStep:
             with torch.no_grad():
                 other = own.reference.read(sample, replay=False)
             if own.settings["kl"]["estimator"] == "full":
-                log_p = read.distribution(self.temperature)
-                log_q = other.distribution(self.temperature)
-                full = (log_p.exp() * (log_p - log_q)).sum(-1)
+                log_p = read.sampled_from(self.temperature)
+                log_q = other.sampled_from(self.temperature)
+                difference = (log_p - log_q).masked_fill(log_p == -torch.inf, 0.0)
+                full = (log_p.exp() * difference).sum(-1)
             else:
                 theirs = other.logprobs(self.temperature)
         if own.settings["ratio"]["name"] == "rspo":
@@ -285,7 +286,7 @@ class PolicyStep:
 
 
 def _entropy(log_p: torch.Tensor) -> torch.Tensor:
-    return -(log_p.exp() * log_p).sum(-1)
+    return -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0.0)).sum(-1)
 
 
 def _add(

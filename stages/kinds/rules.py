@@ -76,11 +76,20 @@ def _group_rules(at: At, policy: PolicySettings) -> Found:
             "reinforce_pp or gae",
         )
         return
-    if alone and policy.rollout.dynamic_sampling:
+    rounds, by = policy.rollout.dynamic_sampling, policy.rollout.dynamic_sampling_by
+    if rounds and by == "solved" and alone:
         yield (
             at("rollout.dynamic_sampling"),
-            f"{policy.rollout.dynamic_sampling} replaces every prompt, since a group of one has no "
-            "variance; use 0",
+            f"{rounds} replaces every prompt, since a group of one is all right or all wrong; use "
+            "0",
+        )
+    # `mask_truncated` may leave a group without learned responses.
+    always = advantage.zero_variance_teaches and not policy.objective.mask_truncated
+    if rounds and by == "advantages" and always:
+        yield (
+            at("rollout.dynamic_sampling_by"),
+            f"advantages replaces no prompt, since advantage {advantage.name} teaches from "
+            "zero-variance groups too; use solved, or dynamic_sampling: 0",
         )
     if not isinstance(advantage, GaeSettings):
         return

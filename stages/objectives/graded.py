@@ -32,6 +32,11 @@ class AdvantageBase(AlgorithmSettings):
     needs_step_rewards: ClassVar[bool] = False
 
     @property
+    def zero_variance_teaches(self) -> bool:
+        """True where a group of equal rewards has advantages, from beyond the group."""
+        return self.baseline != "group"
+
+    @property
     def warmup_steps(self) -> int:
         """The first steps, in which the policy is not trained."""
         return 0
@@ -41,6 +46,16 @@ class Standardised(AdvantageBase):
     """An advantage that is divided by a standard deviation; `std` names which."""
 
     std: Std = Field(default="sample", description="which standard deviation divides")
+
+
+class Whitened(Standardised):
+    """An advantage in standard deviations of the batch; `over` names of which items."""
+
+    over: Literal["responses", "tokens"] = Field(
+        default="responses",
+        description="items of mean and standard deviation; tokens, as in verl and OpenRLHF, counts"
+        " a response once for each of its tokens",
+    )
 
 
 @dataclass(frozen=True)
@@ -113,6 +128,16 @@ def scale(centred: Tensor, mask: Tensor, std: Std) -> Tensor:
     count = mask.sum(-1, keepdim=True) - (1 if std == "sample" else 0)
     deviation = (centred.square().sum(-1, keepdim=True) / count.clamp(min=1)).sqrt()
     return centred / (deviation + STD_FLOOR)
+
+
+def standardise_over_tokens(values: Tensor, graded: Graded, std: Std) -> Tensor:
+    """Return `values` [groups, G] standardised over the batch, each once for each of its tokens."""
+    flat, useful = values.flatten(), graded.graded.flatten()
+    lengths = graded.lengths.flatten()[useful].clamp(min=1)
+    repeated = flat[useful].repeat_interleave(lengths)
+    per_token = standardise(repeated, useful[useful].repeat_interleave(lengths), std)
+    last = per_token[lengths.cumsum(0) - 1]  # of each response
+    return flat.new_zeros(flat.shape).masked_scatter(useful, last).view(values.shape)
 
 
 def scale_over_batch(centred: Tensor, graded: Graded, std: Std) -> Tensor:

@@ -120,19 +120,28 @@ def has_zero_advantages(
     weights: Mapping[str, float] | None = None,
     mask_truncated: bool = False,
 ) -> bool:
-    """Return true where no learned token of a graded group has an advantage within the group.
+    """Return true where no learned token of a graded group can have an advantage.
 
-    With a critic, whose advantages are of no group: where all rewards are equal. With
-    `mask_truncated`, truncated responses are not learned.
+    Advantages that are not of the group alone are not known yet: only a group without learned
+    responses is then without any. With `mask_truncated`, truncated responses are not learned.
     """
     learned = [sample.finished or not mask_truncated for sample in group.samples]
     if mask_truncated and not any(learned):
         return True
-    if settings.baseline == "critic":
-        return group.zero_variance
+    if settings.zero_variance_teaches:
+        return False
     _check_steps([group], settings)
     found = compute_advantages(graded([group], weights), settings)[0]
     return not found[: len(learned)][learned].any()
+
+
+def taught_nothing(group: Group) -> bool:
+    """Return true where no learned token of a group has an advantage, once they are assigned."""
+    return not any(
+        sample.advantage if sample.advantages is None else sample.advantages[sample.learned].any()
+        for sample in group.samples
+        if len(sample.learned)
+    )
 
 
 def graded_samples(groups: list[Group], first: int = 0) -> list[list[Sample]]:

@@ -3,8 +3,8 @@
 Every estimator takes log-probabilities [...] in nats, of the policy, the reference and the policy
 that sampled, and returns one value a token. d = log pi_ref - log pi_theta throughout.
 Source of k1, k2, k3: Schulman, "Approximating KL divergence", 2020. The estimator `full` is not
-among them: the KL over the whole vocabulary is computed where the logits are
-(`parallel.model.vocabulary`), and has gradient through all of it. Never imports torch.
+among them: the KL over all ids that a token is sampled from is computed where the logits are
+(`parallel.model.vocabulary`), and has gradient through all of them. Never imports torch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ class KLSettings(Settings):
         default=0.0, description="coefficient of the KL; 0 computes no reference"
     )
     estimator: Literal["k1", "k2", "k3", "unbiased_k3", "full"] = Field(
-        default="k3", description="estimator of the KL, per token"
+        default="k3",
+        description="estimator of the KL, per token; full is exact. With top_p or top_k all are of"
+        " the distributions over the ids that sampling kept",
     )
     reference: str = Field(
         default="parent",

@@ -80,7 +80,8 @@ class ObjectiveSettings(Settings):
     )
     kl: KLSettings = KLSettings()
     entropy_bonus: Annotated[float, Field(ge=0)] = Field(
-        default=0.0, description="coefficient of the entropy, over the whole vocabulary"
+        default=0.0,
+        description="coefficient of the entropy, over the ids that a token is sampled from",
     )
     mask_truncated: bool = Field(
         default=False,
@@ -110,6 +111,12 @@ class ObjectiveSettings(Settings):
                 "ratio.name",
                 f"{self.ratio.name} gives all tokens of a response one gradient, which undoes the"
                 f" advantage {self.advantage.name} of each; use token, sequence_token or cispo",
+            )
+        elif self.correction.by_token and not self.ratio.corrected_by_token:
+            yield (
+                "correction.level",
+                f"token has no meaning under ratio {self.ratio.name}, which is defined for whole"
+                " responses; use sequence, or another ratio such as sequence_token",
             )
 
 
@@ -217,7 +224,7 @@ def policy_loss(
 
     if settings.ratio.needs_router_shift:
         _needed(tokens.router_movement, f"ratio is {settings.ratio.name}", "router movements")
-    surrogate: Surrogate = RATIOS[settings.ratio.name](tokens, settings.ratio)
+    surrogate: Surrogate = RATIOS[settings.ratio.name](tokens.weighted(), settings.ratio)
     metrics = {
         "ratio": per_response(surrogate.ratio),
         "clip_fraction": per_response(surrogate.clipped.to(surrogate.ratio.dtype)),
@@ -227,7 +234,8 @@ def policy_loss(
         metrics["router_movement"] = per_token(tokens.router_movement)
     values = surrogate.loss
     if tokens.weights is not None:
-        values = values * tokens.weights
+        # Only the value: `weighted` has seen to the gradient. A weight of 1 changes no bit.
+        values = (values * tokens.weights).detach() + (values - values.detach())
         metrics["correction"] = per_response(tokens.weights)
     if settings.sequence_mask.enabled:
         kept = sequence_mask(tokens, settings.sequence_mask)

@@ -25,11 +25,13 @@ BelowOne = Annotated[float, Field(gt=0, le=1)]
 class RatioBase(AlgorithmSettings):
     """The base of a ratio's settings; the class variables say what it needs.
 
-    `per_response`: all tokens of a response get one gradient. `needs_router_shift`: it reads
-    `Tokens.router_movement`, which costs a forward pass an update.
+    `per_response`: all tokens of a response get one gradient. `corrected_by_token`: a correction
+    may weigh its tokens one by one. `needs_router_shift`: it reads `Tokens.router_movement`, which
+    costs a forward pass an update.
     """
 
     per_response: ClassVar[bool] = False
+    corrected_by_token: ClassVar[bool] = True
     needs_router_shift: ClassVar[bool] = False
 
 
@@ -57,10 +59,10 @@ class Tokens:
 
     `sampling_logprobs`, for the estimator `unbiased_k3`: pi_old's, but mu's where older weights
     sampled a token; None means pi_old's everywhere.
-    `weights`, of a correction, multiply the surrogate and not the KL.
+    `weights`, of a correction, multiply each token's loss and its gradient, and not the KL.
     `router_movement`: mean |log p - log p_old| in nats, over layers and the experts that the old
     router chose.
-    `reference_kl` and `entropy`, over the whole vocabulary, have gradient.
+    `reference_kl` and `entropy`, over the ids that each token was sampled from, have gradient.
     `length_weights` [B], of the aggregation `lambda`, multiply everything.
     """
 
@@ -81,6 +83,17 @@ class Tokens:
     def log_ratio(self) -> Tensor:
         """The log-ratio log pi_theta - log pi_old of every token, in nats."""
         return self.logprobs - self.old_logprobs
+
+    def weighted(self) -> Tokens:
+        """Return equal tokens, the gradient of whose log-probabilities is times `weights`.
+
+        Under any ratio a token is then learned by its own weight. Weights that multiply the loss
+        instead reach the tokens of a ratio per response only as their mean over the response.
+        """
+        if self.weights is None:
+            return self
+        still = self.logprobs.detach()
+        return replace(self, logprobs=still + self.weights * (self.logprobs - still))
 
     def cleared(self) -> Tokens:
         """Return the tokens with 0 where the mask is false: NaN times 0 would reach a gradient."""
@@ -135,6 +148,11 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, settings: Clipped) -> S
 class CorrectionBase(AlgorithmSettings):
     """The base of a correction's settings."""
 
+    @property
+    def by_token(self) -> bool:
+        """True where the tokens of a response differ in weight."""
+        return False
+
     def applies_to_all(self, replay: str, precision: str) -> bool:
         """Return true where it weighs every sample, and not only stale ones.
 
@@ -159,7 +177,9 @@ class ImportanceSettings(CorrectionBase):
     """The ratios pi_old / mu that a correction takes, and the samples it takes them of."""
 
     level: Literal["token", "sequence"] = Field(
-        default="token", description="sequence: the geometric mean over the response's tokens"
+        default="token",
+        description="token: each token's gradient by its own ratio; sequence: all tokens by the"
+        " geometric mean of the response's, the only one with ratio geometric or rspo",
     )
     samples: Literal["auto", "stale", "all"] = Field(
         default="auto",
@@ -167,6 +187,10 @@ class ImportanceSettings(CorrectionBase):
         " where routing.replay is none or model.precision is bf16, since engine and trainer differ"
         " then; else stale",
     )
+
+    @property
+    def by_token(self) -> bool:
+        return self.level == "token"
 
     def applies_to_all(self, replay: str, precision: str) -> bool:
         if self.samples == "auto":
@@ -211,7 +235,7 @@ def icepop(ratio: Tensor, settings: IcePopSettings) -> Tensor:
 def correction_weights(
     old_logprobs: Tensor, engine_logprobs: Tensor, mask: Tensor, settings: CorrectionBase
 ) -> Tensor:
-    """Return the weight of every token's surrogate, [B, T], without gradient.
+    """Return the weight of every token, [B, T], without gradient.
 
     Both log-probabilities [B, T] in nats, pi_old's and mu's, `mask` [B, T] bool. The ratio of a
     sequence is the geometric mean over its tokens: a product would vanish with their number.

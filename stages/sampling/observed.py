@@ -41,8 +41,10 @@ def observe(responses: Responses, temperature: float, share: float) -> None:
     logits, of = responses.logits, part.place // part.mask.shape[1]
     rows = torch.tensor(recorded, device=logits.device)[of]
     entropies = part.mask.new_zeros(len(rows), dtype=torch.float32)
-    chosen = logits if all(recorded) else logits[rows]
-    entropies[rows] = vocabulary.entropy(chosen, temperature).float()
+    kept = responses.sampled_from
+    if not all(recorded):
+        logits, kept = logits[rows], None if kept is None else kept[rows]
+    entropies[rows] = vocabulary.entropy(logits, temperature, kept).float()
     add_observed(part, "trainer_logprobs", part.old_logprobs, first=True)
     add_observed(part, "entropies", part.spread(entropies))
 

@@ -72,7 +72,7 @@ COLUMNS = {
         "the same by the trainer (pi_old); this and the next two are 0 where not learned, and null"
         " but for the share `logging.tokens` of the prompts",
     ),
-    "entropies": Column(VALUES, "of the policy over the whole vocabulary at each token, in nats"),
+    "entropies": Column(VALUES, "of the policy over the ids a token is sampled from, in nats"),
     "teacher_kl": Column(VALUES, "the loss of a merge at each token, in nats where it is a KL"),
     "advantages": Column(VALUES, "of each token; null where all have `advantage`"),
     "learned": Column(IDS, "indices of the tokens trained on; null where all are"),

@@ -119,6 +119,7 @@ CHECKED_BY = {
     "ReasoningGymPromptSettings.instruction": "stages/test_reasoning_gym_scorers.py",
     "ReasoningGymReward": "stages/test_rewards.py",
     "RecalibrationSettings": "pipeline/test_merge_weights_settings.py",
+    "ReinforcePPBaselineSettings": "stages/objectives/test_advantages.py",
     "ReinforcePPSettings": "stages/objectives/test_advantages.py",
     "RewardBase": "stages/test_reward_pool.py",
     "RewardPoolSettings": "stages/test_reward_pool.py",

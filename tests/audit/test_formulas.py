@@ -15,7 +15,7 @@ import torch
 from stages.audit.advantages import advantages as audited_advantages
 from stages.audit.blocks import OF_DOMAIN, recorded_stage
 from stages.audit.objective import Facts, terms
-from stages.audit.recorded import RecordedRun, RecordedSample
+from stages.audit.recorded import NotAuditable, RecordedRun, RecordedSample
 from stages.objectives.graded import Graded, compute_advantages
 from stages.objectives.loss import ObjectiveSettings, Totals, policy_loss
 from stages.objectives.registry import ADVANTAGES, KL_ESTIMATORS, RATIOS
@@ -30,6 +30,7 @@ OTHERS: dict[str, list[dict[str, Any]]] = {  # besides an algorithm's defaults
     "sequence": [{"clip_low": 0.05, "clip_high": 0.05}, {"dual_clip": 1.02}],
     "cispo": [{"cap": 1.28, "floor": 0.8}],
     "reinforce_pp": [{"over": "tokens"}, {"over": "tokens", "std": "population"}],
+    "reinforce_pp_baseline": [{"over": "tokens"}, {"over": "tokens", "std": "population"}],
     "gfpo": [{"keep": 3, "by": "reward_per_token"}],
 }
 
@@ -120,9 +121,14 @@ def test_estimators_of_the_kl(estimator: str, stale: bool) -> None:
     ],
     ids=label,
 )
-def test_corrections(given: dict[str, Any], level: str) -> None:
-    ratio = {"name": "token", "clip_low": 1.0, "clip_high": 9.0}  # no clip binds
-    objective = {"correction": {**given, "level": level}, "ratio": ratio}
+@pytest.mark.parametrize("name", list(RATIOS))
+def test_corrections(given: dict[str, Any], level: str, name: str) -> None:
+    ratio = {"name": name, **({} if name == "cispo" else {"clip_low": 1.0, "clip_high": 9.0})}
+    objective = {"correction": {**given, "level": level}, "ratio": ratio}  # no clip binds
+    if level == "token" and name in ("geometric", "rspo"):
+        with pytest.raises(NotAuditable, match="level: token is not defined for this ratio"):
+            both(objective, 1.0, stale=True)
+        return
     found = both(objective, 1.0, stale=True)
     assert_alike(found)
     excluded = level == "sequence" and given["name"] == "icepop" and given["low"] != 0.8

@@ -35,11 +35,12 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
         "ratio": {"name": "geometric"},
         "aggregation": "constant",
         "kl": {"coefficient": 0.1, "estimator": "unbiased_k3", "reference": "ema"},
-        "correction": {"name": "tis", "samples": "all"},
+        "correction": {"name": "tis", "level": "sequence", "samples": "all"},
     },
     "router shift, after an update": {
         "ratio": {"name": "rspo", "floor": 0.1},
         "aggregation": "sequence_mean",
+        "correction": {"level": "sequence"},
     },
     "a critic": {
         "advantage": {

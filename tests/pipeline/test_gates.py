@@ -483,7 +483,8 @@ def test_bounds_of_what_is_logged_are_taken(config: Path) -> None:
     overrides = [
         "stages.experts.gate={domains: [sums], max_kl: 1, max_drift: 1, max_router_movement: 1, "
         "min_router_agreement: 1}",
-        "domains.sums.objective={kl: {coefficient: 0.1}, ratio: {name: rspo}}",
+        "domains.sums.objective={kl: {coefficient: 0.1}, ratio: {name: rspo},"
+        " correction: {level: sequence}}",
         "domains.sums.rollout.mode=overlap",
     ]
     gate = load(config, overrides).stages["experts"].gated

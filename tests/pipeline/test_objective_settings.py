@@ -19,7 +19,7 @@ from pipeline.run.lineage import changes, lineage_from
 from stages.objectives.advantages.gae import GaeSettings
 from stages.objectives.kl import KLSettings
 from stages.objectives.loss import REGISTRIES, ObjectiveSettings
-from stages.objectives.registry import AGGREGATIONS, KL_ESTIMATORS
+from stages.objectives.registry import AGGREGATIONS, KL_ESTIMATORS, RATIOS
 from stages.settings import RunSettings
 from tests.pipeline.violations import MIXED, TRAINED, edited, errors, violation, with_mixed
 
@@ -43,7 +43,8 @@ STEPS = (
 @pytest.mark.parametrize(("key", "kind"), NAMED, ids=lambda value: getattr(value, "__name__", ""))
 def test_every_name_selects_its_settings(config: Path, key: str, kind: type) -> None:
     name = kind.model_fields["name"].default  # type: ignore[attr-defined]
-    settings = load(config, [RATIO, STEPS, f"{EXPERT}.{key}.name={name}"])
+    level = [f"{EXPERT}.correction.level=sequence"] if key == "ratio" else []
+    settings = load(config, [RATIO, STEPS, f"{EXPERT}.{key}.name={name}", *level])
     assert getattr(settings.domains["sums"].objective, key) == kind()
     config.write_text(dump_resolved(settings))
     assert load(config) == settings
@@ -131,6 +132,23 @@ def test_a_response_level_ratio_contradicts_a_token_level_advantage(
     )
 
 
+@pytest.mark.parametrize("ratio", sorted(RATIOS))
+def test_a_correction_by_token_needs_a_ratio_that_takes_it(config: Path, ratio: str) -> None:
+    name = f"domains.sums.objective.ratio.name={ratio}"
+    by_token = [f"domains.sums.objective.correction={{name: {each}}}" for each in ("tis", "icepop")]
+    free = ["name: none", "level: sequence", "name: icepop, level: sequence"]
+    for correction in (f"domains.sums.objective.correction={{{each}}}" for each in free):
+        load(config, [name, correction])
+    for correction in by_token:
+        if ratio not in ("geometric", "rspo"):
+            load(config, [name, correction])
+            continue
+        assert (
+            f"domains.sums.objective.correction.level: token has no meaning under ratio {ratio},"
+            " which is defined for whole responses; use sequence, or another ratio such as"
+        ) in violation(config, name, correction)
+
+
 def test_process_requires_step_rewards(config: Path) -> None:
     process = f"{EXPERT}.advantage.name=process"
     start = f"domains.sums.rewards: {EXPERT}.advantage process requires step rewards, "
@@ -161,7 +179,25 @@ def test_a_critic_allows_groups_of_one(config: Path) -> None:
     assert "lambda: 0.8" in config.read_text()
     assert load(config) == settings
     with pytest.raises(ConfigError, match="dynamic_sampling: 2 replaces every prompt"):
-        load(config, ["domains.sums.rollout.dynamic_sampling=2"])
+        load(config, ["domains.sums.rollout={dynamic_sampling: 2, dynamic_sampling_by: solved}"])
+
+
+@pytest.mark.parametrize(
+    "advantage",
+    ["{name: reinforce_pp}", "{name: gae}", "{name: reinforce_pp_baseline, over: tokens}"],
+)
+def test_dynamic_sampling_by_advantages_needs_those_of_a_group(
+    config: Path, advantage: str
+) -> None:
+    given = [RATIO, f"{EXPERT}.advantage={advantage}", "domains.sums.rollout.dynamic_sampling=2"]
+    name = advantage.strip("{}").split(",")[0].removeprefix("name: ")
+    assert (
+        "domains.sums.rollout.dynamic_sampling_by: advantages replaces no prompt, since advantage"
+        f" {name} teaches from zero-variance groups too; use solved, or dynamic_sampling: 0"
+    ) in violation(config, *given)
+    load(config, [*given, "domains.sums.rollout.dynamic_sampling_by=solved"])
+    load(config, [*given, f"{EXPERT}.mask_truncated=true"])  # all truncated: nothing is learned
+    load(config, [given[0], f"{EXPERT}.advantage.name=reinforce_pp_baseline", given[2]])
 
 
 @pytest.mark.parametrize(

@@ -331,6 +331,25 @@ def test_dynamic_sampling_selects_by_advantages_or_by_solved_responses(tmp_path:
     assert not stage.is_useless(wrong)
 
 
+def test_a_batch_baseline_learns_from_zero_variance_groups(tmp_path: Path) -> None:
+    """Rewards [1, 1], [0, 0], [1, 0]: deviations of a batch of mean .5, and none of them is 0."""
+    rewards = {"right": {"kind": "python", "function": "tests.stages.small_rewards:parity"}}
+    for name, shares in (("reinforce_pp", (0.0, 1.0)), ("grpo", (2 / 3, 1.0))):
+        stage = expert(tmp_path / name, {"advantage": {"name": name}}, rewards=rewards, updates=1)
+        batches = ([[1.0, 1.0], [0.0, 0.0], [1.0, 0.0]], [[1.0, 1.0], [1.0, 1.0]])
+        for of_groups, share in zip(batches, shares, strict=True):  # the last teach nobody
+            groups = [group(drawn([1, 2]), each) for each in of_groups]
+            for each in groups:
+                each.problem.domain = "sums"
+                for sample in each.samples:
+                    sample.reward_parts = {"right": sample.reward}
+            useless = [stage.is_useless(each) for each in groups]
+            alike = [name == "grpo" and each.zero_variance for each in groups]
+            assert useless == alike
+            found = stage.split_updates(Batch(groups, [], 0, 0, 0)).metrics
+            assert found["zero_variance"] == pytest.approx(share)
+
+
 def test_steps_give_every_token_its_own_advantage() -> None:
     samples = drawn([4, 2])
     samples[0].step_rewards, samples[1].step_rewards = [(1, 1.0), (3, 0.0)], [(1, 0.0)]

@@ -13,6 +13,7 @@ from parallel.batch import RankPlace, collate
 from parallel.sample import Sample
 from stages.objectives.advantages.gae import GaeSettings
 from stages.objectives.advantages.grpo import GrpoAdvantageSettings
+from stages.objectives.advantages.reinforce_pp import ReinforcePPSettings
 from stages.objectives.groups import Batch, has_zero_advantages, scale_by_entropy
 from stages.sampling.step import StepSamples
 from tests.stages.toys import drawn, expert, group
@@ -93,8 +94,9 @@ def test_a_masked_response_has_no_advantage() -> None:
     samples[0].finished = False
     assert has_zero_advantages(one, GrpoAdvantageSettings(), mask_truncated=True)
     assert not has_zero_advantages(one, GrpoAdvantageSettings())
-    for masked in (True, False):  # a critic's advantages are not of the group
-        assert has_zero_advantages(one, GaeSettings(), mask_truncated=masked) == masked
+    for masked in (True, False):  # their advantages are not of the group alone
+        for settings in (GaeSettings(), ReinforcePPSettings()):
+            assert has_zero_advantages(one, settings, mask_truncated=masked) == masked
     # A third that earned the mean has none, and is the only one that is learned.
     samples = drawn([3, 2, 4])
     one = group(samples, [1.0, 0.0, 0.5])

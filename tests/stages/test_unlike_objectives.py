@@ -209,7 +209,8 @@ def by_hand(policy: LogProbs, tokens: int, responses: int) -> tuple[float, list[
                 gain = (ratio * advantage).minimum(ratio.clamp(0.8, 1.28) * advantage)
                 total = total + (-gain + 0.5 * (away.exp() - away - 1)).sum() / tokens
             else:
-                ratio = (now - old).mean().exp()
+                # GSPO-token's form (2507.18071, eq. 14), so that a token has its own weight.
+                ratio = (now - old).mean().exp().detach() * (now - now.detach()).exp()
                 gain = (ratio * advantage).minimum(ratio.clamp(0.9, 1.1) * advantage)
                 gain = gain * (old - mu).exp().clamp(max=1.1) + 0.01 * entropy[row, own].detach()
                 total = total - gain.mean() / responses

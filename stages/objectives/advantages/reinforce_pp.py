@@ -4,26 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from pydantic import Field
-
-from stages.objectives.graded import Graded, Standardised, standardise
+from stages.objectives.graded import Graded, Whitened, standardise, standardise_over_tokens
 from stages.objectives.registry import advantage
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class ReinforcePPSettings(Standardised):
+class ReinforcePPSettings(Whitened):
     """Batch mean baseline, in standard deviations of the batch; groups of one are enough."""
 
     baseline: ClassVar[Literal["batch"]] = "batch"
 
     name: Literal["reinforce_pp"] = "reinforce_pp"
-    over: Literal["responses", "tokens"] = Field(
-        default="responses",
-        description="items of mean and standard deviation; tokens, as in verl and OpenRLHF, counts"
-        " a response once for each of its tokens",
-    )
 
 
 @advantage(ReinforcePPSettings, source="arXiv 2501.03262")
@@ -36,9 +29,4 @@ def reinforce_pp(graded: Graded, settings: ReinforcePPSettings) -> Tensor:
     rewards, useful = graded.rewards.flatten(), graded.graded.flatten()
     if settings.over == "responses":
         return standardise(rewards, useful, settings.std).view(graded.rewards.shape)
-    lengths = graded.lengths.flatten()[useful].clamp(min=1)
-    repeated = rewards[useful].repeat_interleave(lengths)
-    every = useful[useful].repeat_interleave(lengths)
-    per_token = standardise(repeated, every, settings.std)
-    last = per_token[lengths.cumsum(0) - 1]  # of each response
-    return rewards.new_zeros(rewards.shape).masked_scatter(useful, last).view(graded.rewards.shape)
+    return standardise_over_tokens(graded.rewards, graded, settings.std)

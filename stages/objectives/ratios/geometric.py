@@ -14,6 +14,7 @@ class GeometricBase(RatioBase):
     """A geometric mean of token ratios, each clipped to exp(-clip_low) and exp(clip_high)."""
 
     per_response: ClassVar[bool] = True
+    corrected_by_token: ClassVar[bool] = False  # GMPO and RSPO define no weights of tokens
 
     clip_low: AboveZero = Field(default=0.4, description="ratios are clipped to exp(-clip_low)")
     clip_high: AboveZero = Field(default=0.4, description="ratios are clipped to exp(clip_high)")

@@ -111,6 +111,26 @@ def test_reinforce_pp_over_tokens_counts_a_response_by_its_length(std: str) -> N
     assert_close(of_responses(found), expected, tolerance=5e-6)
 
 
+@pytest.mark.parametrize("std", ["sample", "population"])
+def test_reinforce_pp_baseline_over_tokens_whitens_as_verl(std: str) -> None:
+    """verl: scores less their group's mean, tiled over tokens, masked_whiten (mean and std)."""
+    batch = graded([[1.0, 0.0, 1.0], [4.0, 2.0, 9.0], [3.0, 3.0, 3.0]])  # of 1, 2 and 3 tokens
+    useful = torch.ones(3, 3, dtype=torch.bool)
+    useful[1, 2] = False
+    batch = replace(batch, graded=useful)
+    scores = [[1 / 3, -2 / 3, 1 / 3], [1.0, -1.0], [0.0, 0.0, 0.0]]
+    tokens = [score for own in scores for n, score in enumerate(own, 1) for _ in range(n)]
+    mean = statistics.mean(tokens)
+    deviation = {"sample": statistics.stdev, "population": statistics.pstdev}[std](tokens)
+    expected = [[(score - mean) / deviation for score in own] for own in scores]
+    expected[1].append(0.0)  # not graded
+    how = settings("reinforce_pp_baseline", over="tokens", std=std)
+    found = of_responses(advantages(batch, how))
+    assert_close(found, expected, tolerance=5e-6)
+    assert found[2].all()  # tokens of unlike length give a zero-variance group an advantage
+    assert how.zero_variance_teaches
+
+
 @pytest.mark.parametrize("name", ["grpo", "rloo", "dr_grpo", "reinforce_pp_baseline", "gdpo"])
 def test_group_advantages_sum_to_zero(name: str) -> None:
     rewards = torch.rand(5, 8, generator=torch.Generator().manual_seed(0)).tolist()

@@ -12,11 +12,17 @@ import torch
 from torch import Tensor
 
 from stages.objectives.loss import ObjectiveSettings, PolicyLoss, Totals, policy_loss
-from stages.objectives.surrogate import Tokens
+from stages.objectives.registry import RATIOS
+from stages.objectives.surrogate import (
+    CorrectionBase,
+    IcePopSettings,
+    TisSettings,
+    Tokens,
+    correction_weights,
+)
 from tests.stages.objectives.objective_cases import LENGTHS, MASK, draws, real, slope
 
 TOTALS = Totals(sequences=4, tokens=9, longest=6)
-RATIOS = ["sequence", "sequence_token", "token", "geometric", "rspo", "cispo"]
 EVERYTHING = {
     "ratio": {"name": "token"},
     "kl": {"coefficient": 0.1, "estimator": "unbiased_k3"},
@@ -86,7 +92,7 @@ def test_the_kl_of_stale_samples_has_the_gradient_of_the_kl() -> None:
 
 
 @pytest.mark.parametrize("aggregation", ["sequence_mean", "token_mean", "constant", "lambda"])
-@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize("ratio", list(RATIOS))
 def test_every_split_of_the_batch_gives_the_same_loss_and_gradient(
     ratio: str, aggregation: str
 ) -> None:
@@ -111,7 +117,7 @@ def test_every_split_of_the_batch_gives_the_same_loss_and_gradient(
         torch.testing.assert_close(run(cuts), whole, atol=1e-14, rtol=1e-12)
 
 
-@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize("ratio", list(RATIOS))
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "unbiased_k3", "full"])
 def test_masked_positions_change_nothing(ratio: str, estimator: str) -> None:
     kl = {"coefficient": 0.1, "estimator": estimator}
@@ -135,7 +141,7 @@ def test_masked_positions_change_nothing(ratio: str, estimator: str) -> None:
 
 
 @pytest.mark.parametrize("aggregation", ["sequence_mean", "token_mean", "constant", "lambda"])
-@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize("ratio", list(RATIOS))
 def test_an_empty_mask_gives_zero_and_no_nan(ratio: str, aggregation: str) -> None:
     tokens = replace(batch(), mask=torch.zeros_like(MASK), length_weights=real([1.0] * 4))
     objective = {**EVERYTHING, "ratio": {"name": ratio}, "aggregation": aggregation}
@@ -145,7 +151,7 @@ def test_an_empty_mask_gives_zero_and_no_nan(ratio: str, aggregation: str) -> No
     assert all(metric.total.item() == 0.0 for metric in result.metrics.values())
 
 
-@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize("ratio", list(RATIOS))
 def test_zero_variance_groups_have_no_gradient(ratio: str) -> None:
     """Their advantages are 0, however far the policy has moved."""
     nothing = torch.zeros(4, 5, dtype=torch.float64)
@@ -170,7 +176,7 @@ def test_gspo_token_is_gspo_where_the_tokens_of_a_response_share_an_advantage() 
 
 @pytest.mark.parametrize("ratio", ["sequence", "token", "geometric", "rspo"])
 def test_the_gradient_is_the_derivative(ratio: str) -> None:
-    tokens = batch()
+    tokens = replace(batch(), weights=None)  # they weigh a gradient, whatever the loss's slope
     objective = {**EVERYTHING, "ratio": {"name": ratio, "clip_low": 0.1, "clip_high": 0.1}}
     # The mask of a sequence steps where the policy moves; away from the step it has no slope.
     objective["sequence_mask"] = {"enabled": True, "delta": 0.05}
@@ -181,6 +187,76 @@ def test_the_gradient_is_the_derivative(ratio: str) -> None:
     )
     assert found.any()
     torch.testing.assert_close(found, numeric, atol=1e-8, rtol=0)
+
+
+@pytest.mark.parametrize("aggregation", ["sequence_mean", "token_mean"])
+@pytest.mark.parametrize("ratio", list(RATIOS))
+def test_a_token_is_learned_by_its_own_weight(ratio: str, aggregation: str) -> None:
+    """TIS and IcePop multiply each token's gradient (DeepSeek-V3.2; verl's GSPO).
+
+    A masked token, of weight 0, has none; under a ratio per response too, if it is not refused.
+    """
+    objective = {"ratio": {"name": ratio}, "aggregation": aggregation}
+    tokens = replace(batch(), weights=None)
+    plain = gradient(loss_of(tokens, **objective), tokens)
+    assert plain.any()
+    weights = real([[0.0, 1.0, 2.0, 0.5, 1.0]]).expand(4, 5)
+    weighted = replace(tokens, weights=weights)
+    torch.testing.assert_close(gradient(loss_of(weighted, **objective), tokens), weights * plain)
+    ones = replace(tokens, weights=torch.ones_like(weights))
+    result, same = loss_of(tokens, **objective), loss_of(ones, **objective)
+    assert torch.equal(gradient(same, tokens), plain)
+    assert torch.equal(same.loss, result.loss)
+
+
+@pytest.mark.parametrize("ratio", list(RATIOS))
+@pytest.mark.parametrize("correction", [TisSettings(), IcePopSettings()], ids=lambda s: s.name)
+def test_the_engines_bias_is_corrected_or_refused(ratio: str, correction: CorrectionBase) -> None:
+    """All 1,296 responses of four tokens of six ids, each as often as the engine draws it.
+
+    The reward is a sum over tokens, so that the gradient of its mean under the policy is known.
+    """
+    objective = ObjectiveSettings.model_validate({"ratio": {"name": ratio}})
+    settings = objective.model_copy(update={"correction": correction})
+    if list(settings.violations(2)):
+        assert ratio in ("geometric", "rspo")
+        settings = settings.model_copy(
+            update={"correction": correction.model_copy(update={"level": "sequence"})}
+        )
+        assert not list(settings.violations(2))
+        return
+    generator = torch.Generator().manual_seed(0)
+    logits, noise, reward = (
+        torch.randn(4, 6, generator=generator, dtype=torch.float64) for _ in range(3)
+    )
+    policy, engine = logits.log_softmax(-1), (logits + 0.2 * noise).log_softmax(-1)
+    responses = torch.cartesian_prod(*[torch.arange(6)] * 4)
+    at = torch.arange(4), responses
+    drawn = engine[at].sum(-1).exp()
+    scores = reward[at].sum(-1)
+    advantages = (scores - (drawn * scores).sum())[:, None].expand(-1, 4)
+    expected = policy.exp() * (reward - (policy.exp() * reward).sum(-1, keepdim=True)) / 4
+
+    def bias(correct: bool) -> float:
+        given = logits.clone().requires_grad_()
+        mask = torch.ones(responses.shape, dtype=torch.bool)
+        weights = correction_weights(policy[at], engine[at], mask, correction)
+        tokens = Tokens(
+            given.log_softmax(-1)[at],
+            policy[at],
+            engine[at],
+            advantages,
+            mask,
+            weights=weights if correct else None,
+            router_movement=torch.zeros_like(weights),
+            length_weights=drawn,
+        )
+        policy_loss(tokens, Totals(1, 4), settings, 0.0).loss.backward()
+        assert given.grad is not None
+        return ((given.grad + expected).norm() / expected.norm()).item()
+
+    assert bias(correct=False) > 0.05
+    assert bias(correct=True) < 1e-12
 
 
 def test_the_entropy_and_the_full_kl_have_their_gradients() -> None:
