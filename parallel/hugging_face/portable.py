@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel.families import configuration
-from parallel.files import HUGGING_FACE
+from parallel.files import HUGGING_FACE, write_atomically
 from parallel.settings import ModelSettings
 
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
@@ -57,4 +57,4 @@ def former_tokenizer(config: dict[str, Any]) -> dict[str, Any]:
 
 def _edit(path: Path, change: Any) -> None:
     text = json.dumps(change(json.loads(path.read_text())), indent=2, sort_keys=True)
-    path.write_text(f"{text}\n")
+    write_atomically(path, f"{text}\n")
