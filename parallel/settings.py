@@ -249,7 +249,7 @@ class EngineSettings(Settings):
     max_high_ratio: Fraction | None = Field(
         None,
         description="maximum share of that batch's tokens with |log mu - log pi| above ln 2; null:"
-        " 1e-3 in bf16, only reported in fp32",
+        " 1e-2 in bf16, only reported in fp32",
     )
 
     @property

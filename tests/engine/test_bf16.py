@@ -22,7 +22,7 @@ LAYOUT = LayoutSettings()
 def test_an_expert_in_bf16_trains_on_a_real_engines_samples(
     on: On, engine_of: EngineOf, tmp_path: Path, name: str, mode: str
 ) -> None:
-    """In `async` the bounds apply to probes of 32 tokens."""
+    """In `async` the bounds apply to probes of 256 tokens."""
     address = engine_of(name).address
     described = MODELS[name].model_dump_json(), ENGINE.model_dump_json()
     [steps] = on(LAYOUT, bf16_cases.trained_steps, tmp_path, address, *described, mode)

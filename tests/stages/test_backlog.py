@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -165,6 +166,18 @@ def test_the_same_prompts_again_have_other_seeds() -> None:
     source.redraw(batch.groups, attempt=1)
     assert indices(engines.asked) == indices(batch.groups)
     assert not {g.seed for g in engines.asked} & {g.seed for g in batch.groups}
+
+
+def test_probes_continue_the_first_half_of_prompts() -> None:
+    engines = FakeEngines()
+    source = buffer(engines, "sums")
+    probes = source.probes(4, "probe 1", longest=64)
+    source.request({"sums": 4})
+    whole = [group.problem.prompt for group in engines.asked[4:]]
+    assert [group.problem.prompt for group in probes] == [
+        prompt[: math.ceil(len(prompt) / 2)] for prompt in whole
+    ]
+    assert all(len(prompt) > 2 for prompt in whole)
 
 
 def test_probes_leave_their_prompts_in_the_stream() -> None:
