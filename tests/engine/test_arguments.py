@@ -66,6 +66,14 @@ def test_a_cpu_s_arguments_are_what_they_were() -> None:
     }
 
 
+def test_only_an_fp32_head_of_a_bf16_model_overrides_vllm_s() -> None:
+    precise = {"model": WIDE.model_copy(update={"head_precision": "fp32"})}
+    found = engine_arguments(job(precise), "directory", cuda=False)
+    assert found["hf_overrides"] == {"head_dtype": "float32"}
+    exact = {"model": precise["model"].model_copy(update={"precision": "fp32"})}
+    assert "hf_overrides" not in engine_arguments(job(exact), "directory", cuda=False)
+
+
 @pytest.mark.parametrize("capability", ["9.0", "10.0"])  # Hopper, Blackwell
 def test_vllm_accepts_a_gpu_s_arguments(capability: str) -> None:
     """Only the driver's answers to vLLM's own CUDA platform are invented."""

@@ -31,6 +31,16 @@ def test_an_expert_in_bf16_trains_on_a_real_engines_samples(
     assert all(metrics["gradient_norm"] > 0 for metrics in steps)
 
 
+def test_an_fp32_head_on_both_sides_lowers_the_mismatch(on: On, engine_of: EngineOf) -> None:
+    """By 15 % on the tiny model, and by 30 % with a vocabulary of 8,192."""
+    means = []
+    for name in ("bf16", "bf16_head"):
+        described = [each.model_dump_json() for each in (MODELS[name], LAYOUT, ENGINE)]
+        means += on(LAYOUT, bf16_cases.sharp_mismatch, engine_of(name).address, *described)
+    rounded, precise = means
+    assert precise < 0.95 * rounded
+
+
 @pytest.mark.parametrize("name", ["bf16", "qwen3_5_moe_text"])
 @pytest.mark.parametrize("change", bf16_cases.CHANGES)
 def test_only_wrong_weights_exceed_the_bounds_of_bf16(
