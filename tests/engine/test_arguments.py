@@ -16,6 +16,7 @@ from parallel.engine.memory import engine_memory
 from parallel.errors import UserError
 from parallel.gpus import Gpu
 from parallel.settings import EngineJob
+from tests.awaiting import PATIENCE_SECONDS
 from tests.engine.engine_settings import ENGINE, MODEL
 
 GIB = 1 << 30
@@ -83,7 +84,9 @@ def test_vllm_accepts_a_gpu_s_arguments(capability: str) -> None:
     ]
     asked = "".join(each.model_dump_json() + "\n" for each in jobs)
     command = [sys.executable, "-m", "tests.engine.cuda_platform", capability]
-    done = subprocess.run(command, input=asked, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command, input=asked, capture_output=True, text=True, timeout=PATIENCE_SECONDS
+    )
     marked = [line for line in done.stdout.splitlines() if line.startswith("configured ")]
     plain, quantized = (json.loads(line.partition(" ")[2]) for line in marked)
     assert plain == {
@@ -122,7 +125,11 @@ def test_vllm_accepts_a_member_of_a_larger_engine(tmp_path: Path) -> None:
     asked = job(further, placement="own", tensor=2, data=4, expert_parallel=True)
     command = [sys.executable, "-m", "tests.engine.cuda_platform", "9.0"]
     done = subprocess.run(
-        command, input=f"{asked.model_dump_json()}\n", capture_output=True, text=True, timeout=300
+        command,
+        input=f"{asked.model_dump_json()}\n",
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
     )
     [line] = [each for each in done.stdout.splitlines() if each.startswith("configured ")]
     found = json.loads(line.partition(" ")[2])

@@ -14,6 +14,7 @@ from stages.metrics import reward_metrics
 from stages.objectives.groups import Batch
 from stages.rewards.reward import RewardError
 from stages.sampling.prompt_buffer import Collection, PromptBuffer
+from tests.awaiting import PATIENCE_SECONDS
 from tests.stages.toys import FakeEngines, indices, prompt_buffer
 
 NAMES = ("sums", "words")
@@ -294,4 +295,4 @@ def test_a_sample_is_graded_while_its_group_is_still_sampled() -> None:
     assert group.ended is group.grades[1] is None
     first = group.grades[0]
     assert first is not None
-    assert first.result(60).reward == 3.0
+    assert first.result(PATIENCE_SECONDS).reward == 3.0

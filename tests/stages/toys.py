@@ -30,6 +30,7 @@ from stages.sampling.logprob_check import Mismatch
 from stages.sampling.prompt_buffer import Collection, PromptBuffer
 from stages.sampling.sample_files import read_samples
 from stages.settings import RunSettings, StageJob
+from tests.awaiting import PATIENCE_SECONDS
 from tests.fake_engines import FakeEngine, RefittedFleet, toy_domain, toy_job, toy_run
 from tests.stages.conftest import OPENED
 
@@ -69,7 +70,7 @@ class FakeEngines:
             found = collection.batch()
             if found is not None or not (more or self.rewards.pending):
                 return found
-            assert self.wake.wait(60)
+            assert self.wake.wait(PATIENCE_SECONDS)
 
     def end(self, group: Group, lengths: tuple[int, int] = (1, 2), version: int = 1) -> None:
         for index, length in enumerate(lengths):
