@@ -92,7 +92,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 # A core for the trainer and one for the engine, which work at once where the mode lets them.
-OWN_CORES: dict[str, dict[str, Any]] = {"layout": {"ranks": 1}, "engine": {"placement": "own", "count": 1}}
+OWN_CORES: dict[str, Any] = {"layout": {"ranks": 1}, "engine": {"placement": "own", "count": 1}}
 PLACEMENT: dict[str, dict[str, dict[str, Any]]] = {"modes": OWN_CORES}
 
 

@@ -110,7 +110,7 @@ class ModelSettings(Settings):
 
     @property
     def precise_head(self) -> bool:
-        """Whether the logits have more digits than the weights."""
+        """True where the logits have more digits than the weights."""
         return self.head_precision == "fp32" and self.precision == "bf16"
 
 

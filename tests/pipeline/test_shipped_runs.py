@@ -83,7 +83,7 @@ def test_a_micro_batch_holds_the_longest_sample(path: Path) -> None:
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
 def test_models_that_think_have_room_for_it(path: Path) -> None:
-    """Of those described here all but Mixtral's and DeepSeek-V3's templates open thoughts."""
+    """Mixtral and DeepSeek-V3 do not think; all other models described here do."""
     settings = load(path, to_start=False)
     for name, domain in settings.domains.items():
         thinks = not path.stem.startswith(("mixtral", "deepseek-v3"))

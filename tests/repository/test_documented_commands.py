@@ -144,7 +144,7 @@ def test_the_new_domain_of_the_pages_can_be_tried(
     Path("configs/try_geometry.yaml").write_text(text)
     settings = load(Path("configs/try_geometry.yaml"), to_start=False)
     assert [*settings.domains] == ["geometry"]
-    # Its problems are generated: there are as many held-out ones as an evaluation asks for.
+    # Its problems are generated: no evaluation asks for more than there are.
     assert settings.domains["geometry"].prompts.source == "reasoning_gym"
 
 

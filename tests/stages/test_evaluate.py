@@ -218,7 +218,7 @@ def test_a_gate_decides_by_problems_of_no_reported_result(
 def test_one_check_beyond_a_bound_is_drawn_again(
     last: float, reported: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Of one model: two checks of 40 responses each, and its 40 answers."""
+    """A model is asked for two checks of 40 responses each, and for its 40 answers."""
     asked = job(tmp_path, bound=1.0, models={"merge": tmp_path / "merge"})
     with measuring(2.0, 0.5, share=last):
         evaluate.run(asked)
