@@ -22,7 +22,7 @@ BRAIDS = {"braid", ".venv-gpu/bin/braid"}
 OTHERS = {"cp", "tail", "wandb", "tensorboard", "sbatch"}
 
 
-class Command(NamedTuple):
+class DocumentedCommand(NamedTuple):
     """A command, without the variables before it and the comment behind it."""
 
     where: str  # the file that names it
@@ -32,7 +32,7 @@ class Command(NamedTuple):
         return f"{self.where}: {shlex.join(self.words)}"
 
 
-def of_pages() -> Iterator[Command]:
+def of_pages() -> Iterator[DocumentedCommand]:
     """Yield the commands of all pages' blocks of code.
 
     A block whose first word is a program has commands alone: one of a program that no list above
@@ -43,10 +43,10 @@ def of_pages() -> Iterator[Command]:
             if language not in ("", "bash", "sh"):
                 continue
             if language or _is_command(text):
-                yield from (Command(page.name, words) for words in _commands(text))
+                yield from (DocumentedCommand(page.name, words) for words in _commands(text))
 
 
-def of_makefile() -> Iterator[Command]:
+def of_makefile() -> Iterator[DocumentedCommand]:
     """Yield the Makefile's commands of Python, with the variables of Make as they are."""
     for line in _lines((REPOSITORY / "Makefile").read_text()):
         recipe = line.partition("  # ")[0]
@@ -54,16 +54,16 @@ def of_makefile() -> Iterator[Command]:
             r"\$\(\w*(?:BIN|PYTHON)\)(?:/bin)?(?:/python)? ((?:-W \w+ )?(?:-m )?[\w./]+.*)", recipe
         ):
             arguments = re.sub(r"\$\((?:[^()]|\([^()]*\))*\)", "", found[1])
-            yield Command("Makefile", ("python", *arguments.replace('"', "").split()))
+            yield DocumentedCommand("Makefile", ("python", *arguments.replace('"', "").split()))
 
 
-def of_docstrings() -> Iterator[Command]:
+def of_docstrings() -> Iterator[DocumentedCommand]:
     """Yield the indented commands of the docstrings of benchmarks, tools and tests."""
     for folder in ("benchmarks", "tools", "tests"):
         for path in sorted((REPOSITORY / folder).rglob("*.py")):
             text = ast.get_docstring(ast.parse(path.read_text())) or ""
             for line in re.findall(r"^    (\S*python\S* .*)$", text, re.M):
-                yield Command(str(path.relative_to(REPOSITORY)), _words(line))
+                yield DocumentedCommand(str(path.relative_to(REPOSITORY)), _words(line))
 
 
 def _is_command(text: str) -> bool:

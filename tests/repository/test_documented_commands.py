@@ -19,7 +19,7 @@ import pytest
 from pipeline import cli
 from pipeline.config.validate import load, load_with_domain
 from tests.repository import documented
-from tests.repository.documented import BRAIDS, OTHERS, PYTHONS, Command, source_of
+from tests.repository.documented import BRAIDS, OTHERS, PYTHONS, DocumentedCommand, source_of
 from tests.runs import REPOSITORY
 
 COMMANDS = [*documented.of_pages()]
@@ -148,7 +148,7 @@ def test_the_new_domain_of_the_pages_can_be_tried(
     assert settings.domains["geometry"].prompts.source == "reasoning_gym"
 
 
-def _ended(command: Command) -> int:
+def _ended(command: DocumentedCommand) -> int:
     try:
         return cli.main([*command.words[1:]])
     except SystemExit as error:
