@@ -73,7 +73,8 @@ def start(directory: Path, kills: int, steps: int) -> subprocess.Popen[bytes]:
     config.write_text(
         CONFIG.format(smoke=smoke, kills=kills, steps=steps, prompts=PROMPTS, group=GROUP)
     )
-    command = [sys.executable, "-m", "pipeline.cli", "run", str(config), "--runs-dir", directory]
+    command = [sys.executable, "-m", "pipeline.cli", "run", str(config)]
+    command += ["--runs-dir", str(directory)]
     return subprocess.Popen(command, stdout=sys.stderr)
 
 
@@ -108,7 +109,7 @@ def judge(run: Path, steps: int) -> dict[str, Any]:
     """Whether every step has each of its samples once."""
     stage = run / "stages" / "experts.chain_sum"
     logged = [json.loads(line) for line in (stage / "metrics.jsonl").read_text().splitlines()]
-    counts = Counter()
+    counts: Counter[str] = Counter()
     for step in range(1, steps + 1):
         samples = read_samples(samples_file(stage / "rollouts", step))
         drawn = Counter(each["prompt"] for each in samples)

@@ -126,7 +126,8 @@ def logged(log: Path) -> list[dict[str, Any]]:
 
 def run(config: Path, directory: Path, done: Callable[[], bool]) -> None:
     """`braid run` until the expert has made its steps, with its progress on standard error."""
-    command = [sys.executable, "-m", "pipeline.cli", "run", str(config), "--runs-dir", directory]
+    command = [sys.executable, "-m", "pipeline.cli", "run", str(config)]
+    command += ["--runs-dir", str(directory)]
     path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path}
     process = subprocess.Popen(command, stdout=sys.stderr, env=environment)

@@ -115,7 +115,7 @@ def measure_files(layers: int) -> dict[str, Any]:
     return {**measured(), "gibibytes": round(sum(sizes) / 2**30, 1), **found}
 
 
-def cost(work: Callable[[], None], largest: int) -> dict[str, float]:
+def cost(work: Callable[[], object], largest: int) -> dict[str, float]:
     """Seconds of some work and the memory it took, which is given back in part at most."""
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from datetime import timedelta
+from functools import partial
 from math import prod
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -197,7 +198,7 @@ def trainer(rank: int, layout: LayoutSettings, meeting: Callable[[str], Any]) ->
                 sent += tensor.nbytes * ENGINE_RANKS
         return sent, received
 
-    ways: dict[str, Way] = {way: lambda way=way: reshard(way) for way in WAYS[:2]}
+    ways: dict[str, Way] = {way: partial(reshard, way) for way in WAYS[:2]}
     return {**ways, "gather": gather}
 
 
@@ -249,7 +250,7 @@ def engine(rank: int, layout: LayoutSettings, meeting: Callable[[str], Any]) -> 
             room[name].copy_(whole[place_in])
         return 0, received
 
-    ways: dict[str, Way] = {way: lambda way=way: reshard(way) for way in WAYS[:2]}
+    ways: dict[str, Way] = {way: partial(reshard, way) for way in WAYS[:2]}
     return {**ways, "gather": gather}
 
 

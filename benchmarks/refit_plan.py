@@ -21,6 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from math import prod
+from operator import methodcaller
 from typing import Any
 
 from machine import measured
@@ -91,10 +92,10 @@ def measure(model: ModelSettings, fleet: EngineSizes, every: int) -> dict[str, A
         ask(Plan(model, LAYOUT, fleet))
         return time.process_time() - start
 
-    ranks = (0, size // 2, sum(fleet.engines) - 1)
-    receive = max(alone(lambda plan, rank=rank: plan.receive(rank)) for rank in ranks)
-    ranks = (0, LAYOUT.ranks // 2, LAYOUT.ranks - 1)
-    send = max(alone(lambda plan, rank=rank: plan.send(rank)) for rank in ranks)
+    engine_ranks = (0, size // 2, sum(fleet.engines) - 1)
+    receive = max(alone(methodcaller("receive", rank)) for rank in engine_ranks)
+    trainer_ranks = (0, LAYOUT.ranks // 2, LAYOUT.ranks - 1)
+    send = max(alone(methodcaller("send", rank)) for rank in trainer_ranks)
 
     plan = Plan(model, LAYOUT, fleet)
     bound = [elements(needed(model, size, rank)) for rank in range(size)]

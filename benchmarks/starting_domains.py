@@ -35,7 +35,10 @@ RUN = "starting-domains"
 FIVE = 5
 ROWS, DEMONSTRATIONS = 2000, 4000
 WRONG = 0.5  # share of the demonstrations
-WORDS = {"dataset": "spell_backward", "config": {"min_word_len": 3, "max_word_len": 6}}
+WORDS: dict[str, Any] = {
+    "dataset": "spell_backward",
+    "config": {"min_word_len": 3, "max_word_len": 6},
+}
 TOOLS = {"sum": "plus", "difference": "minus", "product": "times", "ratio": "over"}
 PARAMETERS = {
     "type": "object",

@@ -134,12 +134,12 @@ def merge_weights(directory: str, count: int, method: str) -> dict[str, Any]:
     """Run a stage that merges the weights of `count` models, which started from the first."""
     from stages import merge_weights
     from stages.kinds.merge_weights import MergeWeightsSettings
-    from stages.settings import RunSettings, StageJob
+    from stages.settings import StageJob
 
     paths = {f"model_{n}": Path(directory) / str(n) / "step_1" for n in range(count)}
     block = {"from": "start", "models": {name: name for name in paths}, "method": method}
     settings = {"merged": MergeWeightsSettings.model_validate(block)}
-    job = StageJob.model_construct(
+    job = StageJob.model_construct(  # type: ignore[call-arg]
         stage="merged",
         block="merged",
         seeded_as="merged",
@@ -147,11 +147,18 @@ def merge_weights(directory: str, count: int, method: str) -> dict[str, Any]:
         domains=[],
         parent=paths["model_0"],
         models=paths,
-        settings=RunSettings.model_construct(seed=0, model=MODEL, layout=LAYOUT, stages=settings),
+        settings=partial_settings(seed=0, model=MODEL, layout=LAYOUT, stages=settings),
     )
     begun = time.monotonic()
     merge_weights.run(job)
     return {"peak_mebibytes": _peak_mebibytes(), "seconds": round(time.monotonic() - begun, 3)}
+
+
+def partial_settings(**blocks: Any) -> Any:
+    """Return a run's settings with these blocks alone."""
+    from stages.settings import RunSettings
+
+    return RunSettings.model_construct(**blocks)
 
 
 def _peak_mebibytes() -> float:
@@ -161,7 +168,7 @@ def _peak_mebibytes() -> float:
 
 def _job(directory: str, count: int, resident: str, states: str) -> Any:
     from stages.kinds.distill import DistillSettings
-    from stages.settings import RunSettings, StageJob
+    from stages.settings import StageJob
 
     domains = [f"domain_{n}" for n in range(count)]
     block = {
@@ -173,15 +180,13 @@ def _job(directory: str, count: int, resident: str, states: str) -> Any:
     }
     settings = DistillSettings.model_validate(block)
     paths = [Path(directory) / str(n) / "step_1" for n in range(count)]
-    return StageJob.model_construct(
+    return StageJob.model_construct(  # type: ignore[call-arg]
         stage="merge",
         block="merge",
         domains=domains,
         directory=Path(directory) / "merge",
         teachers=dict(zip(domains, paths, strict=True)),
-        settings=RunSettings.model_construct(
-            model=MODEL, layout=LAYOUT, stages={"merge": settings}
-        ),
+        settings=partial_settings(model=MODEL, layout=LAYOUT, stages={"merge": settings}),
     )
 
 

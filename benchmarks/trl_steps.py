@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from grpo_workload import WORKLOADS, Workload, prompts, reward, starting_model
+from machine import measured
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -138,9 +139,9 @@ def measure(size: str, steps: int) -> dict[str, Any]:
             callbacks=[laps],
         )
         trainer.train()
-    measured = laps.steps[WARM_UP_STEPS:]
+    timed = laps.steps[WARM_UP_STEPS:]
     logs = trainer.state.log_history[WARM_UP_STEPS:total]  # the last one is a summary
-    seconds = [sum(lap.values()) for lap in measured]
+    seconds = [sum(lap.values()) for lap in timed]
     return {
         **measured(),
         "threads": torch.get_num_threads(),
@@ -154,7 +155,7 @@ def measure(size: str, steps: int) -> dict[str, Any]:
         "response_tokens": mean(log["completions/mean_length"] for log in logs),
         "longest_response_tokens": max(log["completions/max_length"] for log in logs),
         "cut_off_fraction": mean(log["completions/clipped_ratio"] for log in logs),
-        "phases": {name: median(lap[name] for lap in measured) for name in sorted(measured[0])},
+        "phases": {name: median(lap[name] for lap in timed) for name in sorted(timed[0])},
     }
 
 

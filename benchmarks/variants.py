@@ -39,7 +39,7 @@ COLD_START_SEQUENCES = 90  # a step, over all variants
 TOKEN = {"name": "token"}
 # Gradients are clipped to one length here, and in those of an eighth of the samples the share of
 # signal is sqrt(8) smaller: at a rate that is sqrt(8) smaller, eight move as far as one of all.
-SEVERAL_UPDATES = {"updates_per_rollout": 8, "optimizer": {"learning_rate": 2.8}}
+SEVERAL_UPDATES: dict[str, Any] = {"updates_per_rollout": 8, "optimizer": {"learning_rate": 2.8}}
 # GSPO's clip is for thousands of tokens: the geometric mean over 20 moves 14 times as far.
 WIDE_CLIP = {"name": "sequence", "clip_low": 4e-3, "clip_high": 6e-3}
 HALF_RATE = {"optimizer": {"learning_rate": 4.0}}
@@ -92,7 +92,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 # A core for the trainer and one for the engine, which work at once where the mode lets them.
-OWN_CORES = {"layout": {"ranks": 1}, "engine": {"placement": "own", "count": 1}}
+OWN_CORES: dict[str, Any] = {"layout": {"ranks": 1}, "engine": {"placement": "own", "count": 1}}
 PLACEMENT: dict[str, dict[str, dict[str, Any]]] = {"modes": OWN_CORES}
 
 

@@ -38,7 +38,8 @@ def kept_activations(
         kept = in_flight * (layer - again) + again
     if rank == layout.pipeline - 1 and not values:
         # The logits and their gradient; the loss computes in fp32 on one chunk of them at a time.
-        kept += 2 * share * model.vocabulary_size * BYTES[model.precision]
+        size = FP32 if model.precise_head else BYTES[model.precision]
+        kept += 2 * share * model.vocabulary_size * size
         kept += _loss_buffers(model, layout, tokens)
     return round(kept)
 

@@ -14,6 +14,7 @@ from parallel.distributed import broadcast, is_main
 from parallel.files import keep_steps, write_atomically
 from parallel.mismatch import bounds_of
 from parallel.model.policy import Policy
+from parallel.sample import Sample
 from stages.data.problem import Problem, seed_of
 from stages.data.prompts import held_out_problems
 from stages.directory import file_name
@@ -90,14 +91,8 @@ class Evaluation:
         load.weights(self.policy, checkpoint)
         self.version = version
         self.engines.sync_weights(version)
-        groups: list[Group] = []
-        if is_main():
-            domain, problems = next(iter(self.problems.items()))
-            groups = self._request(domain, problems[:CHECKED], "check")
         bounds = bounds_of(self.job.settings.model, self.job.settings.engine)
-        drawn = self.engines.wait_for(groups, version)
-        self.engines.rest()
-        check_samples(self.policy, drawn, 1.0, bounds)
+        check_samples(self.policy, self._draw_checked, 1.0, bounds)
         if self.engines.version is None:
             self.engines.sync_weights(version)
         solved = {domain: self._solved(name, domain) for domain in self.domains_of(name)}
@@ -110,6 +105,19 @@ class Evaluation:
                 scores[domain]["pass_at_k"] = sum(map(bool, right)) / len(right)
             write_atomically(self._result_file(name), json.dumps(scores, indent=2))
         self.engines.rest()
+
+    def _draw_checked(self, attempt: int) -> list[Sample]:
+        """Return responses whose log-probabilities are compared. Collective."""
+        if self.engines.version is None:
+            self.engines.sync_weights(self.version)
+        groups: list[Group] = []
+        if is_main():
+            domain, problems = next(iter(self.problems.items()))
+            purpose = f"check, attempt {attempt}" if attempt else "check"
+            groups = self._request(domain, problems[:CHECKED], purpose)
+        drawn = self.engines.wait_for(groups, self.version)
+        self.engines.rest()
+        return drawn
 
     def finish(self) -> None:
         """Gather the models' results into results.json."""

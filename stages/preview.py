@@ -25,38 +25,45 @@ def run(job: StageJob) -> None:
 
     Writes every sample's reward to results.json.
     """
-    assert job.domain is not None and job.parent is not None
-    domain = job.settings.domains[job.domain]
+    name = job.domain
+    assert name is not None and job.parent is not None
+    domain = job.settings.domains[name]
     sampling, seed = domain.sampling, job.settings.seed
     policy = Policy(job.settings.model, job.settings.layout)
-    engines = StageEngines(job, policy, {job.domain: domain})
+    engines = StageEngines(job, policy, {name: domain})
     load.weights(policy, job.parent)
-    engines.sync_weights(version=1)
-    groups: list[Group] = []
-    if is_main():
-        stream = PromptStream(
-            domain.prompts,
-            engines.tokenizer,
-            job.domain,
-            seed,
-            job.stage,
-            longest=job.settings.longest_prompt(sampling),
-        )
-        problems = stream.take(sampling.prompts_per_step)
-        groups = groups_of(problems, sampling.group_size, seed_of(seed, job.stage, job.domain))
-        engines.rewards.expect(groups)
-        engines.request(groups, sampling)
+    groups: list[Group] = []  # of the last attempt; main rank only
 
     def graded() -> list[Sample] | None:
         if not all(engines.rewards.graded(group) for group in groups):
             return None
         return [sample for group in groups for sample in group.samples]
 
-    samples = engines.wait(graded, version=1)
+    def draw(attempt: int) -> list[Sample]:
+        if engines.version is None:
+            engines.sync_weights(version=1)
+        if is_main():
+            stream = PromptStream(
+                domain.prompts,
+                engines.tokenizer,
+                name,
+                seed,
+                job.stage,
+                longest=job.settings.longest_prompt(sampling),
+            )
+            problems = stream.take(sampling.prompts_per_step)
+            again = (f"attempt {attempt}",) if attempt else ()
+            first_seed = seed_of(seed, job.stage, name, *again)
+            groups[:] = groups_of(problems, sampling.group_size, first_seed)
+            engines.rewards.expect(groups)
+            engines.request(groups, sampling)
+        samples = engines.wait(graded, version=1)
+        engines.rest()
+        return samples
+
     bounds = bounds_of(job.settings.model, job.settings.engine)
     budget, replay = domain.loop.micro_batch_tokens, domain.routing.replay == "r3"
-    engines.rest()
-    check_samples(policy, samples, sampling.temperature, bounds, budget, replay)
+    check_samples(policy, draw, sampling.temperature, bounds, budget, replay)
     engines.close()
     if is_main():
         _write(job, domain, groups, engines)

@@ -174,17 +174,24 @@ class RejectionSampling:
 
     def _check(self) -> None:
         """Compare the log-probabilities of some responses with the policy's. Collective."""
-        groups: list[Group] = []
         name = self.job.domains[0]
         sampling = self.sampled[name]
-        if is_main():
-            seed = seed_of(self.job.settings.seed, self.job.seeded_as, name, "check")
-            groups = groups_of(self.problems[name][:CHECKED], 1, seed)
-            self.engines.request(groups, sampling)
-        drawn = self.engines.wait_for(groups, VERSION)
-        self.engines.rest()
+
+        def draw(attempt: int) -> list[Sample]:
+            if self.engines.version is None:
+                self.engines.sync_weights(VERSION)
+            groups: list[Group] = []
+            if is_main():
+                purpose = f"check, attempt {attempt}" if attempt else "check"
+                seed = seed_of(self.job.settings.seed, self.job.seeded_as, name, purpose)
+                groups = groups_of(self.problems[name][:CHECKED], 1, seed)
+                self.engines.request(groups, sampling)
+            drawn = self.engines.wait_for(groups, VERSION)
+            self.engines.rest()
+            return drawn
+
         bounds = bounds_of(self.job.settings.model, self.job.settings.engine)
-        check_samples(self.policy, drawn, sampling.temperature, bounds)
+        check_samples(self.policy, draw, sampling.temperature, bounds)
         if self.engines.version is None:
             self.engines.sync_weights(VERSION)
 

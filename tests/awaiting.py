@@ -4,8 +4,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+# For whatever ends unless it hangs, however busy the machine is: no test passes or fails by how
+# many others run beside it.
+PATIENCE_SECONDS = 600
 
-def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+
+def wait_until(condition: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it never happened"

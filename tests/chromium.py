@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.awaiting import PATIENCE_SECONDS
+
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-INSTALL_SECONDS = 300
-START_SECONDS = 300  # of the browser, on a busy machine
-READY_SECONDS = 60  # for a report to open, on a busy machine
+INSTALL_SECONDS = START_SECONDS = READY_SECONDS = PATIENCE_SECONDS
 SCREENSHOTS = Path(__file__).parents[1] / "build" / "screenshots"
 
 

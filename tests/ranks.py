@@ -11,10 +11,10 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from parallel.settings import LayoutSettings
+from tests.awaiting import PATIENCE_SECONDS
 
 # Forked from a process that has imported all this once, eight ranks start as fast as one.
 IMPORTED_ONCE = ["tests.preloaded"]  # found from the root of the repository
-PATIENCE_SECONDS = 600  # for a call: the machine may be busy, and a rank that fails says so
 
 
 On = Callable[..., list[Any]]  # what the fixture `on` is

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.awaiting import PATIENCE_SECONDS
+
 REPOSITORY = Path(__file__).parents[1]
 BRAID = [sys.executable, "-m", "pipeline.cli"]
 
@@ -28,7 +30,7 @@ def braid(directory: Path, *arguments: str, log: Path | None = None) -> subproce
 
 def finish(process: subprocess.Popen[str]) -> str:
     """Wait for a run that is expected to succeed, and return its output."""
-    output, _ = process.communicate(timeout=600)
+    output, _ = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 0, output
     return output
 

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.awaiting import PATIENCE_SECONDS
 from tests.runs import BRAID, REPOSITORY
 
 SCRIPT = Path(__file__).parent / "slurm" / "cluster.sh"
 INSTALL_SECONDS = 180
-PATIENCE_SECONDS = 300
 
 
 class Cluster:
@@ -50,7 +50,12 @@ class Cluster:
     def call(self, *command: str) -> str:
         """Return the output of one of Slurm's commands."""
         found = subprocess.run(
-            command, check=True, env=self.environment, capture_output=True, text=True, timeout=60
+            command,
+            check=True,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_SECONDS,
         )
         return found.stdout.strip()
 

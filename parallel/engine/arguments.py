@@ -52,6 +52,8 @@ def engine_arguments(job: EngineJob, directory: str, *, cuda: bool) -> dict[str,
         "worker_extension_cls": "parallel.engine.refit_extension.RefitExtension",
         "seed": job.seed,
     }
+    if job.model.precise_head:
+        shared["hf_overrides"] = {"head_dtype": "float32"}
     return shared | _nodes(job) | (_on_cuda(job) if cuda else _on_cpu(job))
 
 

@@ -8,7 +8,7 @@ sums by row. Temperature is 1 and the whole vocabulary counts.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -70,12 +70,14 @@ def extrapolated(
     extrapolated there are log-probabilities, since logits have a constant of their own.
     Source: ExOPD, arXiv 2602.12125, whose sampled advantage is the gradient's estimate.
     """
+    precise = teacher.precise
     if top_p is None:
-        return _Extrapolated(teacher.hidden, teacher.head, start, factor)
+        return _Extrapolated(teacher.hidden, teacher.head, start, factor, precise=precise)
     whole = log_normaliser(teacher)
     shift = whole - log_normaliser(start)
     floor = nucleus_floor(teacher, top_p) + whole
-    return _Extrapolated(teacher.hidden, teacher.head, start, factor, shift, floor)
+    own = teacher.hidden, teacher.head
+    return _Extrapolated(*own, start, factor, shift, floor, precise=precise)
 
 
 @torch.no_grad()
@@ -90,7 +92,7 @@ def nucleus_floor(logits: HeadLogits, top_p: float) -> Tensor:
     floors = empty_wide(logits.hidden, len(logits.hidden))
     for start in range(0, len(floors), NUCLEUS_ROWS):
         rows = slice(start, start + NUCLEUS_ROWS)
-        best, _ = top_k(HeadLogits(logits.hidden[rows], logits.head), min(most + 1, size))
+        best, _ = top_k(replace(logits, hidden=logits.hidden[rows]), min(most + 1, size))
         inside = prefix_sums(best.exp()) < top_p  # the first id always is
         count = inside.sum(1, keepdim=True).clamp(max=most)
         best = torch.cat([best, torch.full_like(best[:, :1], LOWEST)], 1)

@@ -47,7 +47,8 @@ class HiddenStates:
         if self._where != "device":
             hidden = hidden.cpu()
         read = self._write(hidden) if self._where == "disk" else lambda: hidden
-        return KeptLogits(read, logits.hidden.dtype, logits.head if head is None else head)
+        head = logits.head if head is None else head
+        return KeptLogits(read, logits.hidden.dtype, head, logits.precise)
 
     def clear(self) -> None:
         """Forget everything kept."""

@@ -31,6 +31,7 @@ from parallel.hugging_face import weights as hugging_face_weights
 from parallel.model import routing
 from parallel.model.bridge import build_bridge
 from parallel.model.gpt import build_chunks
+from parallel.model.head import keep_sums
 from parallel.model.host_state import HostState
 from parallel.model.offload import ALL, STATE, Residency
 from parallel.model.parameters import initialize
@@ -67,6 +68,8 @@ class Policy:
         if self.chunks[-1].post_process:
             head = self.chunks[-1].output_layer
             head.sequence_parallel = False  # `_select_responses` gathers before it selects
+            if settings.precise_head and not isinstance(head, ValueHead):
+                keep_sums(head)
             head.register_forward_pre_hook(self._select_responses)
         self.residency = Residency(self.chunks)
 
@@ -157,7 +160,9 @@ class Policy:
                 assert self._hidden is not None
                 logits: Tensor | HeadLogits = computed.squeeze(0)
                 if not self._training:
-                    logits = HeadLogits(self._hidden, self.chunks[-1].output_layer.weight)
+                    weight = self.chunks[-1].output_layer.weight
+                    precise = self.settings.precise_head
+                    logits = HeadLogits(self._hidden, weight, precise=precise)
                 value, kept = loss(Responses(logits, batch))
                 return value, torch.tensor(1, dtype=torch.int), kept
 

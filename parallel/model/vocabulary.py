@@ -16,7 +16,7 @@ computed relative to the row's maximum, so that logits of any size keep their pr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from parallel.device import LOSS_CHUNK_BYTES, device
+from parallel.model.head import head_logits
 
 # Replaces -inf: its exponential is 0 too, but its differences and products are finite.
 LOWEST = -1e30
@@ -39,12 +40,13 @@ class HeadLogits:
     """Lazy logits, computed chunk by chunk and never materialised as a whole.
 
     hidden [n, H] and the output head's weight [vocabulary / TP, H] have one dtype, to which their
-    product is rounded like a model's logits. Takes no gradient. A head that is a function returns
-    the weight whenever it is read, so that no logits keep it in memory.
+    product is rounded like a model's logits, unless it is `precise`. Takes no gradient. A head that
+    is a function returns the weight whenever it is read, so that no logits keep it in memory.
     """
 
     hidden: Tensor
     head: Head
+    precise: bool = field(default=False, kw_only=True)  # `model.head_precision: fp32`
 
     @property
     def weight(self) -> Tensor:
@@ -53,7 +55,7 @@ class HeadLogits:
 
     def rows(self, rows: slice) -> Tensor:
         """Return the logits of some rows, [rows, vocabulary / TP]."""
-        return self.hidden[rows] @ self.weight.T
+        return head_logits(self.hidden[rows], self.weight, self.precise)
 
 
 @dataclass(frozen=True)
@@ -66,10 +68,12 @@ class KeptLogits:
     read: Callable[[], Tensor]
     dtype: torch.dtype
     head: Head
+    precise: bool
 
     def load(self) -> HeadLogits:
         """Return the logits with their hidden states on the device."""
-        return HeadLogits(self.read().to(device()).to(self.dtype), self.head)
+        hidden = self.read().to(device()).to(self.dtype)
+        return HeadLogits(hidden, self.head, precise=self.precise)
 
 
 Logits = Tensor | HeadLogits

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
 from parallel.batch import MicroBatch, RankPlace, Responses, split
-from parallel.distributed import max_over_ranks, sum_over_data
-from parallel.errors import UserError
-from parallel.mismatch import GUIDE, HIGH_RATIO, MismatchBounds
+from parallel.distributed import is_main, max_over_ranks, sum_over_data
+from parallel.errors import UserError, report_notice
+from parallel.mismatch import GUIDE, HIGH_RATIO, MismatchBounds, warning
 from parallel.model.policy import Policy
 from parallel.sample import Sample
 from stages.objectives.kl import k3
 from stages.objectives.surrogate import sequence_means
+
+# A check fails where two draws do. Among a million tokens a few are so ill-conditioned that fp32
+# cannot resolve them, and a wrong weight sync is wrong again.
+ATTEMPTS = 2
 
 
 class MismatchError(UserError):
@@ -44,7 +48,7 @@ class Mismatch(dict[str, float]):
 
 def check_samples(
     policy: Policy,
-    samples: list[Sample],
+    draw: Callable[[int], list[Sample]],
     temperature: float,
     bounds: MismatchBounds,
     budget: int = 4096,
@@ -52,10 +56,19 @@ def check_samples(
 ) -> None:
     """Raise MismatchError where the engine's weights are not the policy's. Collective.
 
+    `draw` returns the samples of an attempt, from 0; the error is that of the last attempt.
     `budget` is the tokens of a rank's micro-batch; with `replay`, the engine's experts are used.
     """
-    batches = split(samples, RankPlace.here(), budget, replay)
-    measure_mismatch(policy, batches, temperature).check(bounds)
+    for attempt in range(ATTEMPTS):
+        batches = split(draw(attempt), RankPlace.here(), budget, replay)
+        mismatch = measure_mismatch(policy, batches, temperature)
+        if not (exceeded := bounds.exceeded(mismatch, mismatch.tokens)):
+            break
+    else:
+        raise MismatchError(exceeded)
+    if is_main() and (notice := warning(mismatch, mismatch.tokens)):
+        differ = "the engine's log-probabilities differ from the trainer's"
+        report_notice(f"{differ} {notice}; {GUIDE}")
 
 
 def measure_mismatch(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
@@ -63,9 +63,17 @@ class PromptBuffer:
         self._request([self._group(group.problem, attempt) for group in groups])
 
     def probes(self, count: int, purpose: str, longest: int) -> list[Group]:
-        """Request one short response to each of the next prompts, which stay in their stream."""
+        """Request a short continuation of half of each of the next prompts, which stay in place.
+
+        In the middle of a text a model chooses among many words; of the begin of an answer it may
+        be certain.
+        """
         domain = next(iter(self.domains))
         problems = self._stream(domain, self._streams[domain].cursor).take(count)
+        problems = [
+            replace(problem, prompt=problem.prompt[: (len(problem.prompt) + 1) // 2])
+            for problem in problems
+        ]
         seed = seed_of(self._job.settings.seed, self._job.seeded_as, domain, purpose)
         groups = groups_of(problems, 1, seed)
         limit = min(longest, self.sampling.max_response_tokens)

@@ -28,12 +28,17 @@ from stages.objectives.surrogate import (
     correction_weights,
 )
 from stages.sampling.engines import StageEngines, rollout_log
-from stages.sampling.logprob_check import Mismatch, MismatchError, compare, measure_mismatch
+from stages.sampling.logprob_check import (
+    ATTEMPTS,
+    Mismatch,
+    MismatchError,
+    compare,
+    measure_mismatch,
+)
 from stages.sampling.observed import collect_observed, observe
 from stages.sampling.prompt_buffer import Prefetcher, PromptBuffer
 from stages.settings import StageJob
 
-ATTEMPTS = 2
 # Of a step, by the metric of its seconds.
 PHASES = {
     "seconds_refit": "weight sync",
@@ -41,7 +46,9 @@ PHASES = {
     "seconds_wait": "collect",
     "seconds_train": "train",
 }
-PROBES_PER_ENGINE, PROBE_TOKENS = 4, 8  # responses that show whether a weight sync is right
+# Responses that show whether a weight sync is right. A model that thinks is all but certain of its
+# first 8 tokens, whatever the weights: they show nothing in bf16.
+PROBES_PER_ENGINE, PROBE_TOKENS = 4, 64
 
 
 @dataclass
@@ -115,9 +122,7 @@ class OnPolicyStage(ABC):
     def step(self, step: int) -> dict[str, float]:
         """Train on one step's samples; return the step's metrics. Collective.
 
-        Raises MismatchError when engine and trainer disagree twice. Once may be rounding: among a
-        million tokens a few are so ill-conditioned that fp32 cannot resolve them. A wrong weight
-        sync is wrong again.
+        Raises MismatchError when engine and trainer disagree in both attempts.
         """
         self._start(step)
         attempt, attempts = 0, ATTEMPTS
@@ -162,7 +167,8 @@ class OnPolicyStage(ABC):
     def sync_weights(self, step: int) -> dict[str, float]:
         """Send the policy's weights to the engines, and probe them if need be. Collective.
 
-        Probes are short responses whose log-probabilities are compared with the trainer's.
+        Probes are continuations of half a prompt, whose log-probabilities are compared with the
+        trainer's.
         """
         for attempt in range(ATTEMPTS):
             with self._timed("seconds_refit"):

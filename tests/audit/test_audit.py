@@ -25,6 +25,7 @@ from stages.audit.rows import change
 from stages.audit.stage_audit import audit_step
 from stages.sampling.sample_files import read_samples, write_samples
 from tests.audit.effects import STEPS, block_key, block_of
+from tests.awaiting import PATIENCE_SECONDS
 from tests.runs import BRAID, REPOSITORY, braid
 
 SAMPLES = Path("stages", "experts.chain_sum", "rollouts", "step_000003.parquet")
@@ -44,7 +45,7 @@ METRIC_BOUNDS = {
 def audited(odd: Path) -> dict[str, dict[str, Any]]:
     """Return the result of `braid audit` of every stage."""
     command = [*BRAID, "audit", "odd", "--json", "--runs-dir", str(odd.parent)]
-    printed = subprocess.check_output(command, cwd=REPOSITORY, text=True, timeout=600)
+    printed = subprocess.check_output(command, cwd=REPOSITORY, text=True, timeout=PATIENCE_SECONDS)
     return {each["stage"]: each for each in json.loads(printed)}  # progress goes to stderr
 
 
@@ -88,7 +89,7 @@ def test_a_tampered_file_differs(copied: Path, tmp_path: Path) -> None:
     samples[0]["reward_parts"]["brief"] += 0.25
     write_samples(copied / SAMPLES, samples)
     process = braid(tmp_path, "audit", "odd", "experts.chain_sum")
-    printed, _ = process.communicate(timeout=300)
+    printed, _ = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 1
     assert "braid: the audit differs from the run: experts.chain_sum: " in printed
     assert "DIFFERS by more than 1e-05" in printed

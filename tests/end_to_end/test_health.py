@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.awaiting import PATIENCE_SECONDS
 from tests.end_to_end.process_tree import KILLED, tree
 from tests.runs import BRAID, REPOSITORY, braid, finish, metrics
 
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.combinations  # of the rules that tests/pipeline/test_l
 CONFIG = str(Path(__file__).with_name("health.yaml"))
 HEALTHY, EXPERT, DOMAIN = "healthy", "experts.chain_sum", "domains.chain_sum"
 NOTHING_WRONG = "✓ nothing is out of its range"
-SECONDS = 300  # that a run's fault may take to show
+SECONDS = PATIENCE_SECONDS
 
 
 @dataclass(frozen=True)

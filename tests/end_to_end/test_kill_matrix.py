@@ -15,6 +15,7 @@ import torch
 from torch.distributed import checkpoint as distributed_checkpoint
 
 from parallel.files import digest_of
+from tests.awaiting import PATIENCE_SECONDS
 from tests.end_to_end.moments import StagePosition, Stretch, draw, position, recorded
 from tests.end_to_end.process_tree import KILLED, everything, tree
 from tests.end_to_end.same_bits import digests
@@ -33,7 +34,7 @@ def test_processes_are_those_below_the_launcher_alone() -> None:
 
     mine, other = launcher(), launcher()
     try:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + PATIENCE_SECONDS
         while len(tree([mine.pid])) < 2 or len(tree([other.pid])) < 2:
             assert time.monotonic() < deadline
             time.sleep(0.01)

@@ -9,6 +9,7 @@ import signal
 import time
 from pathlib import Path
 
+from tests.awaiting import PATIENCE_SECONDS
 from tests.end_to_end.process_tree import KILLED, tree
 from tests.end_to_end.same_bits import digests
 from tests.runs import braid, finish
@@ -16,7 +17,6 @@ from tests.runs import braid, finish
 CONFIG = Path(__file__).with_name("merged_weights.yaml")
 MERGES = ("average", "arithmetic", "ties", "dare", "sce", "ram", "recalibrated")
 LAST = MERGES[-1]  # the one that also runs the model
-PATIENCE_SECONDS = 600.0
 
 
 def test_a_killed_merge_is_made_again_with_the_same_bits(tmp_path: Path) -> None:

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.awaiting import PATIENCE_SECONDS
 from tests.end_to_end.process_tree import KILLED, tree
 from tests.end_to_end.same_bits import digests
 from tests.runs import braid, finish, metrics
 
 CONFIG = Path(__file__).with_name("preference.yaml")
-PATIENCE_SECONDS = 600.0
 
 
 @pytest.fixture

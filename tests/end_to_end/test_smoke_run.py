@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.run.directory import RunDirectory
+from tests.awaiting import PATIENCE_SECONDS
 from tests.chromium import opened, screenshot, visit
 from tests.end_to_end.killed_run import Kill, KilledRun
 from tests.end_to_end.moments import Moment, Timeline, draw, watch
@@ -214,7 +215,7 @@ def test_jobs_of_slurm_make_the_same_weights(
         env=cluster.environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_SECONDS,
     )
     assert submitted.returncode == 0, submitted.stderr
     *_, last = [line for line in submitted.stdout.splitlines() if ": job " in line]
@@ -353,7 +354,7 @@ def test_transformers_and_vllm_load_the_exported_model(peaceful: SmokeRun) -> No
         capture_output=True,
         text=True,
         env=environment,
-        timeout=300,
+        timeout=PATIENCE_SECONDS,
     )
     assert found.returncode == 0, found.stderr[-3000:]
     assert json.loads(found.stdout.splitlines()[-1]) == expected.tolist()

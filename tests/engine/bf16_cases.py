@@ -69,6 +69,26 @@ def mismatches(
     return {**found, "tokens": float(sum(len(each.response) for each in drawn))}
 
 
+def sharp_mismatch(address: Path, model: str, layout: str, engine: str) -> float:
+    """Return the mean mismatch where logits are up to 40, as of a model that is sure."""
+    from parallel import batch
+    from parallel.batch import RankPlace
+    from stages.sampling.logprob_check import measure_mismatch
+
+    trained = policy(model, layout)
+    engines = fleet((address,), model, layout, engine)
+    trained.start_fresh(1)
+    with torch.no_grad():
+        trained.chunks[-1].output_layer.weight.mul_(12)
+    trained.weights_changed()
+    engines.refit(trained, 1)
+    [client] = engines.live()
+    settings = ModelSettings.model_validate_json(model)
+    drawn = [each for seed in range(8) for each in draw(client, RESPONSE, 100 * seed, settings)]
+    batches = batch.split(drawn, RankPlace.here(), 4096, replay=True)
+    return measure_mismatch(trained, batches, temperature=1.0)["mismatch_mean"]
+
+
 def trained_steps(
     directory: Path, address: Path, model: str, engine: str, mode: str
 ) -> list[dict[str, float]]:

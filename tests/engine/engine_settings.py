@@ -18,6 +18,7 @@ MODELS = {
     "qwen3_moe": MODEL,
     "mixtral": MODEL.model_copy(update={"family": "mixtral"}),
     "bf16": MODEL.model_copy(update={"precision": "bf16"}),
+    "bf16_head": MODEL.model_copy(update={"precision": "bf16", "head_precision": "fp32"}),
     # vLLM 0.30's delta net has no fp32 kernel for a CPU.
     "qwen3_5_moe_text": MODEL.model_copy(
         update={

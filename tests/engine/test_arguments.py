@@ -16,6 +16,7 @@ from parallel.engine.memory import engine_memory
 from parallel.errors import UserError
 from parallel.gpus import Gpu
 from parallel.settings import EngineJob
+from tests.awaiting import PATIENCE_SECONDS
 from tests.engine.engine_settings import ENGINE, MODEL
 
 GIB = 1 << 30
@@ -66,6 +67,14 @@ def test_a_cpu_s_arguments_are_what_they_were() -> None:
     }
 
 
+def test_only_an_fp32_head_of_a_bf16_model_overrides_vllm_s() -> None:
+    precise = {"model": WIDE.model_copy(update={"head_precision": "fp32"})}
+    found = engine_arguments(job(precise), "directory", cuda=False)
+    assert found["hf_overrides"] == {"head_dtype": "float32"}
+    exact = {"model": precise["model"].model_copy(update={"precision": "fp32"})}
+    assert "hf_overrides" not in engine_arguments(job(exact), "directory", cuda=False)
+
+
 @pytest.mark.parametrize("capability", ["9.0", "10.0"])  # Hopper, Blackwell
 def test_vllm_accepts_a_gpu_s_arguments(capability: str) -> None:
     """Only the driver's answers to vLLM's own CUDA platform are invented."""
@@ -75,7 +84,9 @@ def test_vllm_accepts_a_gpu_s_arguments(capability: str) -> None:
     ]
     asked = "".join(each.model_dump_json() + "\n" for each in jobs)
     command = [sys.executable, "-m", "tests.engine.cuda_platform", capability]
-    done = subprocess.run(command, input=asked, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command, input=asked, capture_output=True, text=True, timeout=PATIENCE_SECONDS
+    )
     marked = [line for line in done.stdout.splitlines() if line.startswith("configured ")]
     plain, quantized = (json.loads(line.partition(" ")[2]) for line in marked)
     assert plain == {
@@ -114,7 +125,11 @@ def test_vllm_accepts_a_member_of_a_larger_engine(tmp_path: Path) -> None:
     asked = job(further, placement="own", tensor=2, data=4, expert_parallel=True)
     command = [sys.executable, "-m", "tests.engine.cuda_platform", "9.0"]
     done = subprocess.run(
-        command, input=f"{asked.model_dump_json()}\n", capture_output=True, text=True, timeout=300
+        command,
+        input=f"{asked.model_dump_json()}\n",
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
     )
     [line] = [each for each in done.stdout.splitlines() if each.startswith("configured ")]
     found = json.loads(line.partition(" ")[2])

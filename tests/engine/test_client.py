@@ -33,6 +33,7 @@ from parallel.engine.wire import (
     frames,
 )
 from parallel.files import RESTART_REQUEST
+from tests.awaiting import PATIENCE_SECONDS
 from tests.engine.engine_settings import ENGINE
 
 DESCRIPTION = EngineDescription(
@@ -140,7 +141,7 @@ def test_an_engine_that_stays_silent_is_replaced(impostor: Impostor) -> None:
     launcher = threading.Thread(target=launch, daemon=True)
     launcher.start()
     assert client.connect() == DESCRIPTION
-    launcher.join(5)
+    launcher.join(PATIENCE_SECONDS)
     assert client.address is not None and client.address.pid == 2
     [reason] = reasons
     assert reason.startswith("it did not answer for 0.3 s (engine.hang_timeout_seconds); ")

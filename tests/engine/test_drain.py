@@ -7,12 +7,13 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from parallel.settings import EngineJob
+from tests.awaiting import PATIENCE_SECONDS
 from tests.engine.engine_settings import ENGINE, MODEL
 
 
 def test_a_drain_leaves_no_step_half_done_and_loses_no_response() -> None:
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        before, after, ended, later = process.submit(drained).result(timeout=300)
+        before, after, ended, later = process.submit(drained).result(timeout=PATIENCE_SECONDS)
     assert before == [(3, 1), (3, 1)]
     assert after == [(4, 0)]  # the other request has ended in the drain
     assert ended == [4]

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from parallel.engine.client import EngineClient, EngineError, EngineRefused
 from parallel.engine.wire import Generate, Prompt
 from parallel.files import RESTART_REQUEST
+from tests.awaiting import PATIENCE_SECONDS
 from tests.engine import engine_cases
 from tests.engine.drawing import LONG, SAMPLES, SAMPLING, DrawingReference, draw, request
 from tests.engine.engine_process import EngineOf, Running
@@ -218,7 +219,9 @@ def test_the_signal_of_scancel_leaves_an_engine_sampling(
 
 def test_strangers_are_refused(client: EngineClient, engine: Running) -> None:
     assert client.address is not None
-    connection = http.client.HTTPConnection(client.address.host, client.address.port, timeout=60)
+    connection = http.client.HTTPConnection(
+        client.address.host, client.address.port, timeout=PATIENCE_SECONDS
+    )
     for name in ("describe", "generate", "health", "join", "refit"):
         connection.request("POST", f"/{name}", b"", {"Authorization": "Bearer guess"})
         response = connection.getresponse()

@@ -11,8 +11,9 @@ import torch.distributed as dist
 
 from parallel.cpu.gloo import separate_group
 from parallel.engine.lockstep import Agreement, Call, Lockstep, OutOfStep
+from tests.awaiting import PATIENCE_SECONDS
 
-TIMEOUT = timedelta(seconds=60)
+TIMEOUT = timedelta(seconds=PATIENCE_SECONDS)
 Sent = tuple[bool, Call]  # whether a member has work, and the call that it waits with
 
 

@@ -19,6 +19,7 @@ from parallel.settings import ModelSettings
 from parallel.weights.names import loaded_tensors
 from parallel.weights.needs import needed
 from parallel.weights.stacks import Member
+from tests.awaiting import PATIENCE_SECONDS
 
 DENSE_AND_SHARED = {"first_k_dense_replace": 1, "intermediate_size": 64, "n_shared_experts": 2}
 LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 16, "v_head_dim": 16, "q_lora_rank": 24}
@@ -87,7 +88,7 @@ def copied(tmp_path_factory: pytest.TempPathFactory) -> Copied:
     """The boxes that vLLM copies on each of RANKS, by model; computed in a separate process."""
     directory = tmp_path_factory.mktemp("models")
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        return process.submit(copies, str(directory)).result(timeout=300)
+        return process.submit(copies, str(directory)).result(timeout=PATIENCE_SECONDS)
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["expert_tensor", "expert_parallel"])

@@ -15,6 +15,7 @@ import pytest
 from parallel.settings import EngineJob, LayoutSettings
 from pipeline.launch.placement import ForkServers
 from pipeline.launch.processes import Child
+from tests.awaiting import PATIENCE_SECONDS
 from tests.engine import refit_cases
 from tests.engine.engine_process import PROGRAM, START_SECONDS
 from tests.engine.engine_settings import ENGINE, MODEL
@@ -64,7 +65,7 @@ def test_both_nodes_have_the_policy_bit_for_bit_and_end_with_their_workers(
     follower = nodes[1]
     [worker] = set(re.findall(r"\(Worker pid=(\d+)\)", follower.log.read_text()))
     os.kill(int(worker), signal.SIGKILL)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while (status := follower.status()) is None:
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -19,6 +19,7 @@ from parallel.settings import LayoutSettings
 from stages import quantize
 from stages.export import export
 from stages.kinds.quantize import QuantizeSettings
+from tests.awaiting import PATIENCE_SECONDS
 from tests.engine.engine_settings import MODELS
 from tests.fake_engines import toy_domain, toy_job, toy_run
 from tests.runs import REPOSITORY
@@ -70,7 +71,7 @@ def test_vllm_loads_int4_but_for_experts(tmp_path: Path) -> None:
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE_SECONDS,
     )
     if not torch.cpu._is_avx512_supported():
         # vLLM picks its kernel for int4 by the format alone, and builds it for AVX-512 only.

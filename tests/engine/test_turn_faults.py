@@ -17,6 +17,7 @@ from parallel.engine.fleet import Fleet, put_to_sleep
 from parallel.engine.memory import engine_share
 from parallel.gpus import Gpu
 from parallel.settings import EngineJob, EngineSettings, LayoutSettings
+from tests.awaiting import PATIENCE_SECONDS
 from tests.engine.engine_settings import ENGINE, MODEL
 
 OWN = ENGINE.model_copy(update={"placement": "own"})
@@ -118,7 +119,7 @@ def test_an_engine_whose_member_does_not_sleep_is_replaced_whole() -> None:
 def test_engines_are_waited_for_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other ranks wait in a collective, which times out."""
     together = threading.Barrier(3)
-    monkeypatch.setattr(Client, "connect", lambda _: together.wait(10), raising=False)
+    monkeypatch.setattr(Client, "connect", lambda _: together.wait(PATIENCE_SECONDS), raising=False)
     put_to_sleep([Path("0"), Path("1"), Path("2")], ENGINE, wanted=True)
     assert sorted(Client.calls) == [("0", "sleep"), ("1", "sleep"), ("2", "sleep")]
 

@@ -19,6 +19,7 @@ from parallel.settings import (
     OptimizerSettings,
     RoutingLossSettings,
 )
+from tests.awaiting import PATIENCE_SECONDS
 
 SPREAD = LayoutSettings(ranks=2, expert=2)  # the experts split between two ranks
 MATRIX = {
@@ -306,8 +307,8 @@ def gloo_loops() -> list[int]:
     from parallel.cpu.gloo import separate_group
 
     def count(expected: int) -> int:
-        """Return the number of threads; a thread names itself, so wait up to a minute."""
-        deadline = time.monotonic() + 60
+        """Return the number of threads; a thread names itself, so wait for it."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
         while True:
             threads = Path("/proc/self/task").glob("*/comm")
             found = [thread.read_text().strip() for thread in threads].count("gloo_tcp_loop")

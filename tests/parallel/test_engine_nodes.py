@@ -10,6 +10,7 @@ import pytest
 from parallel.engine.nodes import MeetingPoint, meeting_point, node_rank
 from parallel.errors import UserError
 from parallel.settings import EngineJob, EngineSettings
+from tests.awaiting import PATIENCE_SECONDS
 from tests.pipeline.checkpoint_headers import SMALL
 
 
@@ -40,7 +41,7 @@ def test_nodes_meet_where_the_first_says(tmp_path: Path, monkeypatch: pytest.Mon
     assert waiting.is_alive()
     as_task(monkeypatch, 0)
     published = meeting_point(job)
-    waiting.join(30)
+    waiting.join(PATIENCE_SECONDS)
     assert found == [published]
     assert published.address == "127.0.0.1" and published.port > 0
 

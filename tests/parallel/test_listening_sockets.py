@@ -9,6 +9,7 @@ import pytest
 
 from parallel.cpu import gloo
 from parallel.distributed import host_store
+from tests.awaiting import PATIENCE_SECONDS
 from tests.sockets import listening
 
 
@@ -24,6 +25,6 @@ def test_gloo_takes_every_interface_that_is_named_and_no_other(
 
 def test_a_store_listens_on_its_host_alone() -> None:
     before = listening(os.getpid())
-    store = host_store("127.0.0.3", 0, timedelta(seconds=60))
+    store = host_store("127.0.0.3", 0, timedelta(seconds=PATIENCE_SECONDS))
     assert store.port
     assert listening(os.getpid()) - before == {"127.0.0.3"}

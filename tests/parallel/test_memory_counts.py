@@ -163,6 +163,18 @@ def test_activations_of_a_micro_batch() -> None:
     assert kept(recompute="full") == [1000 * (4 * 4 * 96 + LAYER + LOGITS)]
 
 
+def test_an_fp32_head_doubles_the_logits_of_a_bf16_model() -> None:
+    low = SMALL.model_copy(update={"precision": "bf16"})
+    precise = low.model_copy(update={"head_precision": "fp32"})
+    found = [
+        memory.training_memory(model, LayoutSettings(), "adam", 1000)[0].activations
+        for model in (low, precise)
+    ]
+    assert found[1] - found[0] == 1000 * 80 * 2 * 2  # logits and their gradient
+    exact = SMALL.model_copy(update={"head_precision": "fp32"})
+    assert memory.training_memory(exact, LayoutSettings(), "adam", 1000)[0].activations == kept()[0]
+
+
 @pytest.mark.parametrize(
     ("modules", "again"),
     [

@@ -24,12 +24,13 @@ from parallel.weights.mapping import share
 from parallel.weights.needs import needed
 from parallel.weights.planner import EngineSizes, Hosts, Plan
 from parallel.weights.transport import LOST, Meeting
+from tests.awaiting import PATIENCE_SECONDS
 from tests.parallel.nccl_double import LateNetwork, LateWork
 from tests.parallel.test_weight_plan import at, layouts, model, numbered, parameters
 from tests.tiers import tiered
 
 CPU = torch.device("cpu")
-SECONDS = 60.0
+SECONDS = float(PATIENCE_SECONDS)
 Loaded = dict[tuple[str, Box], torch.Tensor]  # the contents of an engine rank's boxes
 
 

@@ -17,7 +17,7 @@ from parallel.engine.scheduler import NoEngine, Scheduler, Task
 from parallel.engine.wire import Generation, InvalidResponse, Prompt, Question, Sampling, sample_of
 from parallel.sample import Sample
 from parallel.settings import END_TOKEN
-from tests.awaiting import wait_until
+from tests.awaiting import PATIENCE_SECONDS, wait_until
 from tests.fake_engines import MODEL, FakeEngine, FakeFleet, answer
 
 OTHER_END = 71  # which no answer of `tests.fake_engines` has before its end
@@ -47,7 +47,7 @@ def once(trouble: str, seeds: set[int]) -> Callable[[Prompt], str | None]:
 def gather(scheduler: Scheduler, fleet: FakeFleet, restarts: int = 100) -> dict[int, Sample]:
     """Return all owed samples by key; restart a fleet without engines, as a refit does."""
     found: dict[int, Sample] = {}
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while scheduler.owed:
         assert time.monotonic() < deadline, f"{scheduler.owed} are still owed"
         try:

@@ -12,6 +12,8 @@ import sys
 import time
 from pathlib import Path
 
+from tests.awaiting import PATIENCE_SECONDS
+
 
 def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
@@ -242,7 +244,7 @@ def meet_the_other_expert(job: dict, rank: int) -> None:
     """End well only beside the other expert, which has to be running at the same time."""
     directory = Path(job["directory"])
     (directory / "here").touch()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while len(list(directory.parent.glob("experts.*/here"))) < 2:
         if time.monotonic() > deadline:
             sys.exit(1)

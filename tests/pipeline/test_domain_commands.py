@@ -20,6 +20,7 @@ from pipeline.config.read import ConfigError
 from pipeline.config.validate import dump_differing, load, load_domain, load_with_domain
 from stages.domains import DomainSettings
 from stages.rewards.reward import RewardPoolSettings
+from tests.awaiting import PATIENCE_SECONDS
 from tests.pipeline.conftest import Braid
 from tests.repository.test_architecture import HEAVY
 
@@ -266,12 +267,12 @@ def test_a_check_that_is_stopped_leaves_nothing(
     with subprocess.Popen(
         command, cwd=REPOSITORY, env=environment, stderr=subprocess.PIPE, text=True
     ) as check:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE_SECONDS
         while not list(temporary.glob("*/job.json")):
             assert time.monotonic() < deadline and check.poll() is None
             time.sleep(0.01)
         check.send_signal(number)
-        said = check.communicate(timeout=60)[1]
+        said = check.communicate(timeout=PATIENCE_SECONDS)[1]
     assert list(temporary.iterdir()) == []
     assert (check.returncode, said) == (128 + number, f"braid: stopped by {number.name}\n")
 

@@ -23,6 +23,7 @@ from pipeline.run.graph import compile_graph
 from pipeline.run.ledger import minutes
 from pipeline.run.run import Run
 from stages.settings import RunSettings
+from tests.awaiting import PATIENCE_SECONDS
 from tests.pipeline.fake_launcher import HERE, launch
 
 Braid = Callable[..., tuple[int, str, str]]
@@ -124,7 +125,7 @@ def test_two_launchers_of_one_run_do_its_stages_once(
     run: RunDirectory, config: Path, settings: RunSettings
 ) -> None:
     both = [launch(run, config, {}) for _ in range(2)]
-    errors = {process.pid: process.communicate(timeout=160)[1] for process in both}
+    errors = {process.pid: process.communicate(timeout=PATIENCE_SECONDS)[1] for process in both}
     refused = [process for process in both if process.returncode]
     # The later one is refused, or finds everything done where it came after the end.
     for process in refused:

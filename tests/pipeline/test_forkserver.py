@@ -19,12 +19,12 @@ import pytest
 from pipeline.launch import placement, processes
 from pipeline.launch.placement import ForkServers
 from pipeline.launch.processes import Child
-from tests.awaiting import is_alive, wait_until
+from tests.awaiting import PATIENCE_SECONDS, is_alive, wait_until
 
 HERE = Path(__file__).parent
 MODULE = "forked_program"
 Start = Callable[..., Child]
-SECONDS = 120  # for a process that imports torch, on a machine that is busy
+SECONDS = PATIENCE_SECONDS
 
 
 @pytest.fixture(autouse=True)

@@ -27,6 +27,7 @@ from pipeline.report.run_file import TO_FILL_IN
 from pipeline.report.simulation import Assumptions, simulated
 from pipeline.run.graph import compile_graph
 from stages.settings import RunSettings
+from tests.awaiting import PATIENCE_SECONDS
 from tests.layouts.real_models import real_model
 from tests.pipeline.conftest import Braid
 from tests.pipeline.hugging_face_directories import TINY, published, rows
@@ -287,7 +288,7 @@ def test_on_a_terminal_it_asks(tmp_path: Path) -> None:
         text=True,
     ) as child:
         os.write(mine, "".join(f"{each}\n" for each in answers).encode())
-        out, _ = child.communicate(timeout=120)
+        out, _ = child.communicate(timeout=PATIENCE_SECONDS)
     os.close(mine)
     os.close(theirs)
     assert child.returncode == 0

@@ -27,7 +27,7 @@ from pipeline.run.ledger import Ledger, State
 from pipeline.run.run import Run
 from pipeline.run.select import StaleStages
 from stages.settings import RunSettings
-from tests.awaiting import is_alive, wait_until
+from tests.awaiting import PATIENCE_SECONDS, is_alive, wait_until
 from tests.pipeline.fake_launcher import fake_programs, launch
 
 STAGES = ["cold_start", "experts.sums", "experts.words", "merge", "evaluate", "export"]
@@ -235,7 +235,7 @@ def test_one_failure_explains_the_others(
         for name, program in {"later": later, "earlier": earlier}.items()
     }
     failed = list(ranks.values())
-    wait_for_all(failed, seconds=60)
+    wait_for_all(failed, seconds=PATIENCE_SECONDS)
     assert first_cause(failed, first=[ranks["earlier"]]) == ranks[explained_by].failure()
 
 
@@ -352,7 +352,7 @@ def test_a_signal_stops_the_stage_and_keeps_the_run(
     launcher = launch(run, config, {"experts.sums": {"0": "hang", "1": "hang"}})
     pids = hanging_pids(run, "experts.sums")
     launcher.send_signal(number)
-    _, errors = launcher.communicate(timeout=60)
+    _, errors = launcher.communicate(timeout=PATIENCE_SECONDS)
     assert launcher.returncode == 128 + number
     assert errors == f"stopped by {number.name}\n"
     assert not any(map(is_alive, pids))

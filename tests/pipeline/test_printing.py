@@ -17,6 +17,7 @@ from pipeline.launch.progress import Screen
 from pipeline.report.tables import Cell, Terminal, table
 from pipeline.run.ledger import Ledger
 from pipeline.text import visible
+from tests.awaiting import PATIENCE_SECONDS
 
 Braid = Callable[..., tuple[int, str, str]]
 
@@ -135,7 +136,7 @@ def braid_in(
         cwd=REPOSITORY,
         env={**os.environ, **environment},
         capture_output=True,
-        timeout=60,
+        timeout=PATIENCE_SECONDS,
     )
 
 

@@ -16,6 +16,7 @@ from pipeline.run.ledger import Ledger
 from pipeline.slurm.queue import queued
 from pipeline.slurm.stage import _starts
 from stages.settings import RunSettings
+from tests.awaiting import PATIENCE_SECONDS
 
 Braid = Callable[..., tuple[int, str, str]]
 
@@ -202,7 +203,7 @@ def test_an_sbatch_that_outlives_its_caller_keeps_others_from_submitting(
         (slurm / "slow").unlink()
     assert code == 1
     assert "small is being run by process" in err
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while braid("submit", config, "--cluster", profile)[0]:
         assert time.monotonic() < deadline
     assert len((slurm / "submitted").read_text().splitlines()) == 5

@@ -20,6 +20,7 @@ from pipeline.report.screens.overview import LookApp, MetricsScreen
 from pipeline.run.directory import RunDirectory
 from pipeline.run.run import Run
 from stages.sampling.sample_files import Row, samples_file, write_samples
+from tests.awaiting import PATIENCE_SECONDS
 from tests.pipeline.recorded_runs import HEALTHY, STAGE, log, sample
 from tests.pipeline.recorded_runs import recorded as recorded  # fixtures
 from tests.pipeline.recorded_runs import small as small
@@ -84,7 +85,7 @@ def test_keys_do_not_wait_for_files(small: Path, monkeypatch: pytest.MonkeyPatch
     pressed, read = Event(), Overview.of
 
     def slow(run: Run) -> Overview:
-        assert pressed.wait(60)
+        assert pressed.wait(PATIENCE_SECONDS)
         return read(run)
 
     monkeypatch.setattr(Overview, "of", slow)

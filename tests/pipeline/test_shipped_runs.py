@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tools.walltimes import PROFILES, written
@@ -67,6 +68,28 @@ def test_a_profile_may_extend_its_walltimes(path: Path, tmp_path: Path) -> None:
     mine = tmp_path / "mine.yaml"
     mine.write_text(f"extends: {PROFILES / path.name}\nkinds: {{export: {{walltime: '30'}}}}\n")
     assert load_cluster(mine).kinds.keys() == {"grpo", "distill", "export"}
+
+
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
+def test_a_micro_batch_holds_the_longest_sample(path: Path) -> None:
+    settings = load(path, to_start=False)
+    longest = settings.engine.max_model_tokens
+    merge: Any = settings.stages["merge"]
+    loops = [domain.loop for domain in settings.domains.values()] + [merge.loop]
+    assert min(loop.micro_batch_tokens for loop in loops) >= longest
+    room = [domain.sampling.max_response_tokens for domain in settings.domains.values()]
+    assert max(*room, merge.sampling.max_response_tokens) + 2048 <= longest
+
+
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
+def test_models_that_think_have_room_for_it(path: Path) -> None:
+    """Mixtral and DeepSeek-V3 do not think; all other models described here do."""
+    settings = load(path, to_start=False)
+    for name, domain in settings.domains.items():
+        thinks = not path.stem.startswith(("mixtral", "deepseek-v3"))
+        least = 16384 if name in ("math", "code") else 8192
+        assert (domain.sampling.max_response_tokens >= least) >= thinks
+        assert domain.objective.mask_truncated == thinks
 
 
 def test_every_profile_of_walltimes_is_of_a_run() -> None:

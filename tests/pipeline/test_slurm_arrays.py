@@ -14,6 +14,7 @@ from pipeline.config.validate import load
 from pipeline.run.directory import RunDirectory
 from pipeline.run.run import Run, StageState
 from pipeline.slurm.submit import Submission, submissions
+from tests.awaiting import PATIENCE_SECONDS
 from tests.pipeline.violations import TRAINED, edited
 
 Braid = Callable[..., tuple[int, str, str]]
@@ -228,7 +229,7 @@ def test_evaluations_of_one_block_are_one_table(
         thread.join(0.2)
         assert thread.is_alive() and not run.results.exists()
         measured("words")
-    thread.join(60)
+    thread.join(PATIENCE_SECONDS)
     assert json.loads(run.results.read_text())["models"] == {"merge": {"sums": row, "words": row}}
 
 

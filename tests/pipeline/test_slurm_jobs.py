@@ -39,6 +39,7 @@ from pipeline.slurm.submit import (
     write_scripts,
 )
 from stages.settings import RunSettings
+from tests.awaiting import PATIENCE_SECONDS
 
 EXPORT = KindSettings(walltime="0:10:00")
 NODES = [f"n{number}" for number in range(1, 10)]
@@ -97,7 +98,7 @@ def test_an_engine_larger_than_a_node_takes_whole_nodes(
     written = write_engine_job(run.engine(0), settings, 0, job)
     assert json.loads(written.read_text())["nodes"] == 2
     step = job.start_engine("engine 1", 1, ["python"], tmp_path / "engine.log")
-    wait_for_all([step], seconds=60)
+    wait_for_all([step], seconds=PATIENCE_SECONDS)
     step.reap()
     # One task a node, which end together: vLLM cannot replace one of them.
     expected = "--nodelist=n5,n6 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=8 "
@@ -301,7 +302,7 @@ def test_an_image_is_unpacked_once_before_the_steps_that_enter_it(
     job = SlurmJob(places, cluster)
     job.prepare(tmp_path / "container.log", lambda: None)
     engine = job.start_engine("engine 0", 0, ["python", "server.py"], tmp_path / "engine.log")
-    wait_for_all([engine], seconds=60)
+    wait_for_all([engine], seconds=PATIENCE_SECONDS)
     engine.reap()
     unpacked, entered = recorded_srun.read_text().splitlines()
     assert "--nodes=2 --nodelist=n1,n2 --ntasks-per-node=1 --container-image=/i.sqsh" in unpacked
@@ -336,7 +337,7 @@ def test_tasks_on_gpus_choose_their_slots_behind_srun(
         job.start_engine("engine 1", 1, ["python", "-m", "server"], tmp_path / "engine.log"),
         *job.start_ranks(["python", "-m", "main"], 4, tmp_path, True),
     ]
-    wait_for_all(started, seconds=60)
+    wait_for_all(started, seconds=PATIENCE_SECONDS)
     for step in started:
         step.reap()
     record = recorded_srun.read_text()
@@ -387,7 +388,7 @@ def failed_step(directory: Path, said: list[str], logs: list[str]) -> Step:
         ]
     )
     step = Step("rank", [sys.executable, "-c", write], directory / "srun.log", paths, {})
-    wait_for_all([step], seconds=60)
+    wait_for_all([step], seconds=PATIENCE_SECONDS)
     return step
 
 

@@ -12,6 +12,7 @@ from parallel.errors import UserError
 from pipeline import cli
 from pipeline.slurm.stage import stage_of_task
 from pipeline.slurm.submit import SCRIPTS
+from tests.awaiting import PATIENCE_SECONDS
 from tests.pipeline.conftest import Braid
 from tests.runs import REPOSITORY
 
@@ -49,7 +50,7 @@ def bash(script: Path, *arguments: object, path: Path | None = None, **environme
         env={"PATH": f"{path}:/usr/bin:/bin" if path else "/usr/bin:/bin", **environment},
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=PATIENCE_SECONDS,
     )
     return found.returncode, found.stdout, found.stderr
 

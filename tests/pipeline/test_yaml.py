@@ -14,6 +14,7 @@ from pipeline.config import rules
 from pipeline.config.read import ConfigError, Reader, plain
 from pipeline.config.validate import dump_resolved, load
 from pipeline.config.yaml_core import dump_line
+from tests.awaiting import PATIENCE_SECONDS
 from tests.pipeline.test_bounds import within
 from tests.pipeline.violations import edited, errors
 
@@ -166,7 +167,7 @@ def test_a_path_that_is_not_a_text_file_is_an_error_at_once(tmp_path: Path, what
         reason = "not a UTF-8 text file"
     done = subprocess.run(
         [sys.executable, "-m", "pipeline.cli", "validate", str(path)],
-        cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False,
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False,
     )  # fmt: skip
     assert done.returncode == 1
     said = f"{path}: cannot be read: {reason}" if what != "directory" else f"{path}: {reason}"

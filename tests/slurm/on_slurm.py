@@ -6,10 +6,10 @@ import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.awaiting import PATIENCE_SECONDS
 from tests.virtual_cluster import Cluster
 
 HERE = Path(__file__).parent
-PATIENCE_SECONDS = 300
 
 CONFIG = """\
 name: small

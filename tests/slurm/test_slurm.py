@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.text import shown
+from tests.awaiting import PATIENCE_SECONDS
 from tests.runs import REPOSITORY
 from tests.slurm.on_slurm import STAGES, Braid
 from tests.virtual_cluster import Cluster
@@ -173,7 +174,7 @@ def test_a_stage_script_may_be_submitted_by_hand(braid: Braid, cluster: Cluster)
         env=cluster.environment,
         cwd=braid.directory,
         check=True,
-        timeout=60,
+        timeout=PATIENCE_SECONDS,
     )
     cluster.wait_until(lambda: braid("status", "small").count(" done ") == 6)
 

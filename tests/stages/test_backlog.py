@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from stages.metrics import reward_metrics
 from stages.objectives.groups import Batch
 from stages.rewards.reward import RewardError
 from stages.sampling.prompt_buffer import Collection, PromptBuffer
+from tests.awaiting import PATIENCE_SECONDS
 from tests.stages.toys import FakeEngines, indices, prompt_buffer
 
 NAMES = ("sums", "words")
@@ -167,6 +169,18 @@ def test_the_same_prompts_again_have_other_seeds() -> None:
     assert not {g.seed for g in engines.asked} & {g.seed for g in batch.groups}
 
 
+def test_probes_continue_the_first_half_of_prompts() -> None:
+    engines = FakeEngines()
+    source = buffer(engines, "sums")
+    probes = source.probes(4, "probe 1", longest=64)
+    source.request({"sums": 4})
+    whole = [group.problem.prompt for group in engines.asked[4:]]
+    assert [group.problem.prompt for group in probes] == [
+        prompt[: math.ceil(len(prompt) / 2)] for prompt in whole
+    ]
+    assert all(len(prompt) > 2 for prompt in whole)
+
+
 def test_probes_leave_their_prompts_in_the_stream() -> None:
     engines = FakeEngines()
     source = buffer(engines, "sums")
@@ -281,4 +295,4 @@ def test_a_sample_is_graded_while_its_group_is_still_sampled() -> None:
     assert group.ended is group.grades[1] is None
     first = group.grades[0]
     assert first is not None
-    assert first.result(60).reward == 3.0
+    assert first.result(PATIENCE_SECONDS).reward == 3.0

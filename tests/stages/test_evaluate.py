@@ -22,6 +22,7 @@ from stages.sampling.logprob_check import MismatchError
 from stages.sampling.sample_files import read_samples
 from stages.settings import LoggingSettings, StageJob
 from tests.fake_engines import FakeEngine, RefittedFleet, toy_domain, toy_job, toy_run
+from tests.stages.toys import measuring
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -255,6 +256,20 @@ def test_a_gate_decides_by_problems_of_no_reported_result(
 ) -> None:
     evaluate.run(job(tmp_path, kind=kind, models={"merge": tmp_path / "merge"}))
     assert [split] == SPLITS
+
+
+@pytest.mark.parametrize(("last", "reported"), [(1e-3, False), (8e-3, True)])
+def test_one_check_beyond_a_bound_is_drawn_again(
+    last: float, reported: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A model is asked for two checks of 40 responses each, and for its 40 answers."""
+    asked = job(tmp_path, bound=1.0, models={"merge": tmp_path / "merge"})
+    with measuring(2.0, 0.5, share=last):
+        evaluate.run(asked)
+    engine: Any = asked.engine_addresses[0]
+    seeds = [prompt.seed for request in engine.requests for prompt in request.prompts]
+    assert len(seeds) == len(set(seeds)) == 3 * 40
+    assert ("differ from the trainer's by more than ln 2" in capfd.readouterr().err) == reported
 
 
 def test_an_engine_with_other_weights_ends_the_stage(tmp_path: Path) -> None:

@@ -207,9 +207,12 @@ def test_a_guard_that_is_off_is_silent(said: list[str]) -> None:
     assert said == []
 
 
-def test_the_mismatch_of_section_4_stops_after_three_steps_by_default() -> None:
-    verdicts = observe(watch(), "high_ratio", 0.2, 0.2, 0.2)
-    assert [verdict.stop is None for verdict in verdicts] == [True, True, False]
+def test_a_mismatch_that_the_correction_may_weigh_is_a_warning(said: list[str]) -> None:
+    """The engine's bound stops at ten times as much."""
+    verdicts = observe(watch(), "high_ratio", 0.002, 0.002, 0.002)
+    assert verdicts == [StepVerdict()] * 3
+    [warning] = said
+    assert "guard mismatch: high_ratio is 0.002, above" in warning
 
 
 def test_a_stage_ends_when_a_full_window_reaches_the_rule(said: list[str]) -> None:

@@ -23,6 +23,7 @@ from stages.rewards.pool import RewardPool
 from stages.rewards.reward import Grader, Response, RewardError, RewardPoolSettings, make
 from stages.sampling.recording import record
 from stages.sampling.sample_files import read_samples
+from tests.awaiting import PATIENCE_SECONDS
 
 RUBRIC = "Asked {prompt}, where {answer} is right, it said {response}. {Good}?"
 ASKED = Problem("essays", 0, "2+{answer}?", "4")
@@ -324,7 +325,7 @@ def test_an_endless_verdict_is_ended_with_its_worker(service: Service, tmp_path:
     pool = RewardPool({"essays": {"style": settings}}, RewardPoolSettings(workers=1), tmp_path)
     try:
         [future] = pool.submit(ASKED, [Response("four", 5)])
-        failure = future.result(60).failure
+        failure = future.result(PATIENCE_SECONDS).failure
     finally:
         pool.close()
     assert failure is not None

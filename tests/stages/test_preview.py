@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,7 +15,7 @@ from stages import preview
 from stages.sampling.logprob_check import MismatchError
 from stages.settings import StageJob
 from tests.fake_engines import toy_domain, toy_job, toy_run
-from tests.stages.toys import faked
+from tests.stages.toys import faked, measuring
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -51,6 +52,16 @@ def test_every_sample_of_one_step_is_graded_and_written(tmp_path: Path) -> None:
         assert sample["prompt"].endswith("=")
         assert len(sample["response"]) in (sample["tokens"], sample["tokens"] - 1)
         assert sample["finished"] or sample["tokens"] == 8
+
+
+def test_one_check_beyond_the_bound_is_drawn_again(tmp_path: Path) -> None:
+    asked = job(tmp_path, bound=1.0)
+    with measuring(2.0, 0.5):
+        run(asked)
+    engine: Any = asked.engine_addresses[0]
+    seeds = [prompt.seed for request in engine.requests for prompt in request.prompts]
+    assert len(seeds) == len(set(seeds)) == 2 * 15
+    assert len(json.loads((tmp_path / "results.json").read_text())["groups"]) == 3
 
 
 def test_samples_of_another_model_are_not_shown(tmp_path: Path) -> None:

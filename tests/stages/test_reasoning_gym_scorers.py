@@ -30,6 +30,7 @@ from stages.data.whole_answers import MEANINGLESS, SEARCHING
 from stages.rewards.kinds.reasoning_gym import CORRECT, ReasoningGymReward, exact
 from stages.rewards.pool import RewardPool
 from stages.rewards.reward import Response, RewardPoolSettings
+from tests.awaiting import PATIENCE_SECONDS
 
 TOKENIZER = CharacterTokenizer()
 CALLS = {"eval", "exec", "compile", "parse_expr", "sympify"}
@@ -159,7 +160,7 @@ def test_a_slow_scorer_is_killed_and_only_its_answer_earns_nothing(tmp_path: Pat
     answers = [tagged(each, "") for each in ("1e999999999", problem.answer)]
     responses = [Response(each, len(each)) for each in answers]
     with closing(RewardPool({"puzzles": {"exact": ReasoningGymReward()}}, pool, tmp_path)) as made:
-        grades = [each.result(60) for each in made.submit(problem, responses)]
+        grades = [each.result(PATIENCE_SECONDS) for each in made.submit(problem, responses)]
     assert [each.reward for each in grades] == [0.0, 1.0]
 
 

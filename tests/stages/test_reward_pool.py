@@ -18,9 +18,10 @@ from stages.data.problem import Problem
 from stages.rewards.kinds import RewardSettings
 from stages.rewards.pool import RewardPool
 from stages.rewards.reward import Grade, Grader, Response, RewardError, RewardPoolSettings
+from tests.awaiting import PATIENCE_SECONDS
 
 Made = Callable[..., RewardPool]
-SECONDS = 60.0
+SECONDS = float(PATIENCE_SECONDS)
 LIMIT = 2  # seconds: no reward of these tests that ends takes so long on a busy machine
 
 

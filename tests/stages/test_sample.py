@@ -32,6 +32,7 @@ from stages.sampling.logprob_check import MismatchError
 from stages.settings import StageJob
 from tests.fake_engines import FakeEngine, RefittedFleet, toy_domain, toy_job, toy_run
 from tests.stages.conftest import OPENED
+from tests.stages.toys import measuring
 
 PROMPTS, STEP, SIZE = 20, 6, 4  # prompts of a domain, of a part, responses to each
 
@@ -233,6 +234,13 @@ def test_only_training_prompts_are_sampled_and_none_twice(tmp_path: Path) -> Non
     assert all(int(problem.key, 16) >= fraction * 2**256 for problem in problems)
     drawn = [row for part in stage.parts for row in read_part(stage.file(part)) or ()]
     assert {row["problem"] for row in drawn} == {problem.key for problem in problems}
+
+
+@pytest.mark.usefixtures("faked")
+def test_one_check_beyond_the_bound_is_drawn_again(tmp_path: Path) -> None:
+    with measuring(2.0, 0.5):
+        run(job(tmp_path, bound=1.0))
+    assert (tmp_path / "collection.json").exists()
 
 
 @pytest.mark.usefixtures("faked")

@@ -18,6 +18,7 @@ from stages.metrics import MetricsLog
 from stages.sampling.sample_files import samples_file, write_samples
 from stages.settings import LoggingSettings, StageJob
 from stages.trackers.tracker import ROWS, key
+from tests.awaiting import PATIENCE_SECONDS
 from tests.pipeline.recorded_runs import sample
 from tests.stages.test_metrics import job
 
@@ -56,7 +57,9 @@ def records(directory: Path) -> list[dict[str, Any]]:
     """Return what Weights & Biases wrote offline last, by its own reader."""
     [*_, path] = sorted(directory.glob("wandb/offline-run-*"))
     command = [str(Path(sys.executable).with_name("wandb")), "leet", "inspect", "--json", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=True
+    )
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 

@@ -64,7 +64,7 @@ def saved(directory: Path) -> tuple[int, dict[str, Any]]:
 
 def test_a_guard_stops_after_saving_the_step_and_may_be_set_to_continue(tmp_path: Path) -> None:
     with pytest.raises(GuardStopped, match=r"^step 3 of experts.sums: guard mismatch: high_ratio"):
-        run(tmp_path)
+        run(tmp_path, guards={"mismatch": {"action": "stop"}})
     step, state = saved(tmp_path)
     assert step == 3
     assert state["watch"]["beyond"]["mismatch"] == 3

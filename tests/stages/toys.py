@@ -26,9 +26,11 @@ from stages.objectives.domain_objective import DomainObjective
 from stages.objectives.groups import Batch, Group
 from stages.rewards.reward import RewardPoolSettings
 from stages.sampling.engines import RewardDispatcher
+from stages.sampling.logprob_check import Mismatch
 from stages.sampling.prompt_buffer import Collection, PromptBuffer
 from stages.sampling.sample_files import read_samples
 from stages.settings import RunSettings, StageJob
+from tests.awaiting import PATIENCE_SECONDS
 from tests.fake_engines import FakeEngine, RefittedFleet, toy_domain, toy_job, toy_run
 from tests.stages.conftest import OPENED
 
@@ -68,7 +70,7 @@ class FakeEngines:
             found = collection.batch()
             if found is not None or not (more or self.rewards.pending):
                 return found
-            assert self.wake.wait(60)
+            assert self.wake.wait(PATIENCE_SECONDS)
 
     def end(self, group: Group, lengths: tuple[int, int] = (1, 2), version: int = 1) -> None:
         for index, length in enumerate(lengths):
@@ -119,6 +121,20 @@ def start_elsewhere(policy: Policy, _checkpoint: Path, head: bool = True) -> Non
     if not head:
         weight.copy_(before)
         policy.weights_changed()
+
+
+@contextmanager
+def measuring(*largest: float, share: float = 0.0) -> Iterator[None]:
+    """Have the checks of log-probabilities, of 1,000 tokens each, find what is given."""
+    left = iter(largest)
+
+    def measured(*_: Any) -> Mismatch:
+        metrics = {"mismatch_max": next(left), "mismatch_mean": 0.0, "high_ratio": share}
+        return Mismatch(1000, metrics)
+
+    with mock.patch("stages.sampling.logprob_check.measure_mismatch", measured):
+        yield
+    assert not list(left)
 
 
 @contextmanager

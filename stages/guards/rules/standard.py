@@ -9,9 +9,9 @@ from collections.abc import Mapping
 
 from pydantic import Field
 
+from parallel.mismatch import WARNED_SHARE
 from parallel.settings import Count, Fraction
 from stages.guards.registry import (
-    Action,
     AtLeastZero,
     GuardSettings,
     Trend,
@@ -171,8 +171,7 @@ class MismatchSettings(GuardSettings):
     metric = "high_ratio"
     side = "above"
     remedy = "see docs/how-to/mismatch.md: engine and trainer disagree on probabilities"
-    threshold: Fraction = 0.1
-    action: Action = "stop"
+    threshold: Fraction = WARNED_SHARE  # engine.max_high_ratio stops the stage
     patience: Count = 3
 
 
