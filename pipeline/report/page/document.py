@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
-from itertools import chain
 from typing import Any
 
 import yaml
@@ -19,6 +18,7 @@ from pipeline.report.drawing import edges, origin, tree
 from pipeline.report.experts import MOST
 from pipeline.report.health import symptoms
 from pipeline.report.page.recorded import Recorded
+from pipeline.report.page.redaction import LEFT_OUT, plain_setting
 from pipeline.report.page.timelines import timelines
 from pipeline.report.page.training import curves, guards, history, planned_memory
 from pipeline.report.stage_costs import stage_costs
@@ -32,7 +32,6 @@ from stages.data.tokenizer import load_tokenizer
 from stages.metric_definitions import METRICS
 
 VARIANTS = ("name", "kind")  # keys that say which of several blocks one is
-LEFT_OUT = "(left out of this report)"
 MOST_BYTES = 1 << 26  # of a stage's metrics that are read, from their end
 MOST_MAPS = 40  # steps of a stage whose experts are shown
 
@@ -42,14 +41,19 @@ Json = dict[str, Any]
 def document(run: Run, others: Sequence[Run], redacted: bool, most_samples: int) -> Json:
     """Return what the report of a run shows, beside the curves of `others`.
 
-    With `redacted` no prompt, response or message of a reward is in it. Of more than `most_samples`
-    samples, those of a part of the prompts are.
+    With `redacted` it is what `redact` is given, without prompts, responses, answers and what
+    rewards said. Of more than `most_samples` samples, those of a part of the prompts are in it.
     """
     states = states_now(run)
+    if redacted:  # a cause quotes what a reward failed on, and a symptom the cause
+        states = {
+            name: replace(state, cause=LEFT_OUT if state.cause else "")
+            for name, state in states.items()
+        }
     lines = _all_lines(run)
     recorded = Recorded(run, redacted, most_samples)
     samples, routing = recorded.tables(), _routing(run, recorded.damaged)
-    found = {
+    return {
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
         "redacted": redacted,
         "run": {"name": run.name, "seed": run.settings.seed, "path": str(run.path)},
@@ -75,30 +79,13 @@ def document(run: Run, others: Sequence[Run], redacted: bool, most_samples: int)
         "costs": [asdict(cost) for cost in stage_costs(run)],
         "timelines": timelines(run),
         "vocabulary": {} if redacted else _vocabulary(run, samples),
-        "settings": _stated(run),
+        "settings": _stated(run, redacted),
         "commands": [
             f"braid look {run.name}",
             run.resume_command(),
             f"braid bundle {run.name}",
         ],
     }
-    return _without_causes(found) if redacted else found
-
-
-def _without_causes(found: Json) -> Json:
-    """Leave out every cause: a reward's failure quotes the prompt and the response."""
-    for each in (*found["stages"], *chain.from_iterable(found["history"].values())):
-        if each["cause"]:
-            each["cause"] = LEFT_OUT
-    states = {stage["name"]: stage["state"] for stage in found["stages"]}
-    for symptom in found["health"]:
-        state = states[symptom["stage"]]
-        if symptom["what"].startswith(f"{state}: "):
-            symptom["what"] = f"{state} {LEFT_OUT}"
-    for each in (found, *found["others"].values()):
-        if "not_compared" in each:
-            each["not_compared"] = f"no models are compared {LEFT_OUT}"
-    return found
 
 
 def _named(run: Run, others: Sequence[Run]) -> dict[str, Run]:
@@ -144,9 +131,11 @@ def _vocabulary(run: Run, samples: Mapping[str, Json]) -> dict[int, str]:
     return {id: tokenizer.decode([id]) for id in sorted(ids)}
 
 
-def _stated(run: Run) -> str:
+def _stated(run: Run, redacted: bool) -> str:
     """Return the settings that differ from their defaults, as YAML."""
-    return str(yaml.safe_dump(_changed(run.settings), sort_keys=False, allow_unicode=True))
+    settings = _changed(run.settings)
+    settings = plain_setting(settings) if redacted else settings
+    return str(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
 
 
 def _changed(value: Any) -> Any:
