@@ -28,6 +28,7 @@ from pipeline.run.metrics import Line, newest_lines
 from pipeline.run.routing import churn, owned, read_loads, summed
 from pipeline.run.run import DamagedVerdict, Run, StageState, read_verdict
 from pipeline.slurm.queue import states_now
+from pipeline.text import reason
 from stages.data.tokenizer import load_tokenizer
 from stages.metric_definitions import METRICS
 
@@ -50,9 +51,11 @@ def document(run: Run, others: Sequence[Run], redacted: bool, most_samples: int)
             name: replace(state, cause=LEFT_OUT if state.cause else "")
             for name, state in states.items()
         }
-    lines = _all_lines(run)
+    damaged: list[str] = []  # what could not be read: it costs its own block
+    lines = _all_lines(run, damaged)
     recorded = Recorded(run, redacted, most_samples)
-    samples, routing = recorded.tables(), _routing(run, recorded.damaged)
+    samples, routing = recorded.tables(), _routing(run, damaged)
+    damaged += recorded.damaged
     return {
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
         "redacted": redacted,
@@ -72,13 +75,15 @@ def document(run: Run, others: Sequence[Run], redacted: bool, most_samples: int)
             stage.name: [*history(run, stage.name, lines[stage.name])] for stage in run.stages
         },
         "guards": {stage.name: guards(run, stage, lines[stage.name]) for stage in run.stages},
-        "others": {name: _other(run, other) for name, other in _named(run, others).items()},
+        "others": {
+            name: _other(run, other, damaged) for name, other in _named(run, others).items()
+        },
         "samples": samples,
         "routing": routing,
-        "damaged": recorded.damaged,
-        "costs": [asdict(cost) for cost in stage_costs(run)],
-        "timelines": timelines(run),
-        "vocabulary": {} if redacted else _vocabulary(run, samples),
+        "costs": _costs(run, damaged),
+        "timelines": timelines(run, damaged),
+        "vocabulary": {} if redacted else _vocabulary(run, samples, damaged),
+        "damaged": damaged,
         "settings": _stated(run, redacted),
         "commands": [
             f"braid look {run.name}",
@@ -94,9 +99,9 @@ def _named(run: Run, others: Sequence[Run]) -> dict[str, Run]:
     return {other.name if names[other.name] == 1 else str(other.path): other for other in others}
 
 
-def _other(run: Run, other: Run) -> Json:
+def _other(run: Run, other: Run, damaged: list[str]) -> Json:
     """Return what the report shows of a run beside its own: curves, results and what differs."""
-    lines = _all_lines(other)
+    lines = _all_lines(other, damaged)
     return {
         "curves": {name: curves(own) for name, own in lines.items() if own},
         "differences": difference(run, other),
@@ -122,12 +127,25 @@ def _routing(run: Run, damaged: list[str]) -> dict[str, Json]:
     return found
 
 
-def _vocabulary(run: Run, samples: Mapping[str, Json]) -> dict[int, str]:
-    """Return the texts of the token ids whose values are in the report."""
+def _costs(run: Run, damaged: list[str]) -> list[Json]:
+    """Return the cost of every stage; none where a file cannot be read, which is noted."""
+    try:
+        return [asdict(cost) for cost in stage_costs(run)]
+    except OSError as error:
+        damaged.append(f"the costs of stages: {reason(error)}")
+        return []
+
+
+def _vocabulary(run: Run, samples: Mapping[str, Json], damaged: list[str]) -> dict[int, str]:
+    """Return the texts of the token ids whose values are in the report, if there is a tokenizer."""
     ids = {id for own in samples.values() for each in own["tokens"].values() for id in each["ids"]}
     if not ids:
         return {}
-    tokenizer = load_tokenizer(run.settings.model)
+    try:
+        tokenizer = load_tokenizer(run.settings.model)
+    except UserError as error:
+        damaged.append(str(error))
+        return {}
     return {id: tokenizer.decode([id]) for id in sorted(ids)}
 
 
@@ -157,10 +175,16 @@ def _changed(value: Any) -> Any:
     return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
 
 
-def _all_lines(run: Run) -> dict[str, list[Line]]:
-    return {
-        stage.name: newest_lines(run.stage(stage.name).metrics, MOST_BYTES) for stage in run.stages
-    }
+def _all_lines(run: Run, damaged: list[str]) -> dict[str, list[Line]]:
+    """Return each stage's metrics; why one's cannot be read is added to `damaged`."""
+    lines: dict[str, list[Line]] = {}
+    for stage in run.stages:
+        try:
+            lines[stage.name] = newest_lines(run.stage(stage.name).metrics, MOST_BYTES)
+        except OSError as error:
+            lines[stage.name] = []
+            damaged.append(reason(error))
+    return lines
 
 
 def _stages(run: Run, states: Mapping[str, StageState]) -> Iterator[Json]:
@@ -189,5 +213,5 @@ def _comparison(run: Run) -> Json:
     """Return the comparison of the run's models, or why there is none."""
     try:
         return {"comparison": comparison_json(compare(run, measured_models(run), [], None))}
-    except UserError as error:
-        return {"comparison": None, "not_compared": str(error)}
+    except (UserError, OSError) as error:
+        return {"comparison": None, "not_compared": reason(error)}
