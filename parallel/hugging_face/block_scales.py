@@ -46,6 +46,6 @@ def block_scales(directory: Path) -> BlockScales | None:
     Raises:
         OSError, ValueError: there is no config.json, or it is no JSON object.
     """
-    given = dict(json.loads((directory / "config.json").read_text()))
+    given = dict(json.loads(read_text(directory / "config.json")))
     size = fp8_blocks(given.get("quantization_config"))
     return None if size is None else BlockScales(*size)

@@ -16,6 +16,7 @@ from pipeline.config.checkpoints import model_violation, teacher_violation, weig
 from pipeline.config.modules import find_module
 from pipeline.config.rows import Rewards, row_report
 from pipeline.config.tokenizers import (
+    directory_violation,
     outside_models,
     template_violation,
     tokenizer_violation,
@@ -79,14 +80,14 @@ def violations(run: RunSettings) -> Found:
 
 
 def _absent_tokenizer(name: str) -> str | None:
-    """Return why there is no tokenizer's directory, or None."""
+    """Return why there is no tokenizer, or None."""
     path = Path(name)
     if name == CHARACTERS:
         return None
     if (why := unreachable(path)) is not None:
         return f"{shown(path)} {why}"
     if path.is_dir():
-        return None
+        return directory_violation(path)
     return f"no such directory: {shown(path)}; use a tokenizer's, or {CHARACTERS}"
 
 
