@@ -9,6 +9,7 @@ import torch
 
 from parallel.boxes import Box
 from parallel.families import fp8_blocks
+from parallel.files import read_text
 
 
 class BlockScales:
