@@ -77,7 +77,7 @@ def row_batches(path: Path, columns: Sequence[str]) -> Iterator[list[dict[str, A
 
 
 def _within(batch: pyarrow.RecordBatch) -> Iterator[list[dict[str, Any]]]:
-    """Yield the rows of a batch whose texts are encoded, as many at a time as BATCH_BYTES allow."""
+    """Yield the rows of a batch whose texts are encoded, about BATCH_BYTES at a time."""
     size = sum(map(_bytes, batch.columns))
     if len(batch) > 1 and size > BATCH_BYTES:
         half = len(batch) // 2

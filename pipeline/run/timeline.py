@@ -75,7 +75,7 @@ def _lines(path: Path) -> Iterator[Mapping[str, Any]]:
 def _is_sound(entry: Mapping[str, Any]) -> bool:
     """Return whether a line has a time, and the phase or the process that it is of."""
     moment, phase, name = (entry.get(key) for key in ("time", "phase", "name"))
-    if type(moment) not in (int, float) or not 0 <= moment <= MOST_SECONDS:
+    if not isinstance(moment, int | float) or not 0 <= moment <= MOST_SECONDS:
         return False
     waits_for, step = entry.get("waits_for"), entry.get("step")
     if not isinstance(waits_for, str | None):

@@ -55,7 +55,7 @@ def checkpoint(
 def test_a_config_that_transformers_refuses_is_an_error(
     key: str, value: object, tmp_path: Path
 ) -> None:
-    """What it raises is a StrictDataclassError, AttributeError, IndexError or OverflowError."""
+    """Whatever it raises: StrictDataclassError, AttributeError, IndexError or OverflowError."""
     config = hugging_face_config(MODEL).to_dict() | {key: value}
     (tmp_path / "config.json").write_text(json.dumps(config, default=str))
     errors = start_errors(MODEL, tmp_path)

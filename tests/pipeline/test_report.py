@@ -255,6 +255,111 @@ def test_phases_that_processes_enter_stay_in_a_redacted_report() -> None:
     assert found["waits_for"] <= set(redaction.PEERS)
 
 
+DEEP = "[" * 100_000 + "]" * 100_000
+TIMELINE = [
+    *(b"\xff", DEEP.encode(), b'{"phase": 1, "time": 1e400, "name": "x"}', b"[]"),
+    *(b'{"phase": [], "time": 1, "name": "x"}', b'{"phase": 1, "time": "1", "name": "x"}'),
+    *(b'{"phase": 1, "time": NaN, "name": "x"}', b'{"phase": 1, "time": 1, "name": []}'),
+    b'{"phase": 1, "time": 1%s, "name": "x"}' % (b"0" * 400),
+    *(b'{"phase": 1, "time": 1, "name": "x", "step": []}', b'{"process": 1, "time": {}}'),
+]
+
+
+def test_damaged_lines_of_a_timeline_are_ignored(recorded: Path, braid: Braid) -> None:
+    directory = RunDirectory(recorded).stage(STAGE)
+    timeline = directory.timeline(1, 0)
+    good = [{"phase": 7, "time": 5.0, "name": "step", "step": 3}, {"phase": 7, "time": 9.0}]
+    text = b"\n".join([*TIMELINE, *(json.dumps(line).encode() for line in good)])
+    timeline.write_bytes(text)
+    timeline.with_name("timeline_x.jsonl").write_bytes(text)
+    timeline.with_name("timeline_1.jsonl").write_bytes(text)
+    code, _, err = braid("report", "small")
+    assert code == 0, err
+    found = data(recorded / "report.html")["timelines"][STAGE]
+    assert found.keys() == {"rank 0", "rank 1"}
+    assert found["rank 0"]["phases"] == [["step", 5.0, 9.0, None, 3]]
+
+
+def write_loads(path: Path, **columns: Any) -> None:
+    row = {"step": 1, "domain": "sums", "layer": 0, "slots": [1, 1]} | columns
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kept = {name: [value] for name, value in row.items() if value != "missing"}
+    parquet.write_table(pyarrow.table(kept), path)
+
+
+@pytest.mark.parametrize(
+    "column",
+    [{"slots": "missing"}, {"slots": None}, {"slots": ["x"]}, {"domain": 3}, {"step": "x"}],
+)
+def test_damaged_loads_of_experts_cost_their_own_block(
+    column: dict[str, Any], recorded: Path, braid: Braid
+) -> None:
+    path = recorded / "stages" / STAGE / "routing" / "step_000001.parquet"
+    write_loads(path, **column)
+    code, _, err = braid("report", "small")
+    assert code == 0, err
+    found = data(recorded / "report.html")
+    assert found["routing"] == {} and found["samples"][STAGE]["of"] == 8
+    [why] = found["damaged"]
+    assert why.startswith(f"{path}: damaged: ")
+    assert braid("look", "small", STAGE, "--experts")[0] == 1
+
+
+def test_loads_of_two_shapes_are_damaged(recorded: Path, braid: Braid) -> None:
+    for step, slots in ((1, [1, 1]), (2, [1, 1, 1])):
+        path = recorded / "stages" / STAGE / "routing" / f"step_00000{step}.parquet"
+        write_loads(path, step=step, slots=slots)
+    assert braid("report", "small")[0] == 0
+    [why] = data(recorded / "report.html")["damaged"]
+    assert why.endswith("damaged: steps of different models")
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        *("rollouts/step_000002.parquet", "routing/step_000001.parquet"),
+        *("metrics.jsonl", "attempt_1/timeline_0.jsonl"),
+    ],
+)
+def test_a_pipe_in_place_of_a_file_costs_its_own_block(
+    file: str, recorded: Path, braid: Braid
+) -> None:
+    path = recorded / "stages" / STAGE / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    code, _, err = braid("report", "small")
+    assert code == 0, err
+    found = data(recorded / "report.html")
+    assert any(f"{path}: not a regular file" in why for why in found["damaged"])
+    assert found["samples"][STAGE]["of"] == (6 if "rollouts" in file else 8)
+    assert (STAGE in found["curves"]) == (file != "metrics.jsonl")
+
+
+def test_a_file_larger_than_memory_costs_its_own_block(recorded: Path, braid: Braid) -> None:
+    timeline = RunDirectory(recorded).stage(STAGE).timeline(1, 0)
+    timeline.parent.mkdir(parents=True, exist_ok=True)
+    with timeline.open("wb") as file:
+        file.truncate(1 << 40)  # a hole
+    assert braid("report", "small")[0] == 0
+    assert f"{timeline}: larger than 1024 MiB" in data(recorded / "report.html")["damaged"]
+
+
+def test_ids_outside_the_vocabulary_are_shown_as_numbers(recorded: Path, braid: Braid) -> None:
+    row = sample(4, "a", 1, response_tokens=[5, 80, -1], trainer_logprobs=[-1.0] * 3)
+    write_samples(samples_file(recorded / "stages" / STAGE / "rollouts", 4), [row])
+    code, _, err = braid("report", "small")
+    assert code == 0, err
+    vocabulary = data(recorded / "report.html")["vocabulary"]
+    assert vocabulary == {"5": "3", "80": "[UNKNOWN_80]", "-1": "[UNKNOWN_-1]"}
+
+
+def test_an_attempt_of_an_absurd_number_is_not_counted_up_to(small: Path, braid: Braid) -> None:
+    (small / "stages" / STAGE / "attempt_99999999999999999999").mkdir()
+    assert braid("report", "small")[0] == 0
+    assert braid("compare", "small")[0] == 0
+
+
 def test_other_runs_of_one_name_are_told_apart(small: Path, runs: Path, braid: Braid) -> None:
     copies = [runs.parent / where / "small" for where in ("one", "two")]
     for copy in copies:
