@@ -13,12 +13,14 @@ from collections import Counter
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pyarrow
 import pyarrow.parquet as parquet
 import pytest
 
+from pipeline.report.comparison import Role as ModelRole
+from pipeline.report.drawing import Role as EdgeRole
 from pipeline.report.page import file, redaction
 from pipeline.report.page.recorded import chosen_problems
 from pipeline.report.page.redaction import redact
@@ -225,6 +227,10 @@ def test_a_new_field_of_a_report_is_left_out_until_it_is_allowed() -> None:
     assert redact(document, []) == {"made": "now", "samples": {}}
     gate = {"stages": [{"name": "gate", "reasons": [SECRET], "cause": SECRET, "kind": SECRET}]}
     left_out = redaction.LEFT_OUT
+    roles = [*get_args(EdgeRole), *get_args(ModelRole)]
+    assert redact({"edges": [{"role": role} for role in roles]}, []) == {
+        "edges": [{"role": role} for role in roles]
+    }
     assert redact(gate, []) == {
         "stages": [{"name": "gate", "reasons": [left_out], "cause": left_out, "kind": left_out}]
     }

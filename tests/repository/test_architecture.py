@@ -49,6 +49,7 @@ WITHOUT_TORCH = {
     "parallel.layout_rules",
     "parallel.memory",
     "parallel.network",
+    "parallel.parquet_files",
     "parallel.on_gpus",
     "parallel.slots",
     "parallel.tensor_sizes",

@@ -11,8 +11,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pipeline.report.comparison import Role as ModelRole
-from pipeline.report.drawing import Role as EdgeRole
 from pipeline.run.graph import Stage
 from pipeline.run.ledger import State
 from pipeline.run.run import Outcome, Run
@@ -32,7 +30,9 @@ PHASES = (
 PEERS = ("engines", "engines and rewards", "rank 0", "the trainer", "memory of its GPUs")
 _WORDS = (
     *("stop", "length", "above", "below", "initial"),  # of samples, guards, models
-    *(*get_args(Action), *get_args(EdgeRole), *get_args(ModelRole), *PHASES, *PEERS),
+    *("parent", "teacher", "data", "model", "after"),  # of edges
+    *("start", "expert", "merge", "baseline"),  # of models
+    *(*get_args(Action), *PHASES, *PEERS),
     *("accuracy", "difference", "recovered", "low", "high", "n"),  # keys of intervals
 )
 
