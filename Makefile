@@ -113,8 +113,8 @@ $(TRL_INSTALLED): requirements/bootstrap.txt benchmarks/trl-requirements.txt set
 chaos: $(INSTALLED)  ## kill -9 at 50 random moments of a deterministic run: the same bits each time? (30 minutes at most)
 	$(BIN)/python -W ignore benchmarks/chaos.py
 
-fuzz: $(INSTALLED)  ## 10,000 damaged configurations, 2,000 damaged run directories (10 minutes); SEED=N for others
-	$(BIN)/python -m tests.fuzz --configs 10000 --runs 2000 --seed $(or $(SEED),0)
+fuzz: $(INSTALLED)  ## 10,000 damaged configurations, 2,000 damaged run directories, 500 with samples (20 minutes); SEED=N for others
+	$(BIN)/python -m tests.fuzz --configs 10000 --runs 2000 --reports 500 --seed $(or $(SEED),0)
 
 mutants: $(INSTALLED)  ## mistakes made on purpose in a clone: do the tests catch them? (an hour); ONLY=TEXT for some
 	$(BIN)/python -m tests.mutants --jobs 2 $(if $(ONLY),--only "$(ONLY)") $(if $(RESULT),--result $(RESULT))

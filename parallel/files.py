@@ -38,6 +38,7 @@ WHOLE_MODEL = "model.safetensors"  # a checkpoint of one file
 BESIDE_WEIGHTS = ("consolidated*.safetensors", "adapter_*.safetensors")
 # `braid status` digests every data file of a run: size, head and tail of files over WHOLE_BYTES.
 WHOLE_BYTES, END_BYTES = 1 << 20, 1 << 16
+MOST_TEXT_BYTES = 1 << 30  # of a file that is read at once
 
 
 class CheckpointError(UserError):
@@ -190,8 +191,14 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def read_text(path: Path, errors: str = "strict") -> str:
-    """Return the text of a regular UTF-8 file, or raise OSError or UnicodeDecodeError."""
+    """Return the text of a regular UTF-8 file, or raise OSError or UnicodeDecodeError.
+
+    A file of more than MOST_TEXT_BYTES, such as a hole that costs nothing, is an OSError too.
+    """
     with open_file(path) as file:
+        if os.fstat(file.fileno()).st_size > MOST_TEXT_BYTES:
+            why = f"larger than {MOST_TEXT_BYTES >> 20} MiB"
+            raise OSError(errno.EFBIG, why, str(path))
         return file.read().decode(errors=errors)
 
 

@@ -9,6 +9,7 @@ import torch
 
 from parallel.boxes import Box
 from parallel.families import fp8_blocks
+from parallel.files import read_text
 
 
 class BlockScales:
@@ -46,6 +47,6 @@ def block_scales(directory: Path) -> BlockScales | None:
     Raises:
         OSError, ValueError: there is no config.json, or it is no JSON object.
     """
-    given = dict(json.loads((directory / "config.json").read_text()))
+    given = dict(json.loads(read_text(directory / "config.json")))
     size = fp8_blocks(given.get("quantization_config"))
     return None if size is None else BlockScales(*size)

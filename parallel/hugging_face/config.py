@@ -74,9 +74,12 @@ def contradictions(settings: ModelSettings, given: dict[str, Any]) -> list[str]:
     if (kind := given.get("model_type")) != settings.family:
         return [f"config.json: model_type is {kind}, but model.family is {settings.family}"]
     config = hugging_face_config(settings)
-    theirs, ours = (
-        {**vars(each), **each.rope_parameters} for each in (type(config).from_dict(given), config)
-    )
+    try:
+        stated = type(config).from_dict(given)
+        theirs = {**vars(stated), **stated.rope_parameters}
+    except Exception as error:  # of wrong values transformers raises anything
+        return [f"config.json: transformers refuses it: {' '.join(str(error).split())}"]
+    ours = {**vars(config), **config.rope_parameters}
     names = FAMILIES[settings.family].names
     decisive = [key for key in configuration(settings) if key != "rope_scaling"]
     errors = []

@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 PREFIX = "model.language_model."
 MOST_EXPERTS = 10_000  # of a layer: a header may state any number, and each is a tensor
+# Of all layers: 60 layers of 384 experts have 69,000, and each is an object of some hundred bytes.
+MOST_TENSORS = 1 << 18
 STACK = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
 
 
@@ -32,8 +34,9 @@ class TextTensor(NamedTuple):
 def text_tensors(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[TextTensor]:
     """Yield the text model's tensors; none unless `shapes` are a vision-language model's.
 
-    Raises StackError for a stack of experts of an impossible shape.
+    Raises StackError for a stack of experts of an impossible shape, or too many experts in all.
     """
+    count = 0
     for stored, shape in shapes.items():
         if not stored.startswith(PREFIX):
             continue
@@ -49,6 +52,9 @@ def text_tensors(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[TextTensor]:
             raise StackError(
                 f"{stored} is {[*shape]}, which is no stack of 1 to {MOST_EXPERTS} experts"
             )
+        count += experts * len(parts)
+        if count > MOST_TENSORS:
+            raise StackError(f"{stored} and those before it have over {MOST_TENSORS:,} tensors")
         for expert in range(experts):
             for number, part in enumerate(parts):
                 first = (expert * rows + number * each) * columns

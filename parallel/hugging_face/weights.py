@@ -19,6 +19,7 @@ from parallel.boxes import Box, within
 from parallel.device import device
 from parallel.distributed import broadcast, gather, is_main, layout_sizes
 from parallel.families import is_readable
+from parallel.files import read_text
 from parallel.hugging_face.config import (
     contradictions,
     expected_tensors,
@@ -195,7 +196,7 @@ def start_errors(settings: ModelSettings, directory: Path) -> list[str]:
         return ["no such directory"]
     files = WeightFiles(directory)
     try:
-        given = dict(json.loads((directory / "config.json").read_text()))
+        given = dict(json.loads(read_text(directory / "config.json")))
         errors = contradictions(settings, given)
         if (stated := given.get("quantization_config")) is not None and not is_readable(stated):
             errors.append("config.json: its weights are quantized; name the checkpoint before that")

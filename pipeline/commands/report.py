@@ -6,6 +6,7 @@ import json
 import time
 from argparse import ArgumentTypeError, Namespace
 from pathlib import Path
+from typing import Any
 
 from parallel.errors import UserError
 from parallel.files import write_atomically
@@ -52,7 +53,11 @@ def _file(text: str) -> Path:
         metavar="FILE",
         help="(default: report.html in the run, where nobody else may write)",
     ),
-    Argument("--redact", action="store_true", help="leave out all texts of samples"),
+    Argument(
+        "--redact",
+        action="store_true",
+        help="keep numbers and names alone: no text of a sample, and no hash of one",
+    ),
     Argument(
         "--samples",
         type=common.positive,
@@ -96,16 +101,20 @@ def _write_run(arguments: Namespace, run: Run) -> None:
     from pipeline.report.page.document import document
     from pipeline.report.page.file import report_file
     from pipeline.report.page.recorded import Recorded
+    from pipeline.report.page.redaction import redact
+
+    def text_of(found: dict[str, Any]) -> str:
+        return report_file(redact(found, [run, *others]) if arguments.redact else found)
 
     others = [common.read_run(common.find(arguments.runs_dir, name)) for name in arguments.others]
     samples = arguments.samples or MOST_SAMPLES
     found = document(run, others, arguments.redact, samples)
-    text = report_file(found)
+    text = text_of(found)
     while arguments.samples is None and len(text) > MOST_BYTES and samples > FEWEST_SAMPLES:
         held = sum(len(own["columns"]["step"]) for own in found["samples"].values())
         samples = max(FEWEST_SAMPLES, int(FEWER * min(samples, held) * MOST_BYTES / len(text)))
         found["samples"] = Recorded(run, arguments.redact, samples).tables()
-        text = report_file(found)
+        text = text_of(found)
     _write(arguments.written or run.path / "report.html", text)
 
 

@@ -28,7 +28,7 @@ from pipeline.report.tables import table
 from pipeline.report.waits import waits, waits_table
 from pipeline.run.run import Run
 from pipeline.slurm.queue import states_now
-from pipeline.text import say, shown
+from pipeline.text import shown, warn
 
 SECONDS = 2.0  # between two looks at a run that is followed
 COUNT = 5  # samples that are shown
@@ -304,7 +304,7 @@ def _show_samples(arguments: Namespace, run: Run) -> None:
         print_json(arguments, listing_json(samples, listing, arguments.routes))
     else:
         print_samples(run, samples, listing, arguments.tokens, arguments.routes)
-    say(*(f"braid: left out: {each}" for each in samples.damaged), file=sys.stderr)
+    warn(f"left out: {why}" for why in samples.damaged)
 
 
 def _asked(arguments: Namespace) -> dict[str, Any]:

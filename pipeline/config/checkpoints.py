@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import reprlib
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import yaml
@@ -38,6 +39,11 @@ MOST_BYTES = 1 << 26  # of a JSON file, far above any checkpoint's index
 ANY_VALUE = ("initial_weights", "initialization", "precision", "tokenizer", "end_tokens")
 # Keys of a config.json that transformers writes in several forms; the stage that loads compares.
 COMPUTED = ("rope_scaling", "mlp_only_layers", "sliding_window", "decoder_sparse_step")
+
+
+# Keys that no setting has, whose values of other types transformers refuses when a stage loads it.
+NUMBERS = ("initializer_range", "attention_dropout", "max_position_embeddings", "pretraining_tp")
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def model_violation(path: Path, model: ModelSettings) -> str | None:
@@ -140,7 +146,27 @@ def _config_violation(path: Path, config: dict[str, Any], model: ModelSettings) 
                 f"{shown(path)}: {key}: {json.dumps(config[key])}, but {where} is"
                 f" {json.dumps(value)}"
             )
-    return None
+    return next(filter(None, (_type_violation(path, key, config.get(key)) for key in config)), None)
+
+
+def _type_violation(path: Path, key: str, value: Any) -> str | None:
+    """Return why transformers refuses a key's value of a config.json, or None."""
+    if key in NUMBERS and type(value) not in (int, float, NoneType):
+        expected = "a number"
+    elif key in TOKENS and type(value) not in (int, list, NoneType):
+        expected = "a token's id"
+    elif key in ("use_cache", "output_router_logits") and not isinstance(value, bool):
+        expected = "true or false"
+    elif key == "hidden_act" and not isinstance(value, str | None):
+        expected = "the name of a function"
+    elif key in ("rope_parameters", "id2label") and not isinstance(value, dict | None):
+        expected = "an object"
+    else:
+        return None
+    return (
+        f"{shown(path)}: {key}: must be {expected}, not {reprlib.repr(value)}, which transformers"
+        " refuses; download the file again"
+    )
 
 
 def dtype_violation(path: Path, config: dict[str, Any]) -> str | None:

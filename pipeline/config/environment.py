@@ -22,6 +22,7 @@ from pipeline.config.checkpoints import (
 from pipeline.config.modules import find_module
 from pipeline.config.rows import Rewards, row_report
 from pipeline.config.tokenizers import (
+    directory_violation,
     outside_models,
     template_violation,
     tokenizer_violation,
@@ -94,7 +95,9 @@ def unusable_tokenizer(name: str) -> str | None:
     if not path.is_dir():
         return f"no such directory: {shown(path)}; use a tokenizer's, or {CHARACTERS}"
     # A stage reports other errors in a config.json, which a tokenizer need not have.
-    return dtype_violation(file := path / HUGGING_FACE, json_object(file)[0])
+    return directory_violation(path) or dtype_violation(
+        file := path / HUGGING_FACE, json_object(file)[0]
+    )
 
 
 def _collected_violations(key: str, data: Mapping[str, object]) -> Found:

@@ -24,6 +24,7 @@ from stages.settings import RunSettings
 
 TOKENIZER_FILE, CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 TEMPLATE_FILE, TEMPLATES = "chat_template.jinja", "additional_chat_templates"
+BESIDE = ("special_tokens_map.json", "added_tokens.json", "config.json")  # which loading reads too
 TOKENIZER_FILES = (TOKENIZER_FILE, "tokenizer.model", "vocab.json", "tekken.json")
 
 
@@ -96,6 +97,15 @@ def _has_template(directory: Path) -> bool:
         return False
     except (OSError, ValueError, RecursionError, AttributeError):
         return True
+
+
+def directory_violation(directory: Path) -> str | None:
+    """Return why a directory is no tokenizer's, or None: a pipe in it would be read for ever."""
+    for name in (*TOKENIZER_FILES, CONFIG_FILE, TEMPLATE_FILE, *BESIDE):
+        path = directory / name
+        if (path.exists() or path.is_symlink()) and not path.is_file():
+            return f"{shown(path)}: is not a file; copy the tokenizer's there"
+    return missing_files(directory, chats=False)
 
 
 def missing_files(directory: Path, *, chats: bool) -> str | None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from parallel.files import read_text
+from parallel.files import numbered, read_text
 from pipeline.run.ledger import minutes
 from pipeline.run.metrics import newest_lines
 from pipeline.run.run import Run
@@ -73,7 +73,8 @@ def _sum(lines: Sequence[Mapping[str, Any]], metric: str) -> int | None:
 def _memory(directory: StageDirectory) -> dict[str, int]:
     """Return the peaks over the stage's attempts; none where an older version ran it."""
     found: dict[str, int] = {}
-    for attempt in range(1, directory.attempts() + 1):
+    # Not up to the highest number: a directory's name may say 10^20.
+    for attempt, _ in numbered(directory.path, "attempt_"):
         try:
             peaks = json.loads(read_text(directory.memory(attempt)))
             peaks = {name: int(value) for name, value in peaks.items()}

@@ -58,7 +58,9 @@ def newest_lines(path: Path, most_bytes: int) -> list[Line]:
 def all_lines(path: Path) -> list[Line]:
     """Return all lines of a finished stage; raise UserError for a damaged one."""
     found = []
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+    with open_file(path) as file:
+        lines = file.read().splitlines()
+    for number, line in enumerate(lines, start=1):
         try:
             found.append(_read(line))
         except UNREADABLE as error:

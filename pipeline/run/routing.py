@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-
-import pyarrow
-import pyarrow.parquet as parquet
+from typing import Any
 
 from parallel.errors import UserError
+from parallel.parquet_files import UNREADABLE, read_parquet
 from pipeline.text import shown
 from stages.directory import StageDirectory
 
@@ -36,15 +35,36 @@ def read_loads(directory: StageDirectory, most: int | None = None) -> list[StepL
     found = []
     for path in files:
         try:
-            rows = parquet.ParquetFile(path).read(use_threads=False).to_pylist()
-        except (OSError, ValueError, pyarrow.ArrowException) as error:
-            raise UserError(f"{shown(path)}: damaged: {error}") from error
-        slots: dict[str, Slots] = {}
-        for row in rows:
-            slots.setdefault(row["domain"], []).append(row["slots"])
-        if rows:
-            found.append(StepLoads(rows[0]["step"], slots))
+            if (loads := _of_step(read_parquet(path).to_pylist())) is not None:
+                found.append(loads)
+        except UNREADABLE as error:
+            why = getattr(error, "strerror", None) or f"damaged: {error}"
+            raise UserError(f"{shown(path)}: {why}") from error
+    if len({_shape(slots) for loads in found for slots in loads.slots.values()}) > 1:
+        raise UserError(f"{shown(directory.routing)}: damaged: steps of different models")
     return found
+
+
+def _of_step(rows: Sequence[Mapping[str, Any]]) -> StepLoads | None:
+    """Return the loads of a file's rows; None where it has none.
+
+    Raises:
+        ValueError, KeyError: a row is not as `stages.sampling.expert_loads` writes them.
+    """
+    slots: dict[str, Slots] = {}
+    for row in rows:
+        if not isinstance(row["domain"], str) or type(row["step"]) is not int:
+            raise ValueError("a row has no step or no domain")
+        counts = row["slots"]
+        if not isinstance(counts, list) or not all(type(each) is int for each in counts):
+            raise ValueError("a row's slots are no counts")
+        slots.setdefault(row["domain"], []).append(counts)
+    return StepLoads(rows[0]["step"], slots) if rows else None
+
+
+def _shape(slots: Slots) -> tuple[int, ...]:
+    """Return the number of experts of each layer."""
+    return tuple(map(len, slots))
 
 
 def shares(slots: Sequence[Sequence[int]]) -> list[list[float]]:

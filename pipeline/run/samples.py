@@ -16,10 +16,10 @@ from zipfile import BadZipFile
 
 import pyarrow
 import pyarrow.compute as compute
-import pyarrow.parquet as parquet
 
 from parallel.errors import UserError, hint
 from parallel.files import naming, open_file
+from parallel.parquet_files import UNREADABLE, open_parquet, read_parquet
 from pipeline.text import shown
 from stages.directory import StageDirectory
 from stages.sampling.sample_files import COLUMNS, Row, mapped
@@ -119,8 +119,8 @@ class StageSamples:
 
     def _read(self, number: int, path: Path, columns: Sequence[str]) -> pyarrow.Table:
         try:
-            table = _checked(parquet.ParquetFile(path).read([*columns], use_threads=False), columns)
-        except (OSError, ValueError, pyarrow.ArrowException) as error:
+            table = _checked(_stored(path, columns), columns)
+        except UNREADABLE as error:
             why = getattr(error, "strerror", None) or f"damaged: {error}"
             raise UserError(f"{shown(path)}: {why}") from error
         count = len(table)
@@ -260,6 +260,15 @@ def _check_readable(directory: Path) -> None:
         raise UserError(f"{shown(directory)}: {error.strerror}") from error
 
 
+def _stored(path: Path, columns: Sequence[str]) -> pyarrow.Table:
+    """Return those of some columns that a file has; raise ValueError where two have one name."""
+    with open_parquet(path) as file:
+        names = file.schema_arrow.names
+    if len(set(names)) < len(names):
+        raise ValueError("two columns have one name")
+    return read_parquet(path, [name for name in columns if name in names])
+
+
 def _checked(table: pyarrow.Table, columns: Sequence[str]) -> pyarrow.Table:
     """Return a file's samples with all `columns` in their types.
 
@@ -274,6 +283,7 @@ def _checked(table: pyarrow.Table, columns: Sequence[str]) -> pyarrow.Table:
         elif table.schema.field(name).type != expected:
             at = table.column_names.index(name)
             table = table.set_column(at, name, table[name].cast(expected))
+    table = table.select([*columns])  # in one order in all files, for those of several are joined
     table.validate(full=True)
     if any(name in columns and table[name].null_count for name in ("step", "domain")):
         raise ValueError("a sample has no step or no domain")

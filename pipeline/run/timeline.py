@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from parallel.errors import UserError
 from parallel.files import read_text
 from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import Stage
+from pipeline.run.metrics import MOST_STEPS
+from pipeline.text import shown
 from stages.directory import EngineDirectory
+
+MOST_SECONDS = 1e12  # since the epoch: the year 33,658
 
 
 @dataclass(frozen=True)
@@ -52,26 +58,42 @@ def phases(path: Path, process: str) -> list[Phase]:
 
 
 def _lines(path: Path) -> Iterator[Mapping[str, Any]]:
+    """Yield the lines that `parallel.phases` writes; raise UserError for an unreadable file."""
     try:
-        text = read_text(path)
+        text = read_text(path, errors="replace")
     except FileNotFoundError:
         return
-    for line in text.splitlines():
-        try:
-            found = json.loads(line)
-            float(found["time"])
-            if "process" in found or "phase" in found:
-                yield found
-        except (ValueError, TypeError, KeyError):
-            continue
+    except OSError as error:
+        raise UserError(f"{shown(path)}: {error.strerror}") from error
+    for line in text.split("\n"):
+        with suppress(ValueError, RecursionError):
+            entry = json.loads(line)
+            if isinstance(entry, dict) and _is_sound(entry):
+                yield entry
+
+
+def _is_sound(entry: Mapping[str, Any]) -> bool:
+    """Return whether a line has a time, and the phase or the process that it is of."""
+    moment, phase, name = (entry.get(key) for key in ("time", "phase", "name"))
+    if not isinstance(moment, int | float) or not 0 <= moment <= MOST_SECONDS:
+        return False
+    waits_for, step = entry.get("waits_for"), entry.get("step")
+    if not isinstance(waits_for, str | None):
+        return False
+    if step is not None and (type(step) is not int or not 0 <= step <= MOST_STEPS):
+        return False
+    if "process" in entry:
+        return True
+    return type(phase) is int and ("name" not in entry or isinstance(name, str))
 
 
 def rank_phases(run: RunDirectory, stage: Stage) -> dict[str, list[Phase]]:
     """Return the phases of the ranks of a stage's newest attempt."""
     directory = run.stage(stage.name)
     files = directory.job(directory.attempts()).parent.glob("timeline_*.jsonl")
-    numbered = sorted((int(path.stem.removeprefix("timeline_")), path) for path in files)
-    return {f"rank {n}": phases(path, f"rank {n}") for n, path in numbered}
+    numbered = ((path.stem.removeprefix("timeline_"), path) for path in files)
+    ranks = sorted((int(n), path) for n, path in numbered if n.isdecimal() and len(n) < 10)
+    return {f"rank {n}": phases(path, f"rank {n}") for n, path in ranks}
 
 
 def engine_phases(run: RunDirectory, stage: Stage) -> dict[str, list[Phase]]:

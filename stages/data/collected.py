@@ -16,7 +16,7 @@ import pyarrow
 import pyarrow.parquet as parquet
 
 from parallel.errors import UserError
-from parallel.files import naming, replacing
+from parallel.files import naming, open_file, replacing
 from stages.data.problem import Message, Problem
 
 Row = dict[str, Any]
@@ -105,8 +105,8 @@ def read_part(path: Path) -> list[Row] | None:
         OSError: it is there and cannot be read, such as on a busy disk: it must not be replaced.
     """
     try:
-        with naming(path):
-            content = path.read_bytes()
+        with naming(path), open_file(path) as file:
+            content = file.read()
     except FileNotFoundError:
         return None
     try:  # pyarrow raises OSError for damaged contents too

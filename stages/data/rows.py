@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet as parquet
 
+from parallel.parquet_files import open_parquet, read_parquet, row_batches
 from stages.data.row_forms import Row, RowError, missing_column, parsed_line
 
 KEPT_BYTES = 256 << 20  # of decoded row groups; the newest is always kept
@@ -59,18 +60,17 @@ class ParquetRows:
     def scan(self, file: Path, columns: Sequence[str]) -> Iterator[tuple[int, Row | RowError]]:
         with _opened(file) as source:
             known = source.schema_arrow.names
-            for column in columns:
-                if column not in known:
-                    raise missing_column(column, known)
-            at = 0
-            batches = source.iter_batches(batch_size=1000, columns=list(columns), use_threads=False)
-            while True:
-                with _parquet_errors():  # not around the yields: the reader's errors are its own
-                    rows = next(filter(None, (batch.to_pylist() for batch in batches)), None)
-                if rows is None:
-                    return
-                yield from enumerate(rows, at)
-                at += len(rows)
+        for column in columns:
+            if column not in known:
+                raise missing_column(column, known)
+        at, batches = 0, row_batches(file, columns)
+        while True:
+            with _parquet_errors():  # not around the yields: the reader's errors are its own
+                rows = next(filter(None, batches), None)
+            if rows is None:
+                return
+            yield from enumerate(rows, at)
+            at += len(rows)
 
     def read(self, file: Path, at: int) -> Row:
         ends = _group_ends(file)
@@ -88,8 +88,7 @@ class ParquetRows:
     def _group(self, file: Path, group: int) -> pyarrow.Table:
         """Return a row group, from a cache of the most recent ones."""
         if (file, group) not in self._groups:
-            with _opened(file) as source:
-                self._groups[file, group] = source.read_row_group(group, use_threads=False)
+            self._groups[file, group] = read_parquet(file, group=group)
         self._groups.move_to_end((file, group))
         while len(self._groups) > 1 and sum(t.nbytes for t in self._groups.values()) > KEPT_BYTES:
             self._groups.popitem(last=False)
@@ -108,10 +107,12 @@ def _parquet_errors() -> Iterator[None]:
         raise RowError(f"cannot be read as Parquet: {error}") from error
 
 
-def _opened(file: Path) -> parquet.ParquetFile:
-    """Return the open file. Raises RowError where it is not Parquet."""
+@contextmanager
+def _opened(file: Path) -> Iterator[parquet.ParquetFile]:
+    """Open a file. Raises RowError where it is not Parquet."""
     try:
-        return parquet.ParquetFile(file)
+        with open_parquet(file) as source:
+            yield source
     except pyarrow.ArrowInvalid as error:
         raise RowError(f"not a Parquet file: {error}") from error
 

@@ -69,6 +69,11 @@ def _loaded(name: str) -> Tokenizer:
     return CharacterTokenizer() if name == CHARACTERS_NAME else HuggingFaceTokenizer(Path(name))
 
 
+def unknown_token(id: int) -> str:
+    """Return the text that stands for an id outside the vocabulary."""
+    return f"[UNKNOWN_{id}]"
+
+
 class CharacterTokenizer:
     """The character tokenizer: 80 ids, pad 0, end 1, `CHARACTERS` in order, then reserved ids."""
 
@@ -100,12 +105,17 @@ class CharacterTokenizer:
         return self.end_tokens[0]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text before the first end token; special ids are shown by name."""
+        """Return the text before the first end token; special ids are shown by name.
+
+        An id that the tokenizer lacks, as of a damaged file, is [UNKNOWN_id].
+        """
         return self.decode_prompt(takewhile(lambda i: i not in self.end_tokens, ids))
 
     def decode_prompt(self, ids: Iterable[int]) -> str:
         """Return the text of all ids, as `decode`: end tokens may end the turns of a prompt."""
-        return "".join(self._tokens[i] for i in ids)
+        return "".join(
+            self._tokens[i] if 0 <= i < TOKENIZER_SIZE else unknown_token(i) for i in ids
+        )
 
     def render(self, messages: Sequence[Message], generation_prompt: bool) -> str:
         """Return the messages as `CHAT_TEMPLATE` renders them.
@@ -192,7 +202,7 @@ class HuggingFaceTokenizer:
             if known:
                 pieces.append(self._decode_known(list(run)))
             else:
-                pieces += [f"[UNKNOWN_{i}]" for i in run]
+                pieces += [unknown_token(i) for i in run]
         return "".join(pieces)
 
     def render(self, messages: Sequence[Message], generation_prompt: bool) -> str:

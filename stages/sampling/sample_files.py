@@ -13,7 +13,8 @@ import pyarrow
 import pyarrow.parquet as parquet
 
 from parallel.errors import UserError
-from parallel.files import naming, replacing
+from parallel.files import replacing
+from parallel.parquet_files import UNREADABLE, read_parquet
 
 Row = dict[str, Any]
 
@@ -117,17 +118,15 @@ def read_samples(path: Path, columns: Sequence[str] | None = None) -> list[Row]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        UserError: it is damaged.
+        UserError: it is damaged, or cannot be read.
     """
-    with naming(path):
-        content = path.read_bytes()
-    try:  # pyarrow raises OSError for damaged contents too
-        # With Arrow's threads 7 of 80 processes that ended soon after aborted: "terminate called
-        # without an active exception".
-        table = parquet.ParquetFile(pyarrow.BufferReader(content)).read(columns, use_threads=False)
-        return [mapped(row) for row in table.to_pylist()]
-    except (OSError, ValueError, KeyError, pyarrow.ArrowException) as error:
-        raise UserError(f"{path}: damaged: {error}") from error
+    try:
+        return [mapped(row) for row in read_parquet(path, columns).to_pylist()]
+    except FileNotFoundError:
+        raise
+    except UNREADABLE as error:  # pyarrow raises OSError for damaged contents too
+        why = getattr(error, "strerror", None) or f"damaged: {error}"
+        raise UserError(f"{path}: {why}") from error
 
 
 def mapped(row: Row) -> Row:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -227,3 +229,38 @@ def test_a_printed_report_has_no_controls(page: Page) -> None:
     assert not page.locator("nav").is_visible()
     assert not page.locator("#filters").is_visible()
     assert page.locator("#sample").is_visible()
+
+
+ADDRESSES = ("%", "%ff/x", "constructor", "__proto__/x", "toString", "curves/constructor", "time/%")
+
+
+def test_any_address_and_any_name_of_a_metric_draws_a_page(run: Run, browser: Browser) -> None:
+    """Keys that every object of JavaScript inherits, and what `decodeURIComponent` refuses."""
+    copy = run.path.parent / "named" / "small"
+    shutil.copytree(run.path, copy)
+    names = ["toString", "constructor", "__proto__", "valueOf", "a/__proto__"]
+    values = dict.fromkeys(names, 0.5)
+    lines = [{"step": n, "time": 1.7e9 + n, **values, "loss": 1.0} for n in (1, 2, 3)]
+    many = {f"metric {n}": 1.0 for n in range(10_000)}
+    for stage, more in ((EXPERT, {}), ("merge", many)):
+        text = "".join(json.dumps({**line, **more}) + "\n" for line in lines)
+        (copy / "stages" / stage / "metrics.jsonl").write_text(text)
+    path = copy.parent / "report.html"
+    assert cli.main(["report", str(copy), "--output", str(path)]) == 0
+    with opened(browser, path) as page:
+        errors: list[str] = []
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        for address in ADDRESSES:
+            page.evaluate("(address) => { location.hash = `#/${address}`; }", address)
+            page.wait_for_function(f"document.body.dataset.drawn === '#/{address}'")
+            assert page.locator("main").inner_text()
+        visit(page, f"curves/{EXPERT}")
+        charts = page.locator("#charts figure")
+        drawn = {chart.get_attribute("data-metric") for chart in charts.all()}
+        assert drawn == {*names, "loss"}
+        visit(page, "curves/all%20stages?metric=toString")
+        assert page.locator("#charts figure").get_attribute("data-points") == "6"
+        visit(page, "curves/merge")
+        assert page.locator("#drawn").inner_text() == "200 of 10006 metrics"
+        assert charts.count() == 200
+        assert errors == []

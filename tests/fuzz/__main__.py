@@ -7,6 +7,8 @@ raises a ConfigError in which every line names a file or a key.
 runs: damaged copies of run directories through status, plan, why, diff and logs. Each command ends
 with exit code 0, or with a message that begins with `braid:`, and changes no file.
 
+reports: damaged copies of a run with samples, through report, look, compare and bundle, likewise.
+
 Failures are: another exception, a step of 5 s CPU time or 20 s asleep, 3 GiB more memory than at
 the start, a changed file, a control character in a message. A case depends only on its number and
 the seed, and each failure prints the command that repeats it.
@@ -23,10 +25,14 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from . import configs, run_directories
+from . import configs, reported_runs, run_directories
 from .worker import Case, FuzzStep, run
 
-FUZZERS = {"configs": configs.cases, "runs": run_directories.cases}
+FUZZERS = {
+    "configs": configs.cases,
+    "runs": run_directories.cases,
+    "reports": reported_runs.cases,
+}
 PROGRESS_SECONDS = 10.0
 SHOWN = 3  # failures printed per cause; the others are only counted
 
@@ -114,6 +120,7 @@ def _arguments() -> Namespace:
     )
     parser.add_argument("--configs", type=int, default=0, metavar="N", help="configurations to try")
     parser.add_argument("--runs", type=int, default=0, metavar="N", help="run directories to try")
+    parser.add_argument("--reports", type=int, default=0, metavar="N", help="recorded runs to try")
     parser.add_argument("--seed", type=int, default=0, help="seed of all cases")
     parser.add_argument(
         "--case", metavar="FUZZER/K", help="run this case alone, such as configs/17"
@@ -122,7 +129,7 @@ def _arguments() -> Namespace:
     arguments = parser.parse_args()
     name, _, number = (arguments.case or "configs/0").partition("/")
     if name not in FUZZERS or not number.isdecimal():
-        parser.error("--case should be configs/K or runs/K")
+        parser.error("--case should be configs/K, runs/K or reports/K")
     return arguments
 
 

@@ -14,7 +14,7 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from functools import cache
 from pathlib import Path
@@ -22,7 +22,7 @@ from random import Random
 from typing import Any
 
 from pipeline import cli
-from pipeline.commands import common as commands
+from pipeline.commands import common
 from tests.pipeline.fake_launcher import fake_programs
 
 from .worker import CONTROL, REPOSITORY, Case, FuzzStep, raised
@@ -50,24 +50,41 @@ NAMES = [
 
 def cases(seed: int, folder: Path, *, keep: bool = False) -> Case:
     """Return the function from a number to its case, which has a step for each command."""
+    _make_runs(folder / "ended")
+    return damaged_cases(f"runs {seed}", folder, _commands, damage, keep=keep)
+
+
+def damaged_cases(
+    name: str,
+    folder: Path,
+    commands: Callable[[Random, Path], list[list[str]]],
+    damage: Callable[[Random, Path], str],
+    *,
+    keep: bool,
+) -> Case:
+    """Return the cases of `commands` on damaged copies of the runs in `folder`/ended.
+
+    There is `whole`, and a directory with a run `damaged` for each ending. `name` seeds the cases.
+    """
     ended = folder / "ended"
-    _make_runs(ended)
+    endings = sorted(path.name for path in ended.iterdir() if (path / "damaged").is_dir())
     cli.command_parser = cache(cli.command_parser)  # building it takes longer than most commands
     runs = folder / "runs"
     shutil.copytree(ended / "whole", runs / "whole")
 
     def case(number: int) -> Iterator[FuzzStep]:
-        random = Random(f"runs {seed} {number}")
+        random = Random(f"{name} {number}")
         damaged = runs / "damaged"
         shutil.rmtree(damaged, ignore_errors=True)
-        shutil.copytree(ended / random.choice([*ENDINGS]) / "damaged", damaged, symlinks=True)
-        done = [_damage(random, damaged) for _ in range(random.choice([1, 1, 2, 4]))]
+        ending = ended / random.choice(endings)
+        shutil.copytree(ending / "damaged", damaged, symlinks=True)
+        done = [damage(random, damaged) for _ in range(random.choice([1, 1, 2, 4]))]
         if keep:
             print("\n".join(ascii(each) for each in done))
         # Slurm's answer about the jobs in a ledger would not depend on the seed alone.
         os.environ["PATH"] = ""
         before = snapshot(runs)
-        for command in _commands(random, damaged):
+        for command in commands(random, damaged):
             step = ask(command, runs)
             if (after := snapshot(runs)) != before:
                 names = [name for name in after | before if after.get(name) != before.get(name)]
@@ -119,7 +136,7 @@ def _make_runs(folder: Path) -> None:
     config = REPOSITORY / "configs" / "smoke.yaml"
     wanted = [(folder / ending, "damaged", actions) for ending, actions in ENDINGS.items()]
     for runs, name, actions in [*wanted, (folder, "whole", FAKES)]:
-        commands.PROGRAMS = fake_programs(actions)
+        common.PROGRAMS = fake_programs(actions)
         # The gate fails a run only where its on_failure is stop.
         stop = "stages.experts.gate.on_failure=stop"
         arguments = ["run", "--runs-dir", str(runs), "--name", name, str(config), stop]
@@ -153,7 +170,16 @@ def _commands(random: Random, damaged: Path) -> list[list[str]]:
     ]
 
 
-def _damage(random: Random, run: Path) -> str:
+def damage_table(random: Random, run: Path) -> str:
+    """Damage the bytes or the name of a Parquet file of a run; return a description."""
+    files = sorted(path for path in run.rglob("*.parquet") if path.is_file())
+    if not files:  # an earlier damage took them all
+        return damage(random, run)
+    path, act = random.choice(files), random.choice([_bytes, _bytes, _replaced, _renamed])
+    return f"{act.__name__} {path.relative_to(run)}: {act(random, path)}"
+
+
+def damage(random: Random, run: Path) -> str:
     """Damage a run in one place. Return a description of the damage."""
     known = sorted(path for path in run.rglob("*") if "job.json" not in path.name)
     files = [path for path in known if path.is_file() and not path.is_symlink()]
@@ -163,8 +189,8 @@ def _damage(random: Random, run: Path) -> str:
     path = path or random.choice(structured or files or [run])
     whole = [_replaced, _renamed, _with_another]
     inner = [_json, _json, _json, _line, _bytes] if path in files else [_with_another]
-    damage = random.choice(inner if random.random() < 0.8 else whole)
-    return f"{damage.__name__} {path.relative_to(run)}: {damage(random, path)}"
+    act = random.choice(inner if random.random() < 0.8 else whole)
+    return f"{act.__name__} {path.relative_to(run)}: {act(random, path)}"
 
 
 def _json(random: Random, path: Path) -> str:

@@ -24,6 +24,7 @@ from .worker import REPOSITORY, FuzzStep, run
 
 def test_some_cases_of_make_fuzz_pass() -> None:
     command = [sys.executable, "-m", "tests.fuzz", "--configs", "250", "--runs", "50", "--json"]
+    command += ["--reports", "20"]
     found = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert (found.returncode, found.stderr.count("FAILURE ")) == (0, 0), found.stderr
     report = json.loads(found.stdout)
@@ -31,6 +32,7 @@ def test_some_cases_of_make_fuzz_pass() -> None:
     # Else the fuzzer only reaches the first check.
     assert report["configs"]["outcomes"]["run: accepted"] > 25
     assert report["runs"]["outcomes"]["why: exit code 0"] > 25
+    assert report["reports"]["outcomes"]["report: exit code 0"] > 10
 
 
 def faulty(number: int) -> Iterator[FuzzStep]:

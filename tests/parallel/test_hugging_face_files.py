@@ -16,6 +16,7 @@ from parallel.boxes import Box
 from parallel.files import WEIGHTS_INDEX, unindexed_weights
 from parallel.hugging_face.config import TensorSpec, hugging_face_config, ignored_tensors
 from parallel.hugging_face.files import WeightFiles, WeightsError
+from parallel.hugging_face.text_model import StackError, text_tensors
 from parallel.hugging_face.weights import ModelFiles, fill_parts
 from parallel.hugging_face.writer import verify, write
 from parallel.weights.names import stored_tensors, tensors
@@ -258,3 +259,18 @@ def test_a_part_that_is_not_finite_is_named(poison: float, tmp_path: Path) -> No
     whole = dict(wholes)[expert]
     others = expert, ((1, 0), (len(whole) - 1, whole.shape[1])), whole[1:]
     assert fill_parts([others], files) == set()  # elements of another rank are not read
+
+
+def test_a_header_may_not_state_more_experts_than_any_model_has() -> None:
+    """A thousand stacks of 10,000 experts are 130 KB of a header, and took 6 GB."""
+    names = (f"model.language_model.layers.{n}.mlp.experts.gate_up_proj" for n in range(1000))
+    shapes = dict.fromkeys(names, (10_000, 2, 1))
+    count = 0
+    with pytest.raises(StackError, match="have over 262,144 tensors"):
+        for _ in text_tensors(shapes):
+            count += 1
+    assert count <= 262_144
+    real = {
+        f"model.language_model.layers.{n}.mlp.experts.gate_up_proj": (512, 4, 2) for n in range(94)
+    }
+    assert len([*text_tensors(real)]) == 94 * 512 * 2

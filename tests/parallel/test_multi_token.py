@@ -48,6 +48,21 @@ def checkpoint(
     return MODEL.model_copy(update={"initial_weights": directory})
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("vocab_size", "x"), ("head_dim", []), ("id2label", 1), ("dtype", []), ("head_dim", 1e400)],
+)
+def test_a_config_that_transformers_refuses_is_an_error(
+    key: str, value: object, tmp_path: Path
+) -> None:
+    """Whatever it raises: StrictDataclassError, AttributeError, IndexError or OverflowError."""
+    config = hugging_face_config(MODEL).to_dict() | {key: value}
+    (tmp_path / "config.json").write_text(json.dumps(config, default=str))
+    errors = start_errors(MODEL, tmp_path)
+    assert errors[-1].startswith("config.json: transformers refuses it: ")
+    assert "\n" not in errors[-1]
+
+
 def test_tensors_that_are_read_are_no_error(tmp_path: Path) -> None:
     model = checkpoint(tmp_path)
     assert weights_violation(tmp_path, model) is None

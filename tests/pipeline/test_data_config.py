@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -107,7 +108,15 @@ def test_a_tokenizers_directory_must_exist_and_sets_the_vocabulary(
     assert errors(config, *wanted) == [
         "command line: model.tokenizer: no such directory: chars; use a tokenizer's, or characters"
     ]
-    config.with_name("chars").mkdir()
+    chars = config.with_name("chars")
+    chars.mkdir()
+    [error] = errors(config, *wanted)
+    assert "model.tokenizer: chars has no tokenizer (tokenizer.json, " in error
+    os.mkfifo(chars / "tokenizer.json")  # which would be read for ever
+    [error] = errors(config, *wanted)
+    assert error.endswith("chars/tokenizer.json: is not a file; copy the tokenizer's there")
+    (chars / "tokenizer.json").unlink()
+    (chars / "tokenizer.json").write_text("{}")
     assert load(config, wanted).model.tokenizer == str(config.with_name("chars"))
 
 

@@ -97,6 +97,24 @@ def test_a_checkpoint_of_another_model_is_refused(
     assert message in "\n".join(errors(config, f"model.initial_weights={teacher}"))
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("initializer_range", "x"), ("attention_dropout", []), ("use_cache", 3)),
+        *(("eos_token_id", {}), ("hidden_act", 3), ("rope_parameters", [1])),
+    ],
+)
+def test_a_value_that_transformers_refuses_is_an_error_before_any_stage(
+    key: str, value: object, config: Path, teacher: Path
+) -> None:
+    (teacher / "config.json").write_text(json.dumps({**QWEN, key: value}))
+    [error] = errors(config, taught_by(teacher))
+    assert f"config.json: {key}: must be " in error and "transformers refuses" in error
+    transformers = pytest.importorskip("transformers")
+    with pytest.raises(Exception):  # noqa: B017 - several of its own, none of a common class
+        transformers.Qwen3MoeConfig.from_dict({**QWEN, key: value})
+
+
 def test_a_checkpoint_in_blocks_of_fp8_may_start_a_run_but_not_teach(
     config: Path, teacher: Path
 ) -> None:

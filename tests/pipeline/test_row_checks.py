@@ -202,7 +202,8 @@ def test_chat_messages_need_a_chat_template(
     of_files(config, start, MATH, [{"answer": 1}, {"prompt": CHAT, "answer": 2}])
     tokenizer = config.with_name("tokenizer")
     tokenizer.mkdir()
-    (tokenizer / "tokenizer_config.json").write_text("{}")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (tokenizer / file).write_text("{}")
     given = f"model.tokenizer={tokenizer}"
     assert errors(config, given) == [
         "command line: model.tokenizer: tokenizer has no chat template, which the chat messages of "
@@ -216,6 +217,7 @@ def test_chat_messages_need_a_chat_template(
 def test_a_question_of_reasoning_gym_needs_a_chat_template_too(config: Path, start: Path) -> None:
     from_weights(config, start)
     config.with_name("tokenizer").mkdir()
+    (config.with_name("tokenizer") / "tokenizer.json").write_text("{}")
     prompts = "domains.sums.prompts={dataset: countdown, form: chat}"
     [error] = errors(config, prompts, f"model.tokenizer={config.with_name('tokenizer')}")
     assert "tokenizer has no chat template, which the chat messages of domains.sums.pr" in error

@@ -50,6 +50,7 @@ WITHOUT_TORCH = {
     "parallel.memory",
     "parallel.micro_batches",
     "parallel.network",
+    "parallel.parquet_files",
     "parallel.on_gpus",
     "parallel.slots",
     "parallel.tensor_sizes",

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
-from itertools import chain
 from typing import Any
 
 import yaml
@@ -19,6 +18,7 @@ from pipeline.report.drawing import edges, origin, tree
 from pipeline.report.experts import MOST
 from pipeline.report.health import symptoms
 from pipeline.report.page.recorded import Recorded
+from pipeline.report.page.redaction import LEFT_OUT, plain_setting
 from pipeline.report.page.timelines import timelines
 from pipeline.report.page.training import curves, guards, history, planned_memory
 from pipeline.report.stage_costs import stage_costs
@@ -28,11 +28,11 @@ from pipeline.run.metrics import Line, newest_lines
 from pipeline.run.routing import churn, owned, read_loads, summed
 from pipeline.run.run import DamagedVerdict, Run, StageState, read_verdict
 from pipeline.slurm.queue import states_now
+from pipeline.text import reason
 from stages.data.tokenizer import tokenizer_named
 from stages.metric_definitions import METRICS
 
 VARIANTS = ("name", "kind")  # keys that say which of several blocks one is
-LEFT_OUT = "(left out of this report)"
 MOST_BYTES = 1 << 26  # of a stage's metrics that are read, from their end
 MOST_MAPS = 40  # steps of a stage whose experts are shown
 
@@ -42,14 +42,21 @@ Json = dict[str, Any]
 def document(run: Run, others: Sequence[Run], redacted: bool, most_samples: int) -> Json:
     """Return what the report of a run shows, beside the curves of `others`.
 
-    With `redacted` no prompt, response or message of a reward is in it. Of more than `most_samples`
-    samples, those of a part of the prompts are.
+    With `redacted` it is what `redact` is given, without prompts, responses, answers and what
+    rewards said. Of more than `most_samples` samples, those of a part of the prompts are in it.
     """
     states = states_now(run)
-    lines = _all_lines(run)
+    if redacted:  # a cause quotes what a reward failed on, and a symptom the cause
+        states = {
+            name: replace(state, cause=LEFT_OUT if state.cause else "")
+            for name, state in states.items()
+        }
+    damaged: list[str] = []  # what could not be read: it costs its own block
+    lines = _all_lines(run, damaged)
     recorded = Recorded(run, redacted, most_samples)
-    samples, routing = recorded.tables(), _routing(run, recorded.damaged)
-    found = {
+    samples, routing = recorded.tables(), _routing(run, damaged)
+    damaged += recorded.damaged
+    return {
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
         "redacted": redacted,
         "run": {"name": run.name, "seed": run.settings.seed, "path": str(run.path)},
@@ -68,37 +75,22 @@ def document(run: Run, others: Sequence[Run], redacted: bool, most_samples: int)
             stage.name: [*history(run, stage.name, lines[stage.name])] for stage in run.stages
         },
         "guards": {stage.name: guards(run, stage, lines[stage.name]) for stage in run.stages},
-        "others": {name: _other(run, other) for name, other in _named(run, others).items()},
+        "others": {
+            name: _other(run, other, damaged) for name, other in _named(run, others).items()
+        },
         "samples": samples,
         "routing": routing,
-        "damaged": recorded.damaged,
-        "costs": [asdict(cost) for cost in stage_costs(run)],
-        "timelines": timelines(run),
-        "vocabulary": {} if redacted else _vocabulary(run, samples),
-        "settings": _stated(run),
+        "costs": _costs(run, damaged),
+        "timelines": timelines(run, damaged),
+        "vocabulary": {} if redacted else _vocabulary(run, samples, damaged),
+        "damaged": damaged,
+        "settings": _stated(run, redacted),
         "commands": [
             f"braid look {run.name}",
             run.resume_command(),
             f"braid bundle {run.name}",
         ],
     }
-    return _without_causes(found) if redacted else found
-
-
-def _without_causes(found: Json) -> Json:
-    """Leave out every cause: a reward's failure quotes the prompt and the response."""
-    for each in (*found["stages"], *chain.from_iterable(found["history"].values())):
-        if each["cause"]:
-            each["cause"] = LEFT_OUT
-    states = {stage["name"]: stage["state"] for stage in found["stages"]}
-    for symptom in found["health"]:
-        state = states[symptom["stage"]]
-        if symptom["what"].startswith(f"{state}: "):
-            symptom["what"] = f"{state} {LEFT_OUT}"
-    for each in (found, *found["others"].values()):
-        if "not_compared" in each:
-            each["not_compared"] = f"no models are compared {LEFT_OUT}"
-    return found
 
 
 def _named(run: Run, others: Sequence[Run]) -> dict[str, Run]:
@@ -107,9 +99,9 @@ def _named(run: Run, others: Sequence[Run]) -> dict[str, Run]:
     return {other.name if names[other.name] == 1 else str(other.path): other for other in others}
 
 
-def _other(run: Run, other: Run) -> Json:
+def _other(run: Run, other: Run, damaged: list[str]) -> Json:
     """Return what the report shows of a run beside its own: curves, results and what differs."""
-    lines = _all_lines(other)
+    lines = _all_lines(other, damaged)
     return {
         "curves": {name: curves(own) for name, own in lines.items() if own},
         "differences": difference(run, other),
@@ -135,18 +127,33 @@ def _routing(run: Run, damaged: list[str]) -> dict[str, Json]:
     return found
 
 
-def _vocabulary(run: Run, samples: Mapping[str, Json]) -> dict[int, str]:
-    """Return the texts of the token ids whose values are in the report."""
+def _costs(run: Run, damaged: list[str]) -> list[Json]:
+    """Return the cost of every stage; none where a file cannot be read, which is noted."""
+    try:
+        return [asdict(cost) for cost in stage_costs(run)]
+    except OSError as error:
+        damaged.append(f"the costs of stages: {reason(error)}")
+        return []
+
+
+def _vocabulary(run: Run, samples: Mapping[str, Json], damaged: list[str]) -> dict[int, str]:
+    """Return the texts of the token ids whose values are in the report, if there is a tokenizer."""
     ids = {id for own in samples.values() for each in own["tokens"].values() for id in each["ids"]}
     if not ids:
         return {}
-    tokenizer = tokenizer_named(run.settings.model.tokenizer)
+    try:
+        tokenizer = tokenizer_named(run.settings.model.tokenizer)
+    except UserError as error:
+        damaged.append(str(error))
+        return {}
     return {id: tokenizer.decode_prompt([id]) for id in sorted(ids)}
 
 
-def _stated(run: Run) -> str:
+def _stated(run: Run, redacted: bool) -> str:
     """Return the settings that differ from their defaults, as YAML."""
-    return str(yaml.safe_dump(_changed(run.settings), sort_keys=False, allow_unicode=True))
+    settings = _changed(run.settings)
+    settings = plain_setting(settings) if redacted else settings
+    return str(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
 
 
 def _changed(value: Any) -> Any:
@@ -168,10 +175,16 @@ def _changed(value: Any) -> Any:
     return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
 
 
-def _all_lines(run: Run) -> dict[str, list[Line]]:
-    return {
-        stage.name: newest_lines(run.stage(stage.name).metrics, MOST_BYTES) for stage in run.stages
-    }
+def _all_lines(run: Run, damaged: list[str]) -> dict[str, list[Line]]:
+    """Return each stage's metrics; why one's cannot be read is added to `damaged`."""
+    lines: dict[str, list[Line]] = {}
+    for stage in run.stages:
+        try:
+            lines[stage.name] = newest_lines(run.stage(stage.name).metrics, MOST_BYTES)
+        except OSError as error:
+            lines[stage.name] = []
+            damaged.append(reason(error))
+    return lines
 
 
 def _stages(run: Run, states: Mapping[str, StageState]) -> Iterator[Json]:
@@ -200,5 +213,5 @@ def _comparison(run: Run) -> Json:
     """Return the comparison of the run's models, or why there is none."""
     try:
         return {"comparison": comparison_json(compare(run, measured_models(run), [], None))}
-    except UserError as error:
-        return {"comparison": None, "not_compared": str(error)}
+    except (UserError, OSError) as error:
+        return {"comparison": None, "not_compared": reason(error)}

@@ -7,6 +7,7 @@ import gzip
 import json
 from collections.abc import Mapping
 from html import escape
+from math import isfinite
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -37,7 +38,7 @@ def report_file(document: Mapping[str, Any]) -> str:
             f"{error.filename} is missing, the library of the report's charts: download it with"
             " python -m tools.vendor, as `make install` does"
         ) from error
-    packed = gzip.compress(json.dumps(document, allow_nan=False).encode(), 9, mtime=0)
+    packed = gzip.compress(_json(document).encode(), 9, mtime=0)
     return Template((WEB / "index.html").read_text()).substitute(
         title=escape(visible(document["run"]["name"])),
         style=(WEB / "style.css").read_text(),
@@ -46,3 +47,20 @@ def report_file(document: Mapping[str, Any]) -> str:
         data=base64.b64encode(packed).decode(),
         program="\n".join((WEB / name).read_text() for name in PROGRAM),
     )
+
+
+def _json(document: Mapping[str, Any]) -> str:
+    """Return a document as JSON, in which a number that is none, of a damaged file, is null."""
+    try:
+        return json.dumps(document, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(document), allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    """Return a value with null for every infinity and NaN in it."""
+    if isinstance(value, Mapping):
+        return {key: _finite(below) for key, below in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(below) for below in value]
+    return None if isinstance(value, float) and not isfinite(value) else value

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from math import isfinite
+from random import SystemRandom
 from typing import Any
 
 from parallel.errors import UserError
@@ -60,7 +61,9 @@ class Recorded:
                 if samples.files:
                     self._problems[stage.name] = samples.problems
                     self._stages[stage.name] = samples
-        self._chosen = chosen_problems(self._problems.values(), most)
+        # The keys are hashes of the prompts: which ones are kept must not say their last digits.
+        order = (lambda _: SystemRandom().random()) if redacted else recorded_first
+        self._chosen = chosen_problems(self._problems.values(), most, order)
 
     def tables(self) -> dict[str, Json]:
         """Return the samples of every stage that has some, by its name.
@@ -125,25 +128,32 @@ class Recorded:
         }
 
 
-def chosen_problems(stages: Iterable[Counter[str | None]], most: int) -> list[str] | None:
-    """Return the problems whose samples are at most `most` in all; None where all samples are."""
+def recorded_first(problem: str) -> str:
+    """Return what problems are sorted by, so that those come first whose tokens are recorded."""
+    return problem[-DIGITS_OF_RECORDED:]
+
+
+def chosen_problems(
+    stages: Iterable[Counter[str | None]],
+    most: int,
+    order: Callable[[str], str | float] = recorded_first,
+) -> list[str] | None:
+    """Return the problems whose samples are at most `most` in all; None where all samples are.
+
+    They are the first in an order, as `sorted` takes one.
+    """
     counts: Counter[str | None] = Counter()
     for problems in stages:
         counts += problems
     if counts.total() <= most:
         return None
     found: list[str] = []
-    for problem in sorted((key for key in counts if key), key=recorded_first):
+    for problem in sorted((key for key in counts if key), key=order):
         most -= counts[problem]
         if most < 0 and found:
             break
         found.append(problem)
     return found
-
-
-def recorded_first(problem: str) -> str:
-    """Return what problems are sorted by, so that those come first whose tokens are recorded."""
-    return problem[-DIGITS_OF_RECORDED:]
 
 
 def _of_tokens(row: Row) -> Json:

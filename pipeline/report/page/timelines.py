@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from parallel.errors import UserError
 from pipeline.run.graph import Stage
 from pipeline.run.run import Run
 from pipeline.run.timeline import Phase, engine_phases, rank_phases
@@ -18,13 +19,19 @@ MOST_RANKS, MOST_ENGINES = 48, 16  # of a stage
 DIGITS = 3  # of a second
 
 
-def timelines(run: Run) -> dict[str, Json]:
+def timelines(run: Run, damaged: list[str]) -> dict[str, Json]:
     """Return, of every stage whose ranks recorded phases, the phases of its ranks and engines.
 
-    Of each process its sums by phase too, without the phases inside: those add up to its time.
+    Of each process its sums by phase too, without the phases inside: those add up to its time. Why
+    a stage's cannot be read is added to `damaged`.
     """
-    found = {stage.name: _of_stage(run, stage) for stage in run.stages}
-    return {name: own for name, own in found.items() if own}
+    found = {}
+    for stage in run.stages:
+        try:
+            found[stage.name] = _of_stage(run, stage)
+        except UserError as error:
+            damaged.append(str(error))
+    return {name: phases for name, phases in found.items() if phases}
 
 
 def _of_stage(run: Run, stage: Stage) -> Json:

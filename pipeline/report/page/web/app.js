@@ -1,7 +1,7 @@
 // Opens the data, draws the page that the address names, and follows the keyboard.
 "use strict";
 
-const PAGES = {
+const PAGES = plain({
   verdict: ["Verdict", verdictPage],
   curves: ["Curves", curvesPage],
   samples: ["Samples", samplesPage],
@@ -11,7 +11,7 @@ const PAGES = {
   time: ["Time", timePage],
   lineage: ["Lineage", lineagePage],
   runs: ["Runs", runsPage],
-};
+});
 const KEYS = [
   ["1 to 9", "the pages"],
   ["j, k", "the next and the previous sample"],
@@ -107,7 +107,7 @@ function isDark() {
 let opened;
 open()
   .then((data) => {
-    opened = data;
+    opened = withoutInherited(data);
     addEventListener("hashchange", () => draw(data));
     addEventListener("keydown", keys);
     draw(data);

@@ -58,7 +58,7 @@ function chartOptions(series, about, points, width) {
   return {
     width,
     height: about.height || 180,
-    cursor: { drag: { x: true, y: false }, sync: about.sync ? { key: about.sync } : undefined },
+    cursor: { drag: { x: true, y: false }, sync: about.sync ? { key: `of ${about.sync}` } : undefined },
     legend: { show: about.legend ?? series.length > 1 },
     scales: { x: { time: false }, y: { range: valueRange } },
     axes: [

@@ -2,6 +2,8 @@
 "use strict";
 
 const ALL = "all stages";
+const MOST_CHARTS = 200; // of a page: a browser draws 10,000 for minutes
+const MOST_SERIES = 100; // of one chart
 const FIRST = [
   ...[
     "reward",
@@ -23,7 +25,8 @@ function curvesPage(data, { stage, options }) {
   if (stage === ALL) return metricOfStages(data, stages, options.get("metric"));
   const name = stages.includes(stage) ? stage : stages[0];
   const wanted = options.get("metric") || "";
-  const names = metricNames(data.curves[name]).filter((metric) => metric.includes(wanted));
+  const found = metricNames(data.curves[name]).filter((metric) => metric.includes(wanted));
+  const names = found.slice(0, MOST_CHARTS);
   const search = h(
     "label",
     {},
@@ -41,6 +44,9 @@ function curvesPage(data, { stage, options }) {
       name,
       h("form", { onsubmit: again, onchange: again }, search),
     ),
+    found.length > names.length
+      ? h("p", { class: "quiet", id: "drawn" }, `${names.length} of ${found.length} metrics`)
+      : null,
     ...interruptionLines(interruptions(data, name)),
     marksLine(data, name),
     h(
@@ -129,7 +135,7 @@ function metricOfStages(data, stages, wanted) {
     (one, other) => FIRST.includes(other) - FIRST.includes(one) || one.localeCompare(other),
   );
   const metric = names.includes(wanted) ? wanted : names[0];
-  const series = stages.flatMap((stage) =>
+  const every = stages.flatMap((stage) =>
     Object.entries(data.curves[stage].metrics)
       .filter(([name]) => name === metric || name.startsWith(`${metric}/`))
       .map(([name, y]) => ({
@@ -138,6 +144,7 @@ function metricOfStages(data, stages, wanted) {
         y,
       })),
   );
+  const series = every.slice(0, MOST_SERIES);
   const change = (event) => go("curves", ALL, { metric: event.target.value });
   const last = series.map(({ label, y }) => [
     label,

@@ -17,6 +17,23 @@ function h(tag, attributes, ...children) {
   return element;
 }
 
+/** Return an object without inherited keys, so that nothing is found under `constructor`. */
+function plain(entries) {
+  return Object.assign(Object.create(null), entries);
+}
+
+/** Take the inherited keys from the data's objects: a metric may be named `toString`. */
+function withoutInherited(value) {
+  if (value === null || typeof value !== "object") return value;
+  if (Array.isArray(value)) {
+    if (typeof value[0] === "object") value.forEach(withoutInherited);
+    return value;
+  }
+  Object.setPrototypeOf(value, null);
+  Object.values(value).forEach(withoutInherited);
+  return value;
+}
+
 /** Return a number in at most four digits, 0.05 or 2e-7, a whole one in all; nothing for nothing. */
 function short(value) {
   if (value === null || value === undefined) return "";
@@ -122,8 +139,17 @@ function stageChoice(page, stages, chosen, ...others) {
 /** Return what the address says: the page, the stage and the options, as `link` wrote them. */
 function place() {
   const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
-  const [page, stage] = path.split("/").map(decodeURIComponent);
+  const [page, stage] = path.split("/").map(decoded);
   return { page: page || "verdict", stage, options: new URLSearchParams(query || "") };
+}
+
+/** Return a part of an address decoded; one that nobody encoded, such as `%`, as it is. */
+function decoded(part) {
+  try {
+    return decodeURIComponent(part);
+  } catch {
+    return part;
+  }
 }
 
 function link(page, stage, options) {

@@ -82,7 +82,12 @@ function select(own, options) {
   const steps = (options.get("step") || "").split(/[ ,]+/).filter(Boolean).map(Number);
   keep(steps.length, (index) => steps.includes(columns.step[index]));
   const problem = options.get("problem");
-  keep(problem, (index) => (valueOf(own, "problem", index) || "").startsWith(problem));
+  // A redacted report has numbers for keys, of which "1" is no beginning of "10".
+  const whole = own.names.problem.includes(problem);
+  keep(problem, (index) => {
+    const key = valueOf(own, "problem", index) || "";
+    return whole ? key === problem : key.startsWith(problem);
+  });
   const solved = Number(options.get("solved") === "yes");
   keep(options.get("solved"), (index) => columns.solved[index] === solved);
   const scored = (options.get("reward") || "").split("=");

@@ -3,7 +3,7 @@
 
 const LANE = 26; // pixels of a process
 const LANES_LEFT = 90;
-const PHASE_COLOURS = {
+const PHASE_COLOURS = plain({
   wait: "#8a939c",
   train: "#0072b2",
   sample: "#0072b2",
@@ -16,7 +16,7 @@ const PHASE_COLOURS = {
   log: "#009e73",
   record: "#009e73",
   step: "rgba(138, 147, 156, 0.25)",
-};
+});
 const OTHER_PHASES = "#9aa86f";
 
 function timePage(data, { stage }) {
@@ -67,7 +67,7 @@ function withEngines(data, stage) {
 
 /** Say for whom the ranks wait, and how long engines do nothing. */
 function waitingLine(own) {
-  const shares = {};
+  const shares = plain({});
   const idle = [];
   const ranks = Object.keys(own).filter((process) => process.startsWith("rank"));
   for (const [process, each] of Object.entries(own)) {
@@ -96,7 +96,7 @@ function waitingLine(own) {
 }
 
 function memoryTable(data) {
-  const peaks = Object.fromEntries(data.costs.map((cost) => [cost.stage, cost]));
+  const peaks = plain(Object.fromEntries(data.costs.map((cost) => [cost.stage, cost])));
   const rows = data.stages
     .filter((stage) => peaks[stage.name])
     .map((stage) => [

@@ -57,14 +57,14 @@ function stageTable(data) {
   return table(["stage", "kind", "state", "steps", "time", "cause"], rows, "Stages");
 }
 
-const STATE_SIGNS = {
+const STATE_SIGNS = plain({
   done: "✓",
   failed: "✗",
   running: "▶",
   stale: "↻",
   stopped: "■",
   pending: "·",
-};
+});
 
 function progress(stage) {
   if (stage.steps === null) return "";

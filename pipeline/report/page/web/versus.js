@@ -85,7 +85,7 @@ function answersByModel(data) {
 }
 
 function outcomesOf(first, second) {
-  const found = {};
+  const found = plain({});
   for (const domain of Object.keys(first).filter((name) => second[name])) {
     const kinds = Object.fromEntries(KINDS.map((kind) => [kind, []]));
     for (const problem of Object.keys(first[domain]).filter((key) => second[domain][key])) {
