@@ -32,6 +32,19 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
 )
 
+TOKENIZER_FILE = "tokenizer.json"
+SHOWN = 60  # characters of a text in an error
+# Composed characters only: Qwen's normalizer is NFC, which changes decomposed ones.
+ROUND_TRIPS = (
+    "What is the sum of the two numbers?",
+    "two  spaces,   three    four",
+    "0123456789 12 + 345 = 357, 1,000.50",
+    "one line\nanother\n\nand a third\n",
+    "def f(x):\n    if x:\n\treturn [x - 1]\n",
+    "Upper lower UPPER camelCase snake_case",
+    "caf\u00e9, na\u00efve, \u4f60\u597d, \u043f\u0440\u0438\u0432\u0435\u0442, \U0001f600",
+)
+
 
 class TokenizerError(UserError, ValueError):
     """A tokenizer that cannot be used, or text that it cannot encode."""
@@ -132,16 +145,7 @@ class HuggingFaceTokenizer:
         self._directory = directory
         if not directory.is_dir():
             raise TokenizerError(f"model.tokenizer: no such directory: {directory}")
-        from transformers import AutoTokenizer  # takes seconds
-
-        try:
-            loaded = AutoTokenizer.from_pretrained(
-                directory, local_files_only=True, trust_remote_code=False
-            )
-        except Exception as error:  # damaged files make transformers raise anything
-            raise TokenizerError(
-                f"model.tokenizer: transformers cannot load {directory}: {error}"
-            ) from error
+        loaded = _loaded(directory)
         if loaded.eos_token_id is None:
             raise TokenizerError(
                 f"model.tokenizer: {directory} has no end token; set eos_token in its"
@@ -153,10 +157,19 @@ class HuggingFaceTokenizer:
         self.pad_token: int = loaded.pad_token_id if padded else loaded.eos_token_id
         self._known = frozenset(loaded.get_vocab().values())
         self.vocabulary_size = max(self._known) + 1
+        self._check_round_trips()
 
     def encode(self, text: str) -> list[int]:
-        """Return the text's ids, without added first or end tokens."""
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        """Return the text's ids, without added first or end tokens.
+
+        Raises TokenizerError where a part of the text has no ids.
+        """
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=False)
+        except Exception as error:  # tokenizers raises nothing more special
+            raise TokenizerError(
+                f"model.tokenizer: {self._directory} has no ids for {_shortened(text)}: {error}"
+            ) from error
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text before the first end token; an id the tokenizer lacks is [UNKNOWN_id]."""
@@ -197,9 +210,60 @@ class HuggingFaceTokenizer:
         """Write the tokenizer's files, including its chat template, into `directory`."""
         self._tokenizer.save_pretrained(directory)
 
+    def _check_round_trips(self) -> None:
+        """Raise TokenizerError where decoding does not return the text that was encoded.
+
+        Texts with characters that the tokenizer lacks are passed over, as a small vocabulary may.
+        """
+        unknown = self._tokenizer.unk_token_id
+        added = self._tokenizer.added_tokens_decoder
+        special = {token.content: number for number, token in added.items() if token.special}
+        for text in (*ROUND_TRIPS, *special):
+            try:
+                ids = self.encode(text)
+            except TokenizerError:
+                continue
+            if unknown in ids and text != self._tokenizer.unk_token:
+                continue
+            if text in special and ids != [special[text]]:
+                changed = f"splits its special token {text!r} into {ids}"
+            elif (again := self.decode_prompt(ids)) != text:
+                changed = f"turns the text {text!r} into {again!r}"
+            else:
+                continue
+            raise TokenizerError(
+                f"model.tokenizer: {self._directory} {changed}: training would not read what the"
+                " data says; compare its tokenizer.json and tokenizer_config.json with the"
+                " published files of the model"
+            )
+
     def _decode_known(self, ids: list[int]) -> str:
         shown = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
         return str(self._tokenizer.decode(ids, **shown))
+
+
+def _loaded(directory: Path) -> PreTrainedTokenizerFast:
+    """Return the tokenizer of a directory: what its tokenizer.json says, where it has one.
+
+    AutoTokenizer would rebuild the pre-tokenizer and the decoder by the class that
+    tokenizer_config.json or config.json names. DeepSeek-V3's says LlamaTokenizerFast, beside a
+    byte-level tokenizer.json, and would lose every space.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # takes seconds
+
+    whole = (directory / TOKENIZER_FILE).is_file()
+    loader = PreTrainedTokenizerFast if whole else AutoTokenizer
+    options = {"local_files_only": True, "trust_remote_code": False}
+    try:
+        return loader.from_pretrained(directory, **options)
+    except Exception as error:  # damaged files make transformers raise anything
+        raise TokenizerError(
+            f"model.tokenizer: transformers cannot load {directory}: {error}"
+        ) from error
+
+
+def _shortened(text: str) -> str:
+    return repr(text if len(text) <= SHOWN else f"{text[:SHOWN]}...")
 
 
 # Ids are below `vocabulary_size`, and a response ends with `end_token`.
