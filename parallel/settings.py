@@ -5,6 +5,7 @@ This module never imports torch: `pipeline` validates a configuration on login n
 
 from __future__ import annotations
 
+from datetime import date
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -77,6 +78,16 @@ class ModelSettings(Settings):
     )
     tokenizer: str = Field(
         CHARACTERS, description="characters, or the directory of a Hugging Face tokenizer"
+    )
+    chat_template_arguments: dict[str, Any] = Field(
+        default_factory=dict,
+        description="further variables of the tokenizer's chat template, such as enable_thinking:"
+        " false",
+    )
+    chat_template_date: date | None = Field(
+        None,
+        description="the day that a chat template with strftime_now sees, YYYY-MM-DD; null: the day"
+        " on which the run starts, which its run.yaml records",
     )
     vocabulary_size: Count = Field(description="embedding rows; at least the tokenizer's token ids")
     hidden_size: Count = Field(description="width of the residual stream")

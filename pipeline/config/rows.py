@@ -12,16 +12,14 @@ from pathlib import Path
 from typing import BinaryIO
 
 from pipeline.text import shown
-from stages.data.row_forms import (
-    Row,
-    RowError,
-    answer_of,
-    conversation_of,
-    pair_of,
-    parsed_line,
-    prompt_of,
+from stages.data.messages import Row, RowError, tools_of
+from stages.data.row_forms import answer_of, conversation_of, pair_of, parsed_line, prompt_of
+from stages.data.settings import (
+    ConversationFileSettings,
+    FilePromptSettings,
+    FileSettings,
+    ToolFileSettings,
 )
-from stages.data.settings import ConversationFileSettings, FilePromptSettings, FileSettings
 from stages.kinds.dpo import FilePairSettings
 from stages.rewards.reward import RewardBase
 
@@ -68,7 +66,9 @@ def row_report(
         checked += 1
         try:
             row = _row_of(line)
-            chats |= _has_messages(row, source)
+            if is_chat := _has_messages(row, source):
+                tools_of(row, source.tools if isinstance(source, ToolFileSettings) else None)
+            chats |= is_chat
         except RowError as error:
             unusable.append(f"{shown(file)}:{number}: {error}")
             continue

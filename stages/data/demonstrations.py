@@ -16,10 +16,26 @@ import numpy as np
 
 from parallel.sample import Sample
 from stages.data.compact_forms import FORMATS
-from stages.data.index import Order, RowIndex, build_index
-from stages.data.problem import ASSISTANT, DataError, DomainError, Message, Problem, content_key
+from stages.data.index import (
+    Order,
+    RowIndex,
+    build_index,
+    optional_columns,
+    probed,
+    usable,
+)
+from stages.data.messages import Row, RowError, tools_of
+from stages.data.problem import (
+    ASSISTANT,
+    DataError,
+    DomainError,
+    Message,
+    Problem,
+    Tool,
+    content_key,
+)
 from stages.data.prompts import PromptStream
-from stages.data.row_forms import Conversation, Row, RowError, conversation_of
+from stages.data.row_forms import Conversation, conversation_of
 from stages.data.settings import (
     CollectedFileSettings,
     ConversationFileSettings,
@@ -27,8 +43,9 @@ from stages.data.settings import (
 )
 from stages.data.tokenizer import Tokenizer, TokenizerError
 
-PROBED = 32  # conversations that are rendered before training begins
 SHOWN = 60  # characters of a rendering in an error
+# Of an assistant's message: templates that do not know one leave it out silently.
+LEARNED_KEYS = ("content", "reasoning_content", "thinking")
 
 
 @dataclass(frozen=True)
@@ -85,19 +102,55 @@ def response_sample(tokenizer: Tokenizer, prompt: str, response: str, domain: st
     )
 
 
-def conversation_sample(
-    tokenizer: Tokenizer, messages: Sequence[Message], domain: str, given: int = 0
-) -> Sample:
-    """Return a conversation as a sample whose prompt ends before the first assistant turn.
+def conversation_samples(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    domain: str,
+    given: int = 0,
+    tools: Sequence[Tool] = (),
+) -> list[Sample]:
+    """Return a conversation as samples in which every assistant turn is learned once.
 
-    With `given`, the prompt includes that number of assistant turns.
-
-    The loss mask covers each assistant turn up to its end token. Segments are encoded one by one,
-    as a rollout's prompt and response are. Raises TokenizerError as `segments`, and where the
-    template ends an assistant turn without the end token, at which a rollout stops.
+    With `given`, that number of assistant turns is only in the first prompt. There is one sample
+    where the template renders earlier turns as it rendered them when they were the last; where it
+    rewrites them, as Qwen3's drops their thoughts, a further sample begins, whose prompt is what a
+    rollout would read at that turn.
+    Raises TokenizerError as `segments`, and where the template ends an assistant turn without the
+    end token, at which a rollout stops.
     """
-    parts = segments(tokenizer, messages)
-    first, rest = "".join(parts[: 2 * given + 1]), parts[2 * given + 1 :]
+    return [
+        _sample(tokenizer, prompt, texts, domain)
+        for prompt, *texts in segments(tokenizer, messages, given, tools)
+    ]
+
+
+def conversation_sample(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    domain: str,
+    given: int = 0,
+    tools: Sequence[Tool] = (),
+) -> Sample:
+    """Return the only sample of a conversation, as `conversation_samples`.
+
+    Raises TokenizerError also where there are several.
+    """
+    sample, *more = conversation_samples(tokenizer, messages, domain, given, tools)
+    if more:
+        raise TokenizerError(
+            f"model.tokenizer: its chat template rewrites earlier turns, so that the response has"
+            f" {1 + len(more)} assistant turns after different prompts; write the earlier ones into"
+            " the prompt"
+        )
+    return sample
+
+
+def _sample(tokenizer: Tokenizer, first: str, rest: Sequence[str], domain: str) -> Sample:
+    """Return the sample of a prompt's text and of learned and masked texts in turn.
+
+    The loss mask covers each learned text up to its end token. Texts are encoded one by one, as a
+    rollout's prompt and response are.
+    """
     ids: list[int] = []
     learned: list[bool] = []
     for number, text in enumerate(rest):
@@ -124,37 +177,55 @@ def conversation_sample(
     )
 
 
-def segments(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[str]:
-    """Return the conversation up to the last assistant turn: masked and learned texts in turn.
+def segments(
+    tokenizer: Tokenizer, messages: Sequence[Message], given: int = 0, tools: Sequence[Tool] = ()
+) -> list[list[str]]:
+    """Return the texts of every sample of a conversation, up to the last assistant turn.
 
-    A learned text is an assistant turn with the template's suffix; it begins after the template's
-    generation prompt, where a rollout's prompt ends.
-    Raises TokenizerError where the template does not render the first turns as a prefix of the
-    whole: training would then see other tokens than sampling.
+    A sample has a prompt, then learned and masked texts in turn. A learned text is an assistant
+    turn with the template's suffix; it begins after the template's generation prompt, where a
+    rollout's prompt ends.
+    Raises TokenizerError where the template does not render a turn after its generation prompt:
+    training would then see other tokens than sampling.
     """
-    found: list[str] = []
+    samples: list[list[str]] = []
     text = ""
-    for place, message in enumerate(messages):
-        if message["role"] != ASSISTANT:
-            continue
-        asked = tokenizer.render(messages[:place], generation_prompt=True)
-        answered = tokenizer.render(messages[: place + 1], generation_prompt=False)
-        found += [_continued(text, asked, place), _continued(asked, answered, place)]
+    turns = [place for place, message in enumerate(messages) if message["role"] == ASSISTANT]
+    for place in turns[given:]:
+        prompt = tokenizer.render(messages[:place], generation_prompt=True, tools=tools)
+        answered = tokenizer.render(messages[: place + 1], generation_prompt=False, tools=tools)
+        if samples and prompt.startswith(text):
+            samples[-1].append(prompt[len(text) :])
+        else:
+            samples.append([prompt])
+        samples[-1].append(_turn(prompt, answered, messages[place], place))
         text = answered
-    return found
+    return samples
 
 
-def _continued(before: str, after: str, place: int) -> str:
-    """Return `after` without its prefix `before`. Raises TokenizerError where it has another."""
-    if after.startswith(before):
-        return after[len(before) :]
-    same = next(i for i in range(len(before)) if before[i] != after[i : i + 1])
-    here, there = (repr(text[same : same + SHOWN]) for text in (before, after))
-    raise TokenizerError(
-        f"model.tokenizer: its chat template rewrites earlier turns: message {place + 1} turns"
-        f" {here} into {there}; split the conversation into rows that end with their only"
-        " assistant turn, or use a template that leaves earlier turns unchanged"
-    )
+def _turn(prompt: str, answered: str, message: Message, place: int) -> str:
+    """Return the text of an assistant turn after its prompt.
+
+    Raises TokenizerError where it does not follow the prompt, or lacks a part of the message.
+    """
+    if not answered.startswith(prompt):
+        same = next(i for i in range(len(prompt)) if prompt[i] != answered[i : i + 1])
+        here, there = (repr(text[same : same + SHOWN]) for text in (prompt, answered))
+        raise TokenizerError(
+            f"model.tokenizer: its chat template renders message {place + 1} otherwise than after"
+            f" its generation prompt: {here} there, {there} here; model.chat_template_arguments may"
+            " choose another generation prompt, or use a template that renders both alike"
+        )
+    text = answered[len(prompt) :]
+    for key in LEARNED_KEYS:
+        # Templates trim contents and write their own whitespace around thoughts.
+        if "".join(str(message.get(key) or "").split()) not in "".join(text.split()):
+            raise TokenizerError(
+                f"model.tokenizer: its chat template leaves out a part of the {key} of message"
+                f" {place + 1}, {str(message[key])[:SHOWN]!r}; use a template that renders it, or"
+                " remove it from the rows"
+            )
+    return text
 
 
 class ConversationStream:
@@ -186,38 +257,46 @@ class ConversationStream:
         self._rows = self._index.split(False, held_out_fraction)
         self.rows = len(self._rows)
         self._order = Order(self._rows, seed)
-        for row in self._rows[:PROBED].tolist():
-            self._sample(row)
+        for _ in probed(self._samples, self._rows.tolist(), self._index.key):
+            pass
 
     def draw(self, step: int, count: int) -> list[Sample]:
-        """Return the next `count` conversations, independent of `step`.
+        """Return the samples of the next `count` conversations, independent of `step`.
 
         Raises DomainError where all are too long.
         """
-        return [self._next() for _ in range(count)]
+        return [sample for _ in range(count) for sample in self._next()]
 
     def all(self) -> Iterator[Sample]:
-        """Return every conversation once, in the order of the files."""
-        return map(self._sample, self._rows.tolist())
+        """Return the samples of every conversation once, in the order of the files."""
+        for row in self._rows.tolist():
+            yield from usable(self._samples, row, self._index.key) or ()
 
-    def _next(self) -> Sample:
+    def _next(self) -> list[Sample]:
+        """Return the samples of the next conversation that fits."""
+        before = self.too_long
         for _ in range(2 * self.rows):  # consecutive rows that include a whole epoch
-            sample = self._sample(self._order.row(self.cursor))
+            samples = usable(self._samples, self._order.row(self.cursor), self._index.key)
             self.cursor += 1
-            if sample.length <= self._limit:
-                return sample
+            if samples is None:
+                continue
+            if max(sample.length for sample in samples) <= self._limit:
+                return samples
             self.too_long += 1
+        if self.too_long == before:
+            raise DataError(f"{self._index.key}.path", "every conversation is unusable")
         why = f"every conversation is longer than {self._limit} tokens"
         raise DataError(f"{self._index.key}.max_tokens", why)
 
-    def _sample(self, row: int) -> Sample:
-        shown: Conversation = self._index.read(row)
+    def _samples(self, row: int) -> list[Sample]:
+        domain = self._index.domain
+        conversation, tools = self._index.read(row)
         try:
-            if isinstance(shown, tuple):
-                return response_sample(self._tokenizer, *shown, self._index.domain)
-            return conversation_sample(self._tokenizer, shown, self._index.domain)
+            if isinstance(conversation, tuple):
+                return [response_sample(self._tokenizer, *conversation, domain)]
+            return conversation_samples(self._tokenizer, conversation, domain, tools=tools)
         except TokenizerError as error:
-            raise TokenizerError(f"{error}; in {self._index.place(row)}") from error
+            raise self._index.rejected(row, error) from error
 
 
 @cache
@@ -234,8 +313,11 @@ def conversation_index(
     if isinstance(settings, CollectedFileSettings):
         columns += [settings.messages, "domain"]
 
-    def parse(row: Row) -> tuple[Conversation, str, str]:
-        """Return a row's demonstration, and the hash of the turns before the first response too."""
+    def parse(row: Row) -> tuple[tuple[Conversation, tuple[Tool, ...]], str, str]:
+        """Return a row's demonstration with its tools, and the hashes of both and of its prompt.
+
+        The prompt is the turns before the first response.
+        """
         only = settings.domain if isinstance(settings, CollectedFileSettings) else None
         if only not in (None, row.get("domain")):
             raise RowError(f"it is of the domain {row.get('domain')}")
@@ -248,9 +330,10 @@ def conversation_index(
             rendered=isinstance(settings, CollectedFileSettings),
         )
         if isinstance(found, tuple):
-            return found, content_key("\0".join(found)), content_key(found[0])
+            return (found, ()), content_key("\0".join(found)), content_key(found[0])
+        tools = tools_of(row, settings.tools)
         first = found[: [each["role"] for each in found].index(ASSISTANT)]
-        return found, content_key(found), content_key(first)
+        return (found, tools), content_key(found), content_key(first)
 
     at = key or f"domains.{domain}.demonstrations"
-    return build_index(settings, domain, at, columns, parse)
+    return build_index(settings, domain, at, columns, parse, optional=optional_columns(settings))

@@ -8,15 +8,17 @@ loads.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import date, datetime, time
 from itertools import groupby, takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from parallel.errors import UserError
 from parallel.settings import CHARACTERS as CHARACTERS_NAME
 from parallel.settings import END_TOKEN, PAD_TOKEN, TOKENIZER_SIZE, ModelSettings
-from stages.data.problem import ASSISTANT, Message
+from stages.data.chat_template import TemplateError, render_chat
+from stages.data.problem import ASSISTANT, Message, Tool
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -55,7 +57,9 @@ def load_tokenizer(model: ModelSettings) -> Tokenizer:
 
     Raises TokenizerError where it cannot be loaded, has no end token, or more ids than the model.
     """
-    tokenizer = tokenizer_named(model.tokenizer)
+    tokenizer = tokenizer_named(
+        model.tokenizer, model.chat_template_arguments, model.chat_template_date
+    )
     if tokenizer.vocabulary_size > model.vocabulary_size:
         raise TokenizerError(
             f"model.vocabulary_size: {model.vocabulary_size} is less than the"
@@ -64,9 +68,16 @@ def load_tokenizer(model: ModelSettings) -> Tokenizer:
     return tokenizer
 
 
-def tokenizer_named(name: str) -> Tokenizer:
-    """Return the character tokenizer or a directory's, or raise TokenizerError."""
-    return CharacterTokenizer() if name == CHARACTERS_NAME else HuggingFaceTokenizer(Path(name))
+def tokenizer_named(
+    name: str, arguments: Mapping[str, Any] | None = None, day: date | None = None
+) -> Tokenizer:
+    """Return the character tokenizer or a directory's, or raise TokenizerError.
+
+    `arguments` and `day` are of a directory's chat template.
+    """
+    if name == CHARACTERS_NAME:
+        return CharacterTokenizer()
+    return HuggingFaceTokenizer(Path(name), arguments, day)
 
 
 class CharacterTokenizer:
@@ -102,16 +113,27 @@ class CharacterTokenizer:
         """Return the text of all ids, as `decode`: end tokens may end the turns of a prompt."""
         return "".join(self._tokens[i] for i in ids)
 
-    def render(self, messages: Sequence[Message], generation_prompt: bool) -> str:
+    def render(
+        self, messages: Sequence[Message], generation_prompt: bool, tools: Sequence[Tool] = ()
+    ) -> str:
         """Return the messages as `CHAT_TEMPLATE` renders them.
 
         `generation_prompt` appends the beginning of an assistant turn.
+        Raises TokenizerError for tools and tool calls, which the template does not have.
         """
-        turns = [
-            f"{each['role']}: {each['content']}{END if each['role'] == ASSISTANT else ' '}"
-            for each in messages
-        ]
-        return "".join(turns) + (f"{ASSISTANT}: " if generation_prompt else "")
+
+        def template(messages: list[Message], _tools: list[Tool] | None) -> str:
+            turns = [
+                f"{each['role']}: {each['content']}{END if each['role'] == ASSISTANT else ' '}"
+                for each in messages
+            ]
+            return "".join(turns) + (f"{ASSISTANT}: " if generation_prompt else "")
+
+        try:
+            return render_chat(template, messages, tools)
+        except TemplateError as error:
+            why = f"the chat template of {CHARACTERS_NAME} rejects a chat: {error}"
+            raise TokenizerError(f"model.tokenizer: {why}") from error
 
     def save(self, directory: Path) -> None:
         """Write the Hugging Face tokenizer's files into `directory`."""
@@ -138,11 +160,17 @@ class CharacterTokenizer:
 class HuggingFaceTokenizer:
     """A Hugging Face tokenizer; a model's first token and its roles are left to the chat template.
 
-    Raises TokenizerError where transformers cannot load it, or it has no end token.
+    `arguments` are passed to the template, and `day` is the date that it sees, or today's.
+    Raises TokenizerError where transformers cannot load it, it has no end token, or it loses text.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(
+        self, directory: Path, arguments: Mapping[str, Any] | None = None, day: date | None = None
+    ) -> None:
         self._directory = directory
+        self._arguments = dict(arguments or {})
+        # One date for all prompts: the template of a run that goes past midnight must not change.
+        self._now = datetime.combine(day or date.today(), time.min)
         if not directory.is_dir():
             raise TokenizerError(f"model.tokenizer: no such directory: {directory}")
         loaded = _loaded(directory)
@@ -185,26 +213,37 @@ class HuggingFaceTokenizer:
                 pieces += [f"[UNKNOWN_{i}]" for i in run]
         return "".join(pieces)
 
-    def render(self, messages: Sequence[Message], generation_prompt: bool) -> str:
-        """Return the messages as the directory's chat template renders them.
+    def render(
+        self, messages: Sequence[Message], generation_prompt: bool, tools: Sequence[Tool] = ()
+    ) -> str:
+        """Return the messages and tools as the directory's chat template renders them.
 
-        Raises TokenizerError where there is no template, or it rejects the messages.
+        Raises TokenizerError where there is no template, or it rejects or leaves out a part.
         """
+
+        def template(messages: list[Message], tools: list[Tool] | None) -> str:
+            text = self._tokenizer.apply_chat_template(
+                messages,
+                tools=tools,
+                tokenize=False,
+                add_generation_prompt=generation_prompt,
+                strftime_now=self._now.strftime,
+                **self._arguments,
+            )
+            return str(text)
+
         if not (self._tokenizer.chat_template and self._tokenizer.get_chat_template()):
             raise TokenizerError(
                 f"model.tokenizer: {self._directory} has no chat template, which chat messages"
                 " need; add its chat_template.jinja, or write prompts as text"
             )
         try:
-            text = self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=generation_prompt
-            )
+            return render_chat(template, messages, tools)
         except Exception as error:  # a template is a program, which may raise anything
             raise TokenizerError(
                 f"model.tokenizer: the chat template of {self._directory} rejects"
                 f" {list(messages)!r}: {error}"
             ) from error
-        return str(text)
 
     def save(self, directory: Path) -> None:
         """Write the tokenizer's files, including its chat template, into `directory`."""
