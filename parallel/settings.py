@@ -114,6 +114,12 @@ class ModelSettings(Settings):
         None, description="directory of a Hugging Face checkpoint; null initializes at random"
     )
 
+    @property
+    def tokenizer_keys(self) -> dict[str, Any]:
+        """The tokenizer and what its chat template is told, as JSON."""
+        keys = {"tokenizer", "chat_template_arguments", "chat_template_date"}
+        return self.model_dump(mode="json", include=keys)
+
 
 class LayoutSettings(Settings):
     """The parallel layout of the policy in Megatron's terms; the remaining factor is data parallel.

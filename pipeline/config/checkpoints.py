@@ -26,7 +26,10 @@ from pipeline.text import shown
 
 MOST_BYTES = 1 << 26  # of a JSON file, far above any checkpoint's index
 # Of a model's settings, those in which a teacher may differ from its student.
-ANY_VALUE = ("initial_weights", "initialization", "precision", "tokenizer")
+ANY_VALUE = (
+    *("initial_weights", "initialization", "precision", "tokenizer"),
+    *("chat_template_arguments", "chat_template_date"),
+)
 # Keys of a config.json that transformers writes in several forms; the stage that loads compares.
 COMPUTED = ("rope_scaling", "mlp_only_layers", "sliding_window", "decoder_sparse_step")
 

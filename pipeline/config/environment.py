@@ -16,6 +16,7 @@ from pipeline.config.checkpoints import model_violation, teacher_violation, weig
 from pipeline.config.modules import find_module
 from pipeline.config.rows import Rewards, row_report
 from pipeline.config.tokenizers import (
+    argument_violation,
     outside_models,
     template_violation,
     tokenizer_violation,
@@ -61,6 +62,8 @@ def violations(run: RunSettings) -> Found:
     if tokenizer and (absent := _absent_tokenizer(tokenizer)):
         yield "model.tokenizer", absent
         tokenizer = None
+    elif why := argument_violation(model):
+        yield "model.chat_template_arguments", why
     shown_in = {
         name
         for block in run.stages.values()

@@ -44,6 +44,8 @@ from stages.data.settings import (
 from stages.data.tokenizer import Tokenizer, TokenizerError
 
 SHOWN = 60  # characters of a rendering in an error
+THINK = "<think>"
+NOT_RENDERED = "\0"  # begins no prompt
 # Of an assistant's message: templates that do not know one leave it out silently.
 LEARNED_KEYS = ("content", "reasoning_content", "thinking")
 
@@ -198,9 +200,33 @@ def segments(
             samples[-1].append(prompt[len(text) :])
         else:
             samples.append([prompt])
-        samples[-1].append(_turn(prompt, answered, messages[place], place))
-        text = answered
+        try:
+            turn, text = _turn(prompt, answered, messages[place], place), answered
+        except TokenizerError:
+            turn, text = _thinking_turn(tokenizer, prompt, messages[place]), NOT_RENDERED
+            if not turn:
+                raise
+        samples[-1].append(turn)
     return samples
+
+
+def _thinking_turn(tokenizer: Tokenizer, prompt: str, message: Message) -> str:
+    """Return the text of a turn whose thoughts the prompt opens, as a rollout would write it.
+
+    DeepSeek-R1's template ends a prompt with <think>, and renders no thoughts in any turn. "" where
+    the prompt does not end so, or the message has no thoughts.
+    """
+    content = str(message["content"])
+    if thoughts := message.get("reasoning_content"):
+        content = f"{THINK}\n{thoughts}\n</think>\n\n{content}"
+    opened = prompt.rstrip("\n")
+    if not opened.endswith(THINK) or not content.lstrip().startswith(THINK):
+        return ""
+    if message.get("tool_calls"):
+        return ""
+    text = content.lstrip().removeprefix(THINK)
+    newlines = len(prompt) - len(opened)
+    return text.removeprefix("\n" * newlines) + tokenizer.decode_prompt([tokenizer.end_token])
 
 
 def _turn(prompt: str, answered: str, message: Message, place: int) -> str:

@@ -235,7 +235,8 @@ class HuggingFaceTokenizer:
         if not (self._tokenizer.chat_template and self._tokenizer.get_chat_template()):
             raise TokenizerError(
                 f"model.tokenizer: {self._directory} has no chat template, which chat messages"
-                " need; add its chat_template.jinja, or write prompts as text"
+                " need; add the model's chat_template.jinja (gpt-oss and newer models publish it as"
+                " a file of its own), or write prompts as text"
             )
         try:
             return render_chat(template, messages, tools)
