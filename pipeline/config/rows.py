@@ -18,7 +18,6 @@ from stages.data.settings import (
     ConversationFileSettings,
     FilePromptSettings,
     FileSettings,
-    ToolFileSettings,
 )
 from stages.kinds.dpo import FilePairSettings
 from stages.rewards.reward import RewardBase
@@ -66,9 +65,7 @@ def row_report(
         checked += 1
         try:
             row = _row_of(line)
-            if is_chat := _has_messages(row, source):
-                tools_of(row, source.tools if isinstance(source, ToolFileSettings) else None)
-            chats |= is_chat
+            chats |= _has_messages(row, source)
         except RowError as error:
             unusable.append(f"{shown(file)}:{number}: {error}")
             continue
@@ -89,14 +86,18 @@ def _row_of(line: bytes) -> Row:
 def _has_messages(row: Row, source: FileSettings) -> bool:
     """Return whether a row has chat messages. Raises RowError where it is no row of the source."""
     if isinstance(source, FilePairSettings):
-        return not isinstance(pair_of(row, source.prompt, source.chosen, source.rejected)[0], str)
-    if isinstance(source, FilePromptSettings):
+        prompt = pair_of(row, source.prompt, source.chosen, source.rejected)[0]
+    elif isinstance(source, FilePromptSettings):
         answer_of(row, source.answer)
-        return not isinstance(prompt_of(row, source.prompt), str)
-    if isinstance(source, ConversationFileSettings):
+        prompt = prompt_of(row, source.prompt)
+    elif isinstance(source, ConversationFileSettings):
         turns = conversation_of(row, source.messages, source.prompt, source.response)
-        return not isinstance(turns, tuple)
-    return False
+        prompt = turns[0] if isinstance(turns, tuple) else turns
+    else:
+        return False
+    if not (isinstance(prompt, str) and isinstance(source, FilePromptSettings)):
+        tools_of(row, source.tools, prompt)
+    return not isinstance(prompt, str)
 
 
 def _unreadable_answer(row: Row, source: FileSettings, rewards: Rewards) -> str | None:

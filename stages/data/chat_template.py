@@ -11,7 +11,9 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 
 from stages.data.messages import tool_name
-from stages.data.problem import Message, Tool
+from stages.data.problem import ASSISTANT, Message, Tool
+
+SHOWN = 60  # characters of a content in an error
 
 # Renders messages, with tools or without any.
 Template = Callable[[list[Message], list[Tool] | None], str]
@@ -36,6 +38,7 @@ def render_chat(template: Template, messages: Sequence[Message], tools: Sequence
         try:
             text = template(form, given)
             _check_calls(template, form, given, text)
+            _check_contents(form, text)
         except Exception as error:  # another form may do; else this is what the caller sees
             first_error = first_error or error
             continue
@@ -52,7 +55,8 @@ def render_chat(template: Template, messages: Sequence[Message], tools: Sequence
 
 def describes(messages: Sequence[Message], tools: Sequence[Tool]) -> bool:
     """Return whether a system's message has the name of every tool, as JSON."""
-    text = "".join(each["content"] for each in messages if each["role"] in ("system", "developer"))
+    roles = ("system", "developer")
+    text = "".join(message["content"] for message in messages if message["role"] in roles)
     return all(json.dumps(tool_name(tool), ensure_ascii=False) in text for tool in tools)
 
 
@@ -85,6 +89,31 @@ def _with_calls(message: Message, text: bool, null: bool) -> Message:
     content = message.get("content") or ""
     blank = null and not content.strip()
     return {**message, "content": None if blank else content, "tool_calls": found}
+
+
+def _check_contents(messages: Sequence[Message], text: str) -> None:
+    """Raise TemplateError where what the assistant is told is not in the text.
+
+    Qwen3's template, for one, has no role `developer`. Templates trim contents, and write a tool's
+    result as JSON.
+    """
+    squeezed = _squeezed(text)
+    for place, message in enumerate(messages, start=1):
+        content = message["content"]
+        if message["role"] == ASSISTANT or not content or _squeezed(content) in squeezed:
+            continue
+        if not any(
+            _squeezed(json.dumps(content, ensure_ascii=ascii_only)[1:-1]) in squeezed
+            for ascii_only in (False, True)
+        ):
+            raise TemplateError(
+                f"it leaves out message {place}, of the role {message['role']},"
+                f" {content[:SHOWN]!r}; use a role that it knows"
+            )
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())
 
 
 def _check_calls(

@@ -24,7 +24,7 @@ from stages.data.index import (
     probed,
     usable,
 )
-from stages.data.messages import Row, RowError, tools_of
+from stages.data.messages import Row, RowError, is_learned, tools_of
 from stages.data.problem import (
     ASSISTANT,
     DataError,
@@ -194,6 +194,8 @@ def segments(
     text = ""
     turns = [place for place, message in enumerate(messages) if message["role"] == ASSISTANT]
     for place in turns[given:]:
+        if not is_learned(messages[place]):  # only in the prompts of later turns
+            continue
         prompt = tokenizer.render(messages[:place], generation_prompt=True, tools=tools)
         answered = tokenizer.render(messages[: place + 1], generation_prompt=False, tools=tools)
         if samples and prompt.startswith(text):
@@ -355,9 +357,9 @@ def conversation_index(
             settings.response,
             rendered=isinstance(settings, CollectedFileSettings),
         )
+        tools = tools_of(row, settings.tools, found[0] if isinstance(found, tuple) else found)
         if isinstance(found, tuple):
-            return (found, ()), content_key("\0".join(found)), content_key(found[0])
-        tools = tools_of(row, settings.tools)
+            return (found, tools), content_key("\0".join(found)), content_key(found[0])
         first = found[: [each["role"] for each in found].index(ASSISTANT)]
         return (found, tools), content_key(found), content_key(first)
 

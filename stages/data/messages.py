@@ -9,7 +9,7 @@ import json
 import re
 from typing import Any
 
-from stages.data.problem import Message, Tool
+from stages.data.problem import ASSISTANT, Message, Tool
 
 Row = dict[str, Any]
 
@@ -44,17 +44,36 @@ def messages_of(row: Row, column: str) -> list[Message]:
             message.setdefault("content", "")
         for name in ("role", "content"):
             if not isinstance(message.get(name), str):
-                raise RowError(f"{where} whose {name} is not text")
+                keys = f"; its keys: {', '.join(message)}" if "role" not in message else ""
+                raise RowError(f"{where} whose {name} is not text{keys}")
+        if message.get("weight", 1) not in (0, 1):
+            raise RowError(f"{where} whose weight is neither 0 nor 1")
         messages.append(message)
     return messages
 
 
-def tools_of(row: Row, column: str | None) -> tuple[Tool, ...]:
+def is_learned(message: Message) -> bool:
+    """Return whether a message is an assistant turn, without OpenAI's `weight: 0`."""
+    return message["role"] == ASSISTANT and message.get("weight", 1) != 0
+
+
+def tools_of(row: Row, column: str | None, prompt: str | list[Message]) -> tuple[Tool, ...]:
     """Return the tools in a column, if the row has it, in the form that chat templates read.
 
     That is OpenAI's: `{"type": "function", "function": {"name": ..., "parameters": {...}}}`; a
-    function alone is put into it. Raises RowError for another value.
+    function alone is put into it. Raises RowError for another value, and where the prompt is a
+    text that does not name them: no template shows them to the model.
     """
+    tools = _tools(row, column)
+    if isinstance(prompt, str) and not all(tool_name(tool) in prompt for tool in tools):
+        raise RowError(
+            f"{column!r} has tools that a prompt of text does not show; write the prompt as chat"
+            " messages, name the tools in it, or leave the column out with tools: null"
+        )
+    return tools
+
+
+def _tools(row: Row, column: str | None) -> tuple[Tool, ...]:
     value = None if column is None else row.get(column)
     if value is None or (isinstance(value, str) and not value.strip()):
         return ()

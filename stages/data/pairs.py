@@ -93,7 +93,7 @@ class FilePairs:
 
         def parse(row: Row) -> tuple[Pair, str, str]:
             prompt, *responses = pair_of(row, *columns)
-            tools = () if isinstance(prompt, str) else tools_of(row, settings.tools)
+            tools = tools_of(row, settings.tools, prompt)
             pair = Pair(prompt, *responses, tools)
             whole = "\0".join(map(content_key, (pair.prompt, *pair.responses)))
             return pair, hashlib.sha256(whole.encode()).hexdigest(), split_key(pair.prompt)

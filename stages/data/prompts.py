@@ -263,7 +263,8 @@ def prompt_index(settings: FilePromptSettings, domain: str) -> RowIndex:
 
     def parse(row: Row) -> tuple[Any, str, str]:
         prompt, answer = prompt_of(row, settings.prompt), answer_of(row, settings.answer)
-        tools = () if isinstance(prompt, str) else tools_of(row, settings.tools)
+        # A prompt of text may describe in any form the tools that its reward reads.
+        tools = () if isinstance(prompt, str) else tools_of(row, settings.tools, prompt)
         return (prompt, tools, answer, row), content_key(prompt), content_key(prompt)
 
     key, optional = f"domains.{domain}.prompts", optional_columns(settings)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from stages.data.messages import Row, RowError, messages_of, parsed_text
+from stages.data.messages import Row, RowError, is_learned, messages_of, parsed_text
 from stages.data.problem import ASSISTANT, Message, content_key
 
 ARRAY = "a JSON array; write one object a line"
@@ -65,7 +65,7 @@ def conversation_of(
         if isinstance(asked, str):
             return asked, answer
         found = [*asked, {"role": ASSISTANT, "content": answer}]
-    if ASSISTANT not in (each["role"] for each in found):
+    if not any(map(is_learned, found)):
         raise RowError(f"{messages!r} has no assistant turn to train on")
     return found
 
@@ -87,7 +87,10 @@ def _response(row: Row, column: str, prompt: Turns) -> Turns:
             raise RowError(f"{column!r} is empty")
         return value if isinstance(prompt, str) else [{"role": ASSISTANT, "content": value}]
     if isinstance(prompt, str):
-        raise RowError(f"{column!r} must be text, as the prompt is")
+        raise RowError(
+            f"{column!r} must be text, as the prompt is; for chat messages, write the prompt as"
+            " messages too, and the response without it"
+        )
     messages = messages_of(row, column)
     if {messages[0]["role"], messages[-1]["role"]} != {ASSISTANT}:
         raise RowError(f"{column!r} must start and end with an assistant turn, without the prompt")
