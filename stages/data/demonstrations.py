@@ -318,6 +318,7 @@ class ConversationStream:
 
     def _samples(self, row: int) -> list[Sample]:
         domain = self._index.domain
+        conversation: Conversation
         conversation, tools = self._index.read(row)
         try:
             if isinstance(conversation, tuple):

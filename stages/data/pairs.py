@@ -92,9 +92,9 @@ class FilePairs:
         """Index the files' `columns` of prompts, chosen and rejected responses."""
 
         def parse(row: Row) -> tuple[Pair, str, str]:
-            prompt, *responses = pair_of(row, *columns)
+            prompt, chosen, rejected = pair_of(row, *columns)
             tools = tools_of(row, settings.tools, prompt)
-            pair = Pair(prompt, *responses, tools)
+            pair = Pair(prompt, chosen, rejected, tools)
             whole = "\0".join(map(content_key, (pair.prompt, *pair.responses)))
             return pair, hashlib.sha256(whole.encode()).hexdigest(), split_key(pair.prompt)
 

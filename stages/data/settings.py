@@ -187,7 +187,7 @@ class GeneratedDemonstrationSettings(DrawSettings):
 
 
 class ConversationFileSettings(ToolFileSettings):
-    """Conversations in files, one a row; every assistant turn is trained on."""
+    """Conversations in files, one a row; every assistant turn is trained on, but of weight 0."""
 
     messages: str = Field(default="messages", description="column of whole conversations")
     prompt: str = Field(default="prompt", description="column of the prompts of `response`")
