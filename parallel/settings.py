@@ -116,7 +116,7 @@ class ModelSettings(Settings):
 
     @property
     def tokenizer_keys(self) -> dict[str, Any]:
-        """The tokenizer and what its chat template is told, as JSON."""
+        """The tokenizer and the variables of its chat template, as JSON."""
         keys = {"tokenizer", "chat_template_arguments", "chat_template_date"}
         return self.model_dump(mode="json", include=keys)
 

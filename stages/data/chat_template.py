@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
-from stages.data.messages import tool_name
-from stages.data.problem import ASSISTANT, Message, Tool
-
+# As in stages.data.problem; this module imports nothing, to keep imports shallow.
+Message = Tool = dict[str, Any]
 SHOWN = 60  # characters of a content in an error
 
 # Renders messages, with tools or without any.
@@ -60,6 +60,13 @@ def describes(messages: Sequence[Message], tools: Sequence[Tool]) -> bool:
     return all(json.dumps(tool_name(tool), ensure_ascii=False) in text for tool in tools)
 
 
+def tool_name(tool: Tool) -> str:
+    """Return the name of a tool's function, "" where it has none."""
+    function = tool.get("function")
+    name = function.get("name") if isinstance(function, dict) else tool.get("name")
+    return name if isinstance(name, str) else ""
+
+
 def _forms(messages: Sequence[Message]) -> Iterator[list[Message]]:
     """Yield the messages with tool calls in each form that templates read, the usual one first.
 
@@ -92,7 +99,7 @@ def _with_calls(message: Message, text: bool, null: bool) -> Message:
 
 
 def _check_contents(messages: Sequence[Message], text: str) -> None:
-    """Raise TemplateError where what the assistant is told is not in the text.
+    """Raise TemplateError where a message to the assistant is not in the text.
 
     Qwen3's template, for one, has no role `developer`. Templates trim contents, and write a tool's
     result as JSON.
@@ -100,7 +107,7 @@ def _check_contents(messages: Sequence[Message], text: str) -> None:
     squeezed = _squeezed(text)
     for place, message in enumerate(messages, start=1):
         content = message["content"]
-        if message["role"] == ASSISTANT or not content or _squeezed(content) in squeezed:
+        if message["role"] == "assistant" or not content or _squeezed(content) in squeezed:
             continue
         if not any(
             _squeezed(json.dumps(content, ensure_ascii=ascii_only)[1:-1]) in squeezed

@@ -18,7 +18,6 @@ from stages.data.messages import Row, RowError
 from stages.data.problem import DataError
 from stages.data.rows import ROWS
 from stages.data.settings import FileSettings, ToolFileSettings
-from stages.data.tokenizer import TokenizerError
 
 # Returns what a stage reads of a row, and the content hashes of the row and of its prompt, 64
 # hexadecimal digits each, or raises RowError.
@@ -101,11 +100,11 @@ class RowIndex:
             raise DataError(f"{self.key}.path", why)
         return content
 
-    def rejected(self, row: int, error: TokenizerError) -> UserError:
+    def rejected(self, row: int, error: UserError) -> UserError:
         """Return the error of a row that the tokenizer or its chat template rejects."""
         if self.settings.on_bad_row == "skip":
             return UnusableRow(f"{self.key}.path", f"{self.place(row)}: {error}")
-        return TokenizerError(f"{error}; in {self.place(row)}")
+        return type(error)(f"{error}; in {self.place(row)}")
 
     def place(self, row: int) -> str:
         """Return a row's file and line, for a message."""

@@ -9,6 +9,7 @@ import json
 import re
 from typing import Any
 
+from stages.data.chat_template import tool_name
 from stages.data.problem import ASSISTANT, Message, Tool
 
 Row = dict[str, Any]
@@ -91,13 +92,6 @@ def _tools(row: Row, column: str | None) -> tuple[Tool, ...]:
     if not all(tool_name(tool) for tool in nested):
         raise RowError(f"{column!r} has a tool without a name; tools: null leaves the column out")
     return tuple(nested)
-
-
-def tool_name(tool: Tool) -> str:
-    """Return the name of a tool's function, "" where it has none."""
-    function = tool.get("function")
-    name = function.get("name") if isinstance(function, dict) else tool.get("name")
-    return name if isinstance(name, str) else ""
 
 
 def parsed_text(value: Any, column: str) -> Any:

@@ -1,4 +1,4 @@
-"""What a run tells its chat template: further arguments, and the date of its first start."""
+"""The settings of a chat template: further arguments, and the date of the run's first start.
 
 from __future__ import annotations
 

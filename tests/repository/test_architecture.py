@@ -88,6 +88,7 @@ WITHOUT_TORCH = {
     "stages.objectives.surrogate",
     "stages.data.reasoning_gym",
     "stages.data.reasoning_gym_options",
+    "stages.data.messages",
     "stages.data.row_forms",
     "stages.data.tokenizer",
     "stages.rewards.reward",
