@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 # As in stages.data.problem; this module imports nothing, to keep imports shallow.
-Message = Tool = dict[str, Any]
+Message = dict[str, Any]
+Tool = dict[str, Any]
 SHOWN = 60  # characters of a content in an error
 
 # Renders messages, with tools or without any.

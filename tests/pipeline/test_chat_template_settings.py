@@ -1,4 +1,4 @@
-"""The settings of a chat template: further arguments, and the date of the run's first start.
+"""The settings of a chat template: further arguments, and the date of the run's first start."""
 
 from __future__ import annotations
 
