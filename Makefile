@@ -35,10 +35,11 @@ define environment
 	@$(1)/bin/pip install --quiet --no-deps --no-build-isolation --editable .
 endef
 
-# The charts of `braid report` are JavaScript; all else works without them.
+# The charts of `braid report` are JavaScript, and tests read published tokenizers; all else works
+# without them.
 define vendor
 	@$(1)/bin/python -m tools.vendor \
-	  || echo "braid report will not work: no npm registry, as it says above; see tools/vendor.py" >&2
+	  || echo "braid report, or tests of the browser and of real tokenizers, will not work: no npm registry, as it says above; later: $(1)/bin/python -m tools.vendor" >&2
 endef
 
 $(INSTALLED): requirements/bootstrap.txt requirements/cpu.txt setup.py tools/vendor.py

@@ -5,6 +5,7 @@ This module never imports torch: `pipeline` validates a configuration on login n
 
 from __future__ import annotations
 
+from datetime import date
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -83,6 +84,16 @@ class ModelSettings(Settings):
         description="tokens that end a response, as text or ids, the main one first; null: the "
         "tokenizer's eos_token, and eos_token_id of the checkpoint's generation_config.json",
     )
+    chat_template_arguments: dict[str, Any] = Field(
+        default_factory=dict,
+        description="further variables of the tokenizer's chat template, such as enable_thinking:"
+        " false",
+    )
+    chat_template_date: date | None = Field(
+        None,
+        description="the day that a chat template with strftime_now sees, YYYY-MM-DD; null: the day"
+        " on which the run starts, which its run.yaml records",
+    )
     vocabulary_size: Count = Field(description="embedding rows; at least the tokenizer's token ids")
     hidden_size: Count = Field(description="width of the residual stream")
     layers: Annotated[int, Field(gt=0, le=2000)] = Field(description="number of decoder layers")
@@ -117,6 +128,12 @@ class ModelSettings(Settings):
     def precise_head(self) -> bool:
         """True where the logits have more digits than the weights."""
         return self.head_precision == "fp32" and self.precision == "bf16"
+
+    @property
+    def tokenizer_keys(self) -> dict[str, Any]:
+        """The tokenizer and the variables of its chat template, as JSON."""
+        keys = {"tokenizer", "chat_template_arguments", "chat_template_date"}
+        return self.model_dump(mode="json", include=keys)
 
 
 class LayoutSettings(Settings):

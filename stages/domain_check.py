@@ -34,7 +34,7 @@ from stages.data.demonstrations import (
     response_sample,
 )
 from stages.data.problem import DomainError, Problem
-from stages.data.prompts import PromptStream, problem_at, prompt_index, split_of
+from stages.data.prompts import PromptStream, prompt_index, split_of, usable_problems
 from stages.data.reasoning_gym import ReasoningGymSource, is_compact, tagged
 from stages.data.settings import (
     FileDemonstrationSettings,
@@ -80,7 +80,8 @@ def checked(job: DomainCheckJob) -> dict[str, Any]:
     Each prompt has its `prompt`, `answer` and number of `tokens`, and the `responses` to it: `what`
     each is, its `text` and its Grade.
     """
-    tokenizer, settings = tokenizer_named(job.tokenizer), job.settings
+    tokenizer = tokenizer_named(job.tokenizer, job.chat_template_arguments, job.chat_template_date)
+    settings = job.settings
     lengths = length_report(settings.prompts, tokenizer, job.domain)
     answers = answer_report(settings, tokenizer, job.domain)
     stream = PromptStream(settings.prompts, tokenizer, job.domain, 0, PURPOSE)
@@ -204,8 +205,7 @@ def length_report(
         rows, bad, limit = len(generated), 0, None
     else:
         index = prompt_index(settings, domain)
-        places = range(len(index.keys))
-        problems = (problem_at(index, tokenizer, row, row) for row in places)
+        problems = usable_problems(index, tokenizer, range(len(index.keys)))
         rows, bad, limit = index.counts.rows, index.counts.bad, settings.max_prompt_tokens
     lengths, splits = array("L"), Counter[str]()
     for problem in problems:

@@ -13,7 +13,7 @@ from typing import Any
 from parallel.errors import UserError, report_error
 from parallel.files import write_atomically
 from stages.data.problem import Problem
-from stages.data.prompts import PromptStream, Split, problem_at, prompt_index
+from stages.data.prompts import PromptStream, Split, prompt_index, usable_problems
 from stages.data.settings import ReasoningGymPromptSettings
 from stages.data.tokenizer import Tokenizer, tokenizer_named
 from stages.domains import DomainSettings
@@ -38,7 +38,8 @@ def main() -> None:
 
 def regraded(job: RegradeJob) -> list[dict[str, Any]]:
     """Return the grade of every sample of a job, in their order."""
-    tokenizer, found = tokenizer_named(job.tokenizer), {}
+    tokenizer = tokenizer_named(job.tokenizer, job.chat_template_arguments, job.chat_template_date)
+    found = {}
     for domain, settings in job.domains.items():
         keys = {each.problem for each in job.samples if each.domain == domain}
         found[domain] = problems(job, domain, settings, tokenizer, keys)
@@ -91,7 +92,7 @@ def _candidates(
         index = prompt_index(prompts, domain)
         leading = {int(key[:16], 16) for key in keys}
         rows = (row for row, key in enumerate(index.keys.tolist()) if key in leading)
-        return (problem_at(index, tokenizer, row, row) for row in rows)
+        return usable_problems(index, tokenizer, rows)
     streams = [PromptStream(prompts, tokenizer, domain, job.seed, job.stage)]
     streams += [PromptStream(prompts, tokenizer, domain, 0, "evaluate", each) for each in SHARED]
     return (stream.take(1)[0] for stream in streams for _ in range(MOST_DRAWN))

@@ -11,7 +11,7 @@ from types import FrameType
 from typing import NoReturn
 
 from stages.data.problem import Problem
-from stages.data.prompts import problem_at, prompt_index
+from stages.data.prompts import prompt_index, usable_problems
 from stages.data.settings import ReasoningGymPromptSettings
 from stages.data.tokenizer import Tokenizer
 from stages.domains import DomainSettings
@@ -46,12 +46,13 @@ def answer_report(settings: DomainSettings, tokenizer: Tokenizer, domain: str) -
         if time.monotonic() > deadline or slow == MOST_SLOW:
             break
         checked += 1
-        why, was_slow = _violation(problem_at(index, tokenizer, row, row), settings)
-        slow += was_slow
-        if why is not None:
-            bad += 1
-            if len(first) < SHOWN:
-                first.append(f"{index.place(row)}: {why}")
+        for problem in usable_problems(index, tokenizer, [row]):
+            why, was_slow = _violation(problem, settings)
+            slow += was_slow
+            if why is not None:
+                bad += 1
+                if len(first) < SHOWN:
+                    first.append(f"{index.place(row)}: {why}")
     return AnswerReport(len(index.keys), checked, bad, first)
 
 

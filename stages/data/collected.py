@@ -32,6 +32,7 @@ SCHEMA = pyarrow.schema(
         "index": pyarrow.int64(),  # in its stream
         "prompt": pyarrow.string(),  # as the model reads it
         "messages": MESSAGES,  # that `prompt` renders; null where the source has text
+        "tools": pyarrow.string(),  # that it renders too, as JSON; null without any
         "response": pyarrow.string(),
         "tokens": pyarrow.int32(),  # of the response, end token included
         "token_ids": pyarrow.list_(pyarrow.int32()),
@@ -55,6 +56,7 @@ def prompt_columns(problem: Problem) -> Row:
         "index": problem.index,
         "prompt": problem.prompt,
         "messages": None if problem.messages is None else list(problem.messages),
+        "tools": json.dumps(problem.tools, ensure_ascii=False) if problem.tools else None,
     }
 
 
@@ -116,7 +118,8 @@ def read_part(path: Path) -> list[Row] | None:
         whole = (table.schema.metadata or {}).get(DIGEST) == _digest(rows)
     except (OSError, ValueError, TypeError, OverflowError, pyarrow.ArrowException):
         return None
-    return rows if whole and rows and rows[0].keys() == set(SCHEMA.names) else None
+    # Parts of earlier versions have no tools.
+    return rows if whole and rows and rows[0].keys() | {"tools"} == set(SCHEMA.names) else None
 
 
 def whole_part(path: Path) -> list[Row]:

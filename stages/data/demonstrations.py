@@ -16,10 +16,26 @@ import numpy as np
 
 from parallel.sample import Sample
 from stages.data.compact_forms import FORMATS
-from stages.data.index import Order, RowIndex, build_index
-from stages.data.problem import ASSISTANT, DataError, DomainError, Message, Problem, content_key
+from stages.data.index import (
+    Order,
+    RowIndex,
+    build_index,
+    optional_columns,
+    probed,
+    usable,
+)
+from stages.data.messages import Row, RowError, is_learned, tools_of
+from stages.data.problem import (
+    ASSISTANT,
+    DataError,
+    DomainError,
+    Message,
+    Problem,
+    Tool,
+    content_key,
+)
 from stages.data.prompts import PromptStream
-from stages.data.row_forms import Conversation, Row, RowError, conversation_of
+from stages.data.row_forms import Conversation, conversation_of
 from stages.data.settings import (
     CollectedFileSettings,
     ConversationFileSettings,
@@ -27,8 +43,11 @@ from stages.data.settings import (
 )
 from stages.data.tokenizer import Tokenizer, TokenizerError
 
-PROBED = 32  # conversations that are rendered before training begins
 SHOWN = 60  # characters of a rendering in an error
+THINK = "<think>"
+NOT_RENDERED = "\0"  # begins no prompt
+# Of an assistant's message: templates that do not know one leave it out silently.
+LEARNED_KEYS = ("content", "reasoning_content", "thinking")
 
 
 @dataclass(frozen=True)
@@ -85,24 +104,66 @@ def response_sample(tokenizer: Tokenizer, prompt: str, response: str, domain: st
     )
 
 
-def conversation_sample(
-    tokenizer: Tokenizer, messages: Sequence[Message], domain: str, given: int = 0
-) -> Sample:
-    """Return a conversation as a sample whose prompt ends before the first assistant turn.
+def conversation_samples(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    domain: str,
+    given: int = 0,
+    tools: Sequence[Tool] = (),
+) -> list[Sample]:
+    """Return a conversation as samples in which every assistant turn is learned once.
 
-    With `given`, the prompt includes that number of assistant turns.
-
-    The loss mask covers each assistant turn up to its end token, at which a rollout stops. Where
-    the template writes none in a turn it is the first token of the next one, if that is an end
-    token, and after the last turn `closing_token`. Segments are encoded one by one, as a rollout's
-    prompt and response are. Raises TokenizerError as `segments`.
+    With `given`, that number of assistant turns is only in the first prompt. There is one sample
+    where the template renders earlier turns as it rendered them when they were the last; where it
+    rewrites them, as Qwen3's drops their thoughts, a further sample begins, whose prompt is what a
+    rollout would read at that turn.
+    Raises TokenizerError as `segments`.
     """
-    parts = segments(tokenizer, messages)
-    first, rest = "".join(parts[: 2 * given + 1]), parts[2 * given + 1 :]
+    return [
+        _sample(tokenizer, prompt, texts, answered, domain)
+        for (prompt, *texts), answered in segments(tokenizer, messages, given, tools)
+    ]
+
+
+def conversation_sample(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    domain: str,
+    given: int = 0,
+    tools: Sequence[Tool] = (),
+) -> Sample:
+    """Return the only sample of a conversation, as `conversation_samples`.
+
+    Raises TokenizerError also where there are several.
+    """
+    sample, *more = conversation_samples(tokenizer, messages, domain, given, tools)
+    if more:
+        raise TokenizerError(
+            f"model.tokenizer: its chat template rewrites earlier turns, so that the response has"
+            f" {1 + len(more)} assistant turns after different prompts; write the earlier ones into"
+            " the prompt"
+        )
+    return sample
+
+
+def _sample(
+    tokenizer: Tokenizer,
+    prompt: str,
+    texts: Sequence[str],
+    answered: Sequence[Message],
+    domain: str,
+) -> Sample:
+    """Return the sample of a prompt's text and of learned and masked texts in turn.
+
+    The loss mask covers each learned text up to its end token, at which a rollout stops. Where the
+    template writes none in a turn it is the first token of the next one, if that is an end token,
+    and after the last turn, of `answered`, `closing_token`. Texts are encoded one by one, as a
+    rollout's prompt and response are.
+    """
     ids: list[int] = []
     learned: list[bool] = []
     ended = True
-    for number, text in enumerate(rest):
+    for number, text in enumerate(texts):
         own = tokenizer.encode(text)
         ends = [place for place, token in enumerate(own) if token in tokenizer.end_tokens]
         if number % 2 == 0:  # an assistant turn
@@ -113,37 +174,50 @@ def conversation_sample(
         ids += own
         learned += [place < upto for place in range(len(own))]
     if not ended:
-        ids.append(closing_token(tokenizer, last_answer(messages)))
+        ids.append(closing_token(tokenizer, answered))
         learned.append(True)
     while not learned[-1]:  # the template's suffix after the last end token
         ids.pop()
         learned.pop()
     return Sample(
         domain=domain,
-        prompt=np.array(tokenizer.encode(first), np.int32),
+        prompt=np.array(tokenizer.encode(prompt), np.int32),
         response=np.array(ids, np.int32),
         loss_mask=None if all(learned) else np.array(learned),
     )
 
 
-def segments(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[str]:
-    """Return the conversation up to the last assistant turn: masked and learned texts in turn.
+def segments(
+    tokenizer: Tokenizer, messages: Sequence[Message], given: int = 0, tools: Sequence[Tool] = ()
+) -> list[tuple[list[str], Sequence[Message]]]:
+    """Return the texts of every sample of a conversation, and its messages to the last learned one.
 
-    A learned text is an assistant turn with the template's suffix; it begins after the template's
-    generation prompt, where a rollout's prompt ends.
-    Raises TokenizerError where the template does not render the first turns as a prefix of the
-    whole: training would then see other tokens than sampling.
+    A sample has a prompt, then learned and masked texts in turn. A learned text is an assistant
+    turn with the template's suffix; it begins after the template's generation prompt, where a
+    rollout's prompt ends.
+    Raises TokenizerError where the template does not render a turn after its generation prompt:
+    training would then see other tokens than sampling.
     """
-    found: list[str] = []
+    samples: list[tuple[list[str], Sequence[Message]]] = []
     text = ""
-    for place, message in enumerate(messages):
-        if message["role"] != ASSISTANT:
+    turns = [place for place, message in enumerate(messages) if message["role"] == ASSISTANT]
+    for place in turns[given:]:
+        if not is_learned(messages[place]):  # only in the prompts of later turns
             continue
-        asked = tokenizer.render(messages[:place], generation_prompt=True)
-        answered = tokenizer.render(messages[: place + 1], generation_prompt=False)
-        found += [_continued(text, asked, place), _continued(asked, answered, place)]
-        text = answered
-    return found
+        prompt = tokenizer.render(messages[:place], generation_prompt=True, tools=tools)
+        answered = tokenizer.render(messages[: place + 1], generation_prompt=False, tools=tools)
+        if samples and prompt.startswith(text):
+            texts = [*samples.pop()[0], prompt[len(text) :]]
+        else:
+            texts = [prompt]
+        try:
+            turn, text = _turn(prompt, answered, messages[place], place), answered
+        except TokenizerError:
+            turn, text = _thinking_turn(tokenizer, prompt, messages[place]), NOT_RENDERED
+            if not turn:
+                raise
+        samples.append(([*texts, turn], messages[: place + 1]))
+    return samples
 
 
 def closing_token(tokenizer: Tokenizer, messages: Sequence[Message]) -> int:
@@ -167,23 +241,48 @@ def closing_token(tokenizer: Tokenizer, messages: Sequence[Message]) -> int:
     return after[len(before)] if len(after) > len(before) else tokenizer.end_token
 
 
-def last_answer(messages: Sequence[Message]) -> Sequence[Message]:
-    """Return a conversation up to its last assistant turn."""
-    last = max(place for place, each in enumerate(messages) if each["role"] == ASSISTANT)
-    return messages[: last + 1]
+def _thinking_turn(tokenizer: Tokenizer, prompt: str, message: Message) -> str:
+    """Return the text of a turn whose thoughts the prompt opens, as a rollout would write it.
+
+    DeepSeek-R1's template ends a prompt with <think>, and renders no thoughts in any turn. "" where
+    the prompt does not end so, or the message has no thoughts.
+    """
+    content = str(message["content"])
+    if thoughts := message.get("reasoning_content"):
+        content = f"{THINK}\n{thoughts}\n</think>\n\n{content}"
+    opened = prompt.rstrip("\n")
+    if not opened.endswith(THINK) or not content.lstrip().startswith(THINK):
+        return ""
+    if message.get("tool_calls"):
+        return ""
+    text = content.lstrip().removeprefix(THINK)
+    newlines = len(prompt) - len(opened)
+    return text.removeprefix("\n" * newlines) + tokenizer.decode_prompt([tokenizer.end_token])
 
 
-def _continued(before: str, after: str, place: int) -> str:
-    """Return `after` without its prefix `before`. Raises TokenizerError where it has another."""
-    if after.startswith(before):
-        return after[len(before) :]
-    same = next(i for i in range(len(before)) if before[i] != after[i : i + 1])
-    here, there = (repr(text[same : same + SHOWN]) for text in (before, after))
-    raise TokenizerError(
-        f"model.tokenizer: its chat template rewrites earlier turns: message {place + 1} turns"
-        f" {here} into {there}; split the conversation into rows that end with their only"
-        " assistant turn, or use a template that leaves earlier turns unchanged"
-    )
+def _turn(prompt: str, answered: str, message: Message, place: int) -> str:
+    """Return the text of an assistant turn after its prompt.
+
+    Raises TokenizerError where it does not follow the prompt, or lacks a part of the message.
+    """
+    if not answered.startswith(prompt):
+        same = next(i for i in range(len(prompt)) if prompt[i] != answered[i : i + 1])
+        here, there = (repr(text[same : same + SHOWN]) for text in (prompt, answered))
+        raise TokenizerError(
+            f"model.tokenizer: its chat template renders message {place + 1} otherwise than after"
+            f" its generation prompt: {here} there, {there} here; model.chat_template_arguments may"
+            " choose another generation prompt, or use a template that renders both alike"
+        )
+    text = answered[len(prompt) :]
+    for key in LEARNED_KEYS:
+        # Templates trim contents and write their own whitespace around thoughts.
+        if "".join(str(message.get(key) or "").split()) not in "".join(text.split()):
+            raise TokenizerError(
+                f"model.tokenizer: its chat template leaves out a part of the {key} of message"
+                f" {place + 1}, {str(message[key])[:SHOWN]!r}; use a template that renders it, or"
+                " remove it from the rows"
+            )
+    return text
 
 
 class ConversationStream:
@@ -215,38 +314,47 @@ class ConversationStream:
         self._rows = self._index.split(False, held_out_fraction)
         self.rows = len(self._rows)
         self._order = Order(self._rows, seed)
-        for row in self._rows[:PROBED].tolist():
-            self._sample(row)
+        for _ in probed(self._samples, self._rows.tolist(), self._index.key):
+            pass
 
     def draw(self, step: int, count: int) -> list[Sample]:
-        """Return the next `count` conversations, independent of `step`.
+        """Return the samples of the next `count` conversations, independent of `step`.
 
         Raises DomainError where all are too long.
         """
-        return [self._next() for _ in range(count)]
+        return [sample for _ in range(count) for sample in self._next()]
 
     def all(self) -> Iterator[Sample]:
-        """Return every conversation once, in the order of the files."""
-        return map(self._sample, self._rows.tolist())
+        """Return the samples of every conversation once, in the order of the files."""
+        for row in self._rows.tolist():
+            yield from usable(self._samples, row, self._index.key) or ()
 
-    def _next(self) -> Sample:
+    def _next(self) -> list[Sample]:
+        """Return the samples of the next conversation that fits."""
+        before = self.too_long
         for _ in range(2 * self.rows):  # consecutive rows that include a whole epoch
-            sample = self._sample(self._order.row(self.cursor))
+            samples = usable(self._samples, self._order.row(self.cursor), self._index.key)
             self.cursor += 1
-            if sample.length <= self._limit:
-                return sample
+            if samples is None:
+                continue
+            if max(sample.length for sample in samples) <= self._limit:
+                return samples
             self.too_long += 1
+        if self.too_long == before:
+            raise DataError(f"{self._index.key}.path", "every conversation is unusable")
         why = f"every conversation is longer than {self._limit} tokens"
         raise DataError(f"{self._index.key}.max_tokens", why)
 
-    def _sample(self, row: int) -> Sample:
-        shown: Conversation = self._index.read(row)
+    def _samples(self, row: int) -> list[Sample]:
+        domain = self._index.domain
+        conversation: Conversation
+        conversation, tools = self._index.read(row)
         try:
-            if isinstance(shown, tuple):
-                return response_sample(self._tokenizer, *shown, self._index.domain)
-            return conversation_sample(self._tokenizer, shown, self._index.domain)
+            if isinstance(conversation, tuple):
+                return [response_sample(self._tokenizer, *conversation, domain)]
+            return conversation_samples(self._tokenizer, conversation, domain, tools=tools)
         except TokenizerError as error:
-            raise TokenizerError(f"{error}; in {self._index.place(row)}") from error
+            raise self._index.rejected(row, error) from error
 
 
 @cache
@@ -263,8 +371,11 @@ def conversation_index(
     if isinstance(settings, CollectedFileSettings):
         columns += [settings.messages, "domain"]
 
-    def parse(row: Row) -> tuple[Conversation, str, str]:
-        """Return a row's demonstration, and the hash of the turns before the first response too."""
+    def parse(row: Row) -> tuple[tuple[Conversation, tuple[Tool, ...]], str, str]:
+        """Return a row's demonstration with its tools, and the hashes of both and of its prompt.
+
+        The prompt is the turns before the first response.
+        """
         only = settings.domain if isinstance(settings, CollectedFileSettings) else None
         if only not in (None, row.get("domain")):
             raise RowError(f"it is of the domain {row.get('domain')}")
@@ -276,10 +387,11 @@ def conversation_index(
             settings.response,
             rendered=isinstance(settings, CollectedFileSettings),
         )
+        tools = tools_of(row, settings.tools, found[0] if isinstance(found, tuple) else found)
         if isinstance(found, tuple):
-            return found, content_key("\0".join(found)), content_key(found[0])
+            return (found, tools), content_key("\0".join(found)), content_key(found[0])
         first = found[: [each["role"] for each in found].index(ASSISTANT)]
-        return found, content_key(found), content_key(first)
+        return (found, tools), content_key(found), content_key(first)
 
     at = key or f"domains.{domain}.demonstrations"
-    return build_index(settings, domain, at, columns, parse)
+    return build_index(settings, domain, at, columns, parse, optional=optional_columns(settings))

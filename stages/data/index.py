@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from hashlib import sha256
 from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from parallel.errors import report_notice
+from parallel.errors import UserError, report_notice
+from stages.data.messages import Row, RowError
 from stages.data.problem import DataError
-from stages.data.row_forms import Row, RowError
 from stages.data.rows import ROWS
-from stages.data.settings import FileSettings
+from stages.data.settings import FileSettings, ToolFileSettings
 
 # Returns what a stage reads of a row, and the content hashes of the row and of its prompt, 64
 # hexadecimal digits each, or raises RowError.
 Parse = Callable[[Row], tuple[Any, str, str]]
+
+
+PROBED = 32  # rows that are rendered before training begins
+Made = TypeVar("Made")
+
+
+class UnusableRow(DataError):
+    """A row that turns out unusable when it is drawn, where `on_bad_row` skips such rows."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +53,7 @@ class RowIndex:
     domain: str
     key: str  # the settings' own, such as domains.math.prompts
     parse: Parse = field(repr=False)
+    columns: tuple[str, ...] | None  # that are read of a row; None: all that can be
     files: list[Path]
     counts: Counts
     file: np.ndarray = field(repr=False)
@@ -69,29 +79,97 @@ class RowIndex:
     def read(self, row: int) -> Any:
         """Return what `parse` makes of a row.
 
-        Raises DataError where it no longer exists or has another prompt.
+        Raises DataError where it no longer exists or has another prompt, and UnusableRow where it
+        cannot be read and is skipped.
         """
         file = self.files[self.file[row]]
         try:
             reader = ROWS[self.settings.source]
-            content, _, key = self.parse(reader.read(file, int(self.at[row])))
-            if _leading(key) != int(self.keys[row]):
-                raise RowError("it has another prompt")
-        except (OSError, RowError) as error:
+            content, _, key = self.parse(reader.read(file, int(self.at[row]), self.columns))
+        except RowError as error:
+            if self.settings.on_bad_row == "skip":
+                raise UnusableRow(f"{self.key}.path", f"{self.place(row)}: {error}") from error
             why = f"{file} changed since it was indexed: {error}"
             raise DataError(f"{self.key}.path", why) from error
+        except OSError as error:
+            why = f"{file} changed since it was indexed: {error}"
+            raise DataError(f"{self.key}.path", why) from error
+        # Never skipped: an indexed row that now has another prompt may be a held-out one.
+        if _leading(key) != int(self.keys[row]):
+            why = f"{file} changed since it was indexed: it has another prompt"
+            raise DataError(f"{self.key}.path", why)
         return content
+
+    def rejected(self, row: int, error: UserError) -> UserError:
+        """Return the error of a row that the tokenizer or its chat template rejects."""
+        if self.settings.on_bad_row == "skip":
+            return UnusableRow(f"{self.key}.path", f"{self.place(row)}: {error}")
+        return type(error)(f"{error}; in {self.place(row)}")
 
     def place(self, row: int) -> str:
         """Return a row's file and line, for a message."""
         return ROWS[self.settings.source].place(self.files[self.file[row]], int(self.at[row]))
 
 
+def optional_columns(settings: ToolFileSettings) -> tuple[str, ...]:
+    """Return the columns that are read where the files have them."""
+    return () if settings.tools is None else (settings.tools,)
+
+
+def usable(read: Callable[[int], Made], row: int, key: str) -> Made | None:
+    """Return what `read` makes of a row; None, with a notice, where it is unusable and skipped."""
+    try:
+        return read(row)
+    except UnusableRow as error:
+        report_unusable(key, str(error))
+        return None
+
+
+def probed(read: Callable[[int], Made], rows: Sequence[int], key: str) -> Iterator[Made]:
+    """Yield what `read` makes of the first rows, before training depends on it.
+
+    Raises UnusableRow where none of them is usable, as with an unusable chat template.
+    """
+    error: UnusableRow | None = None
+    successes = 0
+    for row in rows[:PROBED]:
+        try:
+            yield read(row)
+            successes += 1
+        except UnusableRow as unusable_row:
+            error = error or unusable_row
+    if error is not None:
+        if not successes:
+            raise error
+        report_unusable(key, str(error))
+
+
+@cache
+def _reported() -> set[str]:
+    return set()
+
+
+def report_unusable(key: str, error: str) -> None:
+    """Report the first row of a source that is unusable when it is drawn, once a process."""
+    if key not in _reported():
+        _reported().add(key)
+        report_notice(f"{error}; skipping such rows, as {key}.on_bad_row says")
+
+
 def build_index(
-    settings: FileSettings, domain: str, key: str, columns: Sequence[str], parse: Parse
+    settings: FileSettings,
+    domain: str,
+    key: str,
+    columns: Sequence[str],
+    parse: Parse,
+    *,
+    optional: Sequence[str] = (),
+    whole: bool = False,
 ) -> RowIndex:
     """Read every row of the files once; keep the first row of each content.
 
+    Files may lack the `optional` columns. Of a row that is drawn, all columns are read where it is
+    `whole`, since rewards may name any, and else the same as here.
     Skipped rows are counted and reported. Raises DataError, naming the file and the line, for an
     unusable row that must not be skipped, and where no row is usable.
     """
@@ -104,7 +182,7 @@ def build_index(
     first_error = ""
     for number, file in enumerate(files):
         try:
-            for at, row in reader.scan(file, columns):
+            for at, row in reader.scan(file, columns, optional):
                 rows += 1
                 try:
                     if isinstance(row, RowError):
@@ -137,7 +215,8 @@ def build_index(
         np.frombuffer(values, kind)[kept]
         for values, kind in ((numbers, np.uint32), (places, np.int64), (keys, np.uint64))
     )
-    return RowIndex(settings, domain, key, parse, files, counts, *columns_kept)
+    drawn_columns = None if whole else (*columns, *optional)
+    return RowIndex(settings, domain, key, parse, drawn_columns, files, counts, *columns_kept)
 
 
 class Order:

@@ -14,13 +14,23 @@ import numpy as np
 
 from parallel.files import sha256
 from parallel.sample import Sample
-from stages.data.demonstrations import PROBED, conversation_sample, response_sample
-from stages.data.index import Order, build_index
-from stages.data.problem import ASSISTANT, DataError, content_key
-from stages.data.row_forms import Row, RowError, Turns, column_of, pair_of
+from stages.data.demonstrations import conversation_sample, response_sample
+from stages.data.index import (
+    Order,
+    build_index,
+    optional_columns,
+    probed,
+    usable,
+)
+from stages.data.messages import Row, RowError, tools_of
+from stages.data.problem import ASSISTANT, DataError, Tool, content_key
+from stages.data.row_forms import Turns, column_of, pair_of
 from stages.data.rows import ROWS
-from stages.data.settings import FileSettings
+from stages.data.settings import ToolFileSettings
 from stages.data.tokenizer import Tokenizer, TokenizerError
+
+# Columns of what a stage collected: to choose the pairs, and to read a response.
+EXTREMES, SAMPLED = ("domain", "problem", "reward"), ("prompt", "token_ids", "response")
 
 
 @dataclass(frozen=True)
@@ -30,6 +40,7 @@ class Pair:
     prompt: Turns
     chosen: Turns
     rejected: Turns
+    tools: tuple[Tool, ...] = ()
 
     def samples(self, tokenizer: Tokenizer, name: str) -> tuple[Sample, Sample]:
         """Return the prompt with each response, as samples of the source `name`."""
@@ -47,7 +58,8 @@ class Pair:
             return response_sample(tokenizer, self.prompt, response, name)
         assert not isinstance(response, str)
         given = sum(message["role"] == ASSISTANT for message in self.prompt)
-        return conversation_sample(tokenizer, [*self.prompt, *response], name, given)
+        messages = [*self.prompt, *response]
+        return conversation_sample(tokenizer, messages, name, given, self.tools)
 
 
 class PairRows(Protocol):
@@ -75,17 +87,20 @@ class FilePairs:
     """
 
     def __init__(
-        self, settings: FileSettings, columns: Sequence[str], key: str, held_out_fraction: float
+        self, settings: ToolFileSettings, columns: Sequence[str], key: str, held_out_fraction: float
     ) -> None:
         """Index the files' `columns` of prompts, chosen and rejected responses."""
 
         def parse(row: Row) -> tuple[Pair, str, str]:
-            pair = Pair(*pair_of(row, *columns))
+            prompt, chosen, rejected = pair_of(row, *columns)
+            tools = tools_of(row, settings.tools, prompt)
+            pair = Pair(prompt, chosen, rejected, tools)
             whole = "\0".join(map(content_key, (pair.prompt, *pair.responses)))
             return pair, hashlib.sha256(whole.encode()).hexdigest(), split_key(pair.prompt)
 
         self._columns = columns
-        self._index = build_index(settings, "*", key, columns, parse)
+        optional = optional_columns(settings)
+        self._index = build_index(settings, "*", key, columns, parse, optional=optional)
         self._rows = self._index.split(False, held_out_fraction)
 
     def __len__(self) -> int:
@@ -96,7 +111,10 @@ class FilePairs:
 
     def samples(self, row: int, tokenizer: Tokenizer, name: str) -> tuple[Sample, Sample]:
         pair: Pair = self._index.read(int(self._rows[row]))
-        return pair.samples(tokenizer, name)
+        try:
+            return pair.samples(tokenizer, name)
+        except TokenizerError as error:
+            raise self._index.rejected(int(self._rows[row]), error) from error
 
     def place(self, row: int) -> str:
         return self._index.place(int(self._rows[row]))
@@ -115,7 +133,7 @@ class CollectedPairs:
         below = ceil(held_out_fraction * 2**64)
         found: dict[tuple[str, str], _Extremes] = {}
         try:
-            for at, row in ROWS["parquet"].scan(file, ("domain", "problem", "reward")):
+            for at, row in ROWS["parquet"].scan(file, EXTREMES):
                 if isinstance(row, RowError):
                     raise row
                 problem, reward = row["problem"], row["reward"]
@@ -149,8 +167,8 @@ class CollectedPairs:
     def _sample(self, at: int, tokenizer: Tokenizer, name: str) -> Sample:
         """Return a response as it was sampled: truncated ones have no end token."""
         try:
-            row = ROWS["parquet"].read(self._file, at)
-            prompt, ids = (column_of(row, each) for each in ("prompt", "token_ids"))
+            row = ROWS["parquet"].read(self._file, at, SAMPLED)
+            prompt, ids = (column_of(row, name) for name in ("prompt", "token_ids"))
             if tokenizer.decode(ids) != column_of(row, "response"):
                 raise RowError("its tokens are not of model.tokenizer; sample it again")
         except (OSError, RowError) as error:
@@ -221,8 +239,7 @@ class PairStream:
 
     def __post_init__(self) -> None:
         digest = hashlib.sha256(f"{self.rows.digest()}/{self.limit}".encode())
-        for row in range(min(PROBED, len(self.rows))):
-            drawn = self._read(row)
+        for drawn in probed(self._read, range(len(self.rows)), self.key):
             for sample in (drawn.chosen, drawn.rejected):  # of this tokenizer and its template
                 for ids in (sample.prompt, sample.response, sample.learned):
                     digest.update(np.int64(len(ids)).tobytes() + ids.tobytes())
@@ -239,8 +256,10 @@ class PairStream:
         Raises DataError where all are too long.
         """
         for _ in range(2 * len(self.rows)):  # consecutive rows that include a whole epoch
-            drawn = self._read(self._order.row(self.cursor))
+            row = self._order.row(self.cursor)
             self.cursor += 1
+            if (drawn := usable(self._read, row, self.key)) is None:
+                continue
             if self._fits(drawn):
                 return drawn
             self.too_long += 1
@@ -252,8 +271,9 @@ class PairStream:
         Raises DataError where all are too long.
         """
         found = False
-        for drawn in map(self._read, range(len(self.rows))):
-            if self._fits(drawn):
+        for row in range(len(self.rows)):
+            drawn = usable(self._read, row, self.key)
+            if drawn is not None and self._fits(drawn):
                 found = True
                 yield drawn
         if not found:
@@ -267,10 +287,7 @@ class PairStream:
         return DataError(f"{self.key}.max_tokens", why)
 
     def _read(self, row: int) -> DrawnPair:
-        try:
-            return DrawnPair(self.name, row, *self.rows.samples(row, self.tokenizer, self.name))
-        except TokenizerError as error:
-            raise TokenizerError(f"{error}; in {self.rows.place(row)}") from error
+        return DrawnPair(self.name, row, *self.rows.samples(row, self.tokenizer, self.name))
 
 
 def split_key(prompt: Turns) -> str:

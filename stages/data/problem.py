@@ -12,6 +12,7 @@ from typing import Any
 from parallel.errors import UserError
 
 Message = dict[str, Any]  # `{"role": ..., "content": ...}`, as every chat template reads it
+Tool = dict[str, Any]  # `{"type": "function", "function": {...}}`
 ASSISTANT = "assistant"
 
 
@@ -34,9 +35,9 @@ class Problem:
     """A question, with the fields that rewards read.
 
     `prompt` is the text that the model reads: where the source has chat `messages`, their rendering
-    by the tokenizer's chat template. `answer` is the reference, or "". `fields` is the whole source
-    row; for reasoning-gym the `dataset`'s name and the `entry` that its scorer reads. `index` is
-    the problem's index in its stream.
+    with `tools` by the tokenizer's chat template. `answer` is the reference, or "". `fields` is the
+    whole source row; for reasoning-gym the `dataset`'s name and the `entry` that its scorer reads.
+    `index` is the problem's index in its stream.
     """
 
     domain: str
@@ -45,6 +46,7 @@ class Problem:
     answer: str
     fields: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
     messages: tuple[Message, ...] | None = field(default=None, repr=False)
+    tools: tuple[Tool, ...] = field(default=(), repr=False, compare=False)
 
     @cached_property
     def key(self) -> str:

@@ -6,17 +6,26 @@ Training never sees an evaluation prompt.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from hashlib import sha256
 from random import Random
 from typing import Any, Literal
 
 from parallel.errors import report_notice
-from stages.data.index import Order, RowIndex, build_index
+from stages.data.index import (
+    Order,
+    RowIndex,
+    UnusableRow,
+    build_index,
+    optional_columns,
+    report_unusable,
+    usable,
+)
+from stages.data.messages import Row, tools_of
 from stages.data.problem import DomainError, Problem, content_key, seed_of
 from stages.data.reasoning_gym import ReasoningGymSource
-from stages.data.row_forms import Row, answer_of, prompt_of
+from stages.data.row_forms import answer_of, prompt_of
 from stages.data.settings import (
     FilePromptSettings,
     FrontierSettings,
@@ -91,8 +100,13 @@ class PromptStream:
 
     def _next(self, exclude: dict[str, Problem], wanted: int = 1) -> Problem:
         for _ in range(self._source.patience):
-            problem = self._source.problem(self.cursor)
-            self.cursor += 1
+            try:
+                problem = self._source.problem(self.cursor)
+            except UnusableRow as error:
+                report_unusable(f"domains.{self.domain}.prompts", str(error))
+                continue
+            finally:
+                self.cursor += 1
             if problem is not None and not self._in_split(problem):
                 continue
             if problem is None or self._has_no_room(problem):
@@ -237,7 +251,7 @@ class FileSource:
             problem = problem_at(self._index, self._tokenizer, row, index)
             tokens = len(self._tokenizer.encode(problem.prompt))
         except TokenizerError as error:
-            raise TokenizerError(f"{error}; in {self._index.place(row)}") from error
+            raise self._index.rejected(row, error) from error
         limit = self._settings.max_prompt_tokens
         return None if limit is not None and tokens > limit else problem
 
@@ -249,18 +263,31 @@ def prompt_index(settings: FilePromptSettings, domain: str) -> RowIndex:
 
     def parse(row: Row) -> tuple[Any, str, str]:
         prompt, answer = prompt_of(row, settings.prompt), answer_of(row, settings.answer)
-        return (prompt, answer, row), content_key(prompt), content_key(prompt)
+        # A prompt of text may describe in any form the tools that its reward reads.
+        tools = () if isinstance(prompt, str) else tools_of(row, settings.tools, prompt)
+        return (prompt, tools, answer, row), content_key(prompt), content_key(prompt)
 
-    return build_index(settings, domain, f"domains.{domain}.prompts", columns, parse)
+    key, optional = f"domains.{domain}.prompts", optional_columns(settings)
+    return build_index(settings, domain, key, columns, parse, optional=optional, whole=True)
 
 
 def problem_at(index: RowIndex, tokenizer: Tokenizer, row: int, place: int) -> Problem:
     """Return the problem of a row of the index, as number `place` of its stream."""
-    prompt, answer, fields = index.read(row)
+    prompt, tools, answer, fields = index.read(row)
     if isinstance(prompt, str):
         return Problem(index.domain, place, prompt, answer, fields)
-    text = tokenizer.render(prompt, generation_prompt=True)
-    return Problem(index.domain, place, text, answer, fields, tuple(prompt))
+    text = tokenizer.render(prompt, generation_prompt=True, tools=tools)
+    return Problem(index.domain, place, text, answer, fields, tuple(prompt), tools)
+
+
+def usable_problems(
+    index: RowIndex, tokenizer: Tokenizer, rows: Iterable[int]
+) -> Iterator[Problem]:
+    """Yield the problems of rows of the index, without those that are unusable and skipped."""
+    for row in rows:
+        problem = usable(lambda row: problem_at(index, tokenizer, row, row), row, index.key)
+        if problem is not None:
+            yield problem
 
 
 def held_out_problems(

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from decimal import Decimal
 from typing import Any
 
+from stages.data.messages import Row, RowError, is_learned, messages_of, parsed_text
 from stages.data.problem import ASSISTANT, Message, content_key
 
 ARRAY = "a JSON array; write one object a line"
-Row = dict[str, Any]
 Turns = str | list[Message]  # a text, or chat messages
 Conversation = tuple[str, str] | list[Message]  # a prompt's text and a response's, or chat messages
 
@@ -23,13 +23,9 @@ GZIP = b"\x1f\x8b"  # what a compressed file begins with
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # as escaped in JSON
 
 
-class RowError(Exception):
-    """A row that cannot be used; the message says why."""
-
-
 def prompt_of(row: Row, column: str) -> str | list[Message]:
     """Return a prompt's text or chat messages. Raises RowError where it is neither."""
-    value = column_of(row, column)
+    value = parsed_text(column_of(row, column), column)
     if isinstance(value, str):
         if not value.strip():
             raise RowError(f"{column!r} is blank")
@@ -44,25 +40,10 @@ def prompt_of(row: Row, column: str) -> str | list[Message]:
     return messages
 
 
-def messages_of(row: Row, column: str) -> list[Message]:
-    """Return a column's chat messages, without null keys, which Parquet cannot omit.
-
-    Raises RowError where there are none.
-    """
-    value = column_of(row, column)
-    if not isinstance(value, list) or not value:
-        raise RowError(f"{column!r} is not a list of messages")
-    messages = []
-    for place, each in enumerate(value, start=1):
-        parts = each.items() if isinstance(each, dict) else ()
-        message = {name: part for name, part in parts if part is not None}
-        for name in ("role", "content"):
-            if not isinstance(message.get(name), str):
-                raise RowError(
-                    f"{column!r} has a message, number {place}, whose {name} is not text"
-                )
-        messages.append(message)
-    return messages
+def chat_of(row: Row, column: str) -> list[Message]:
+    """Return a column's chat messages. Raises RowError where it has none."""
+    column_of(row, column)
+    return messages_of(row, column)
 
 
 def conversation_of(
@@ -74,7 +55,7 @@ def conversation_of(
     there is none to train on.
     """
     if response is None:
-        found = messages_of(row, messages)
+        found = chat_of(row, messages)
         if found[0]["role"] == ASSISTANT:
             raise RowError(f"{messages!r} must not start with an assistant turn")
     else:
@@ -85,7 +66,7 @@ def conversation_of(
         if isinstance(asked, str):
             return asked, answer
         found = [*asked, {"role": ASSISTANT, "content": answer}]
-    if ASSISTANT not in (each["role"] for each in found):
+    if not any(map(is_learned, found)):
         raise RowError(f"{messages!r} has no assistant turn to train on")
     return found
 
@@ -101,13 +82,16 @@ def pair_of(row: Row, prompt: str, chosen: str, rejected: str) -> tuple[Turns, T
 
 def _response(row: Row, column: str, prompt: Turns) -> Turns:
     """Return a response to the prompt: a text to a text, else chat messages."""
-    value: Any = column_of(row, column)
+    value: Any = parsed_text(column_of(row, column), column)
     if isinstance(value, str):
         if not value:
             raise RowError(f"{column!r} is empty")
         return value if isinstance(prompt, str) else [{"role": ASSISTANT, "content": value}]
     if isinstance(prompt, str):
-        raise RowError(f"{column!r} must be text, as the prompt is")
+        raise RowError(
+            f"{column!r} must be text, as the prompt is; for chat messages, write the prompt as"
+            " messages too, and the response without it"
+        )
     messages = messages_of(row, column)
     if {messages[0]["role"], messages[-1]["role"]} != {ASSISTANT}:
         raise RowError(f"{column!r} must start and end with an assistant turn, without the prompt")

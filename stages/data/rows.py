@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -18,16 +18,22 @@ import pyarrow
 import pyarrow.parquet as parquet
 
 from parallel.parquet_files import open_parquet, read_parquet, row_batches
-from stages.data.row_forms import Row, RowError, missing_column, parsed_line
+from stages.data.messages import Row, RowError, SparseRow
+from stages.data.row_forms import missing_column, parsed_line
 
 KEPT_BYTES = 256 << 20  # of decoded row groups; the newest is always kept
 OPEN_FILES = 64
+# Whatever pyarrow raises on contents that are damaged, or of types that it does not read.
+PARQUET_ERRORS = (pyarrow.ArrowException, ValueError, OverflowError, IndexError)
+_Group = tuple[Path, int, tuple[str, ...] | None]  # a row group of a file, and its columns
 
 
 class JsonlRows:
     """The reader of one JSON object a line; `at` is the line's first byte. Skips empty lines."""
 
-    def scan(self, file: Path, columns: Sequence[str]) -> Iterator[tuple[int, Row | RowError]]:
+    def scan(
+        self, file: Path, columns: Sequence[str], optional: Sequence[str] = ()
+    ) -> Iterator[tuple[int, Row | RowError]]:
         at = 0
         with file.open("rb") as lines:
             for line in lines:
@@ -35,7 +41,7 @@ class JsonlRows:
                     yield at, parsed_line(line)
                 at += len(line)
 
-    def read(self, file: Path, at: int) -> Row:
+    def read(self, file: Path, at: int, columns: Sequence[str] | None = None) -> Row:
         with file.open("rb") as lines:
             lines.seek(at)
             row = parsed_line(lines.readline())
@@ -55,44 +61,59 @@ class ParquetRows:
     """The reader of Parquet; `at` is the row's number, from 0. Loads whole row groups."""
 
     def __init__(self) -> None:
-        self._groups: OrderedDict[tuple[Path, int], pyarrow.Table] = OrderedDict()
+        self._groups: OrderedDict[_Group, pyarrow.Table] = OrderedDict()
 
-    def scan(self, file: Path, columns: Sequence[str]) -> Iterator[tuple[int, Row | RowError]]:
+    def scan(
+        self, file: Path, columns: Sequence[str], optional: Sequence[str] = ()
+    ) -> Iterator[tuple[int, Row | RowError]]:
         with _opened(file) as source:
-            known = source.schema_arrow.names
+            names = source.schema_arrow.names
+        if repeated := next((name for name in names if names.count(name) > 1), None):
+            raise RowError(f"has two columns {repeated!r}; rename one")
         for column in columns:
-            if column not in known:
-                raise missing_column(column, known)
-        at, batches = 0, row_batches(file, columns)
+            if column not in names:
+                raise missing_column(column, names)
+        at = 0
+        batches = row_batches(file, [*columns, *(name for name in optional if name in names)])
         while True:
             with _parquet_errors():  # not around the yields: the reader's errors are its own
                 rows = next(filter(None, batches), None)
             if rows is None:
                 return
-            yield from enumerate(rows, at)
+            yield from enumerate(map(SparseRow, rows), at)
             at += len(rows)
 
-    def read(self, file: Path, at: int) -> Row:
+    def read(self, file: Path, at: int, columns: Sequence[str] | None = None) -> Row:
+        """Return the row with the `columns` that the file has; None: with all that can be read.
+
+        One that cannot, such as a timestamp with nanoseconds, is left out: nothing may need it.
+        """
         ends = _group_ends(file)
         group = int(np.searchsorted(ends, at, side="right"))
         if group == len(ends):
             raise RowError("the row no longer exists")
         with _parquet_errors():
-            table = self._group(file, group)
-            place = at - int(ends[group] - table.num_rows)
-            return table.slice(place, 1).to_pylist()[0]
+            table = self._group((file, group, None if columns is None else tuple(columns)))
+            row = table.slice(at - int(ends[group] - table.num_rows), 1)
+            if columns is not None:
+                return SparseRow(row.to_pylist()[0])
+        values = SparseRow()
+        for name in table.column_names:
+            with suppress(*PARQUET_ERRORS):
+                values[name] = row.column(name)[0].as_py()
+        return values
 
     def place(self, file: Path, at: int) -> str:
         return f"{file}, row {at + 1}"
 
-    def _group(self, file: Path, group: int) -> pyarrow.Table:
-        """Return a row group, from a cache of the most recent ones."""
-        if (file, group) not in self._groups:
-            self._groups[file, group] = read_parquet(file, group=group)
-        self._groups.move_to_end((file, group))
+    def _group(self, key: _Group) -> pyarrow.Table:
+        """Return columns of a row group, from a cache of the most recent ones."""
+        if key not in self._groups:
+            self._groups[key] = _read_group(*key)
+        self._groups.move_to_end(key)
         while len(self._groups) > 1 and sum(t.nbytes for t in self._groups.values()) > KEPT_BYTES:
             self._groups.popitem(last=False)
-        return self._groups[file, group]
+        return self._groups[key]
 
 
 ROWS: dict[str, JsonlRows | ParquetRows] = {"jsonl": JsonlRows(), "parquet": ParquetRows()}
@@ -103,18 +124,35 @@ def _parquet_errors() -> Iterator[None]:
     """Raise RowError for whatever pyarrow raises on damaged contents."""
     try:
         yield
-    except (pyarrow.ArrowException, ValueError, OverflowError) as error:
+    except PARQUET_ERRORS as error:
         raise RowError(f"cannot be read as Parquet: {error}") from error
+
+
+def _read_group(file: Path, group: int, columns: Sequence[str] | None) -> pyarrow.Table:
+    """Return the columns of a row group that the file has; None: all that can be read."""
+    with _opened(file) as source:
+        names = source.schema_arrow.names
+    if columns is not None:
+        return read_parquet(file, [name for name in columns if name in names], group)
+    try:
+        return read_parquet(file, group=group)
+    except PARQUET_ERRORS:  # one by one: a damaged column may be one that nothing reads
+        readable = {}
+        for name in names:
+            with suppress(*PARQUET_ERRORS):
+                readable[name] = read_parquet(file, [name], group).column(0)
+        return pyarrow.table(readable)
 
 
 @contextmanager
 def _opened(file: Path) -> Iterator[parquet.ParquetFile]:
     """Open a file. Raises RowError where it is not Parquet."""
-    try:
-        with open_parquet(file) as source:
-            yield source
-    except pyarrow.ArrowInvalid as error:
-        raise RowError(f"not a Parquet file: {error}") from error
+    with ExitStack() as stack:
+        try:
+            source = stack.enter_context(open_parquet(file))
+        except PARQUET_ERRORS as error:
+            raise RowError(f"not a Parquet file: {error}") from error
+        yield source
 
 
 @lru_cache(maxsize=OPEN_FILES)

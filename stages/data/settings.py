@@ -82,11 +82,22 @@ def _below(directory: Path, suffix: str) -> Iterator[Path]:
         yield from (Path(parent, name) for name in names if name.endswith(suffix))
 
 
-class FilePromptSettings(FileSettings):
+class ToolFileSettings(FileSettings):
+    """Rows that may have tools."""
+
+    tools: str | None = Field(
+        default="tools",
+        description="column of the tools that the chat template shows, if the files have it: a list"
+        " in OpenAI's form, or JSON text; null: none",
+    )
+
+
+class FilePromptSettings(ToolFileSettings):
     """Problems in files, one a row, and their held-out share."""
 
     prompt: str = Field(
-        default="prompt", description="column of the prompt: text, or a list of chat messages"
+        default="prompt",
+        description="column of the prompt: text, or a list of chat messages, also as JSON text",
     )
     answer: str | None = Field(
         default=None, description="column of the reference answer, for rewards that want one"
@@ -175,8 +186,8 @@ class GeneratedDemonstrationSettings(DrawSettings):
     )
 
 
-class ConversationFileSettings(FileSettings):
-    """Conversations in files, one a row; every assistant turn is trained on."""
+class ConversationFileSettings(ToolFileSettings):
+    """Conversations in files, one a row; every assistant turn is trained on, but of weight 0."""
 
     messages: str = Field(default="messages", description="column of whole conversations")
     prompt: str = Field(default="prompt", description="column of the prompts of `response`")

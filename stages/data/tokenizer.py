@@ -8,16 +8,18 @@ loads.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import date, datetime, time
 from itertools import groupby, takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from parallel.errors import UserError
 from parallel.settings import CHARACTERS as CHARACTERS_NAME
 from parallel.settings import END_TOKEN, PAD_TOKEN, TOKENIZER_SIZE, ModelSettings
+from stages.data.chat_template import TemplateError, render_chat
 from stages.data.end_tokens import end_tokens, generation_ids
-from stages.data.problem import ASSISTANT, Message
+from stages.data.problem import ASSISTANT, Message, Tool
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -33,6 +35,19 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
 )
 
+TOKENIZER_FILE = "tokenizer.json"
+SHOWN = 60  # characters of a text in an error
+# Composed characters only: Qwen's normalizer is NFC, which changes decomposed ones.
+ROUND_TRIPS = (
+    "What is the sum of the two numbers?",
+    "two  spaces,   three    four",
+    "0123456789 12 + 345 = 357, 1,000.50",
+    "one line\nanother\n\nand a third\n",
+    "def f(x):\n    if x:\n\treturn [x - 1]\n",
+    "Upper lower UPPER camelCase snake_case",
+    "caf\u00e9, na\u00efve, \u4f60\u597d, \u043f\u0440\u0438\u0432\u0435\u0442, \U0001f600",
+)
+
 
 class TokenizerError(UserError, ValueError):
     """A tokenizer that cannot be used, or text that it cannot encode."""
@@ -44,7 +59,7 @@ def load_tokenizer(model: ModelSettings) -> Tokenizer:
     Raises TokenizerError where it cannot be loaded, has no end token, or more ids than the model,
     and UserError as `end_tokens`.
     """
-    tokenizer = _loaded(model.tokenizer)
+    tokenizer = _named(model.tokenizer, model.chat_template_arguments, model.chat_template_date)
     if tokenizer.vocabulary_size > model.vocabulary_size:
         raise TokenizerError(
             f"model.vocabulary_size: {model.vocabulary_size} is less than the"
@@ -54,19 +69,24 @@ def load_tokenizer(model: ModelSettings) -> Tokenizer:
     return tokenizer
 
 
-def tokenizer_named(name: str) -> Tokenizer:
+def tokenizer_named(
+    name: str, arguments: Mapping[str, Any] | None = None, day: date | None = None
+) -> Tokenizer:
     """Return the character tokenizer or a directory's, with the end tokens of that directory.
 
+    `arguments` and `day` are of a directory's chat template.
     Raises TokenizerError where it cannot be loaded, and UserError as `generation_ids`.
     """
-    tokenizer = _loaded(name)
+    tokenizer = _named(name, arguments, day)
     further = generation_ids(None, name) or ()
     tokenizer.end_tokens = tuple(dict.fromkeys([tokenizer.end_token, *further]))
     return tokenizer
 
 
-def _loaded(name: str) -> Tokenizer:
-    return CharacterTokenizer() if name == CHARACTERS_NAME else HuggingFaceTokenizer(Path(name))
+def _named(name: str, arguments: Mapping[str, Any] | None, day: date | None) -> Tokenizer:
+    if name == CHARACTERS_NAME:
+        return CharacterTokenizer()
+    return HuggingFaceTokenizer(Path(name), arguments, day)
 
 
 def unknown_token(id: int) -> str:
@@ -117,16 +137,27 @@ class CharacterTokenizer:
             self._tokens[i] if 0 <= i < TOKENIZER_SIZE else unknown_token(i) for i in ids
         )
 
-    def render(self, messages: Sequence[Message], generation_prompt: bool) -> str:
+    def render(
+        self, messages: Sequence[Message], generation_prompt: bool, tools: Sequence[Tool] = ()
+    ) -> str:
         """Return the messages as `CHAT_TEMPLATE` renders them.
 
         `generation_prompt` appends the beginning of an assistant turn.
+        Raises TokenizerError for tools and tool calls, which the template does not have.
         """
-        turns = [
-            f"{each['role']}: {each['content']}{END if each['role'] == ASSISTANT else ' '}"
-            for each in messages
-        ]
-        return "".join(turns) + (f"{ASSISTANT}: " if generation_prompt else "")
+
+        def template(messages: list[Message], _tools: list[Tool] | None) -> str:
+            turns = [
+                f"{each['role']}: {each['content']}{END if each['role'] == ASSISTANT else ' '}"
+                for each in messages
+            ]
+            return "".join(turns) + (f"{ASSISTANT}: " if generation_prompt else "")
+
+        try:
+            return render_chat(template, messages, tools)
+        except TemplateError as error:
+            why = f"the chat template of {CHARACTERS_NAME} rejects a chat: {error}"
+            raise TokenizerError(f"model.tokenizer: {why}") from error
 
     def save(self, directory: Path) -> None:
         """Write the Hugging Face tokenizer's files into `directory`."""
@@ -153,23 +184,20 @@ class CharacterTokenizer:
 class HuggingFaceTokenizer:
     """A Hugging Face tokenizer; a model's first token and its roles are left to the chat template.
 
-    Raises TokenizerError where transformers cannot load it, or it has no end token.
+    `arguments` are passed to the template, and `day` is the date that it sees, or today's.
+    Raises TokenizerError where transformers cannot load it, it has no end token, or it loses text.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(
+        self, directory: Path, arguments: Mapping[str, Any] | None = None, day: date | None = None
+    ) -> None:
         self._directory = directory
+        self._arguments = dict(arguments or {})
+        # One date for all prompts: the template of a run that goes past midnight must not change.
+        self._now = datetime.combine(day or date.today(), time.min)
         if not directory.is_dir():
             raise TokenizerError(f"model.tokenizer: no such directory: {directory}")
-        from transformers import AutoTokenizer  # takes seconds
-
-        try:
-            loaded = AutoTokenizer.from_pretrained(
-                directory, local_files_only=True, trust_remote_code=False
-            )
-        except Exception as error:  # damaged files make transformers raise anything
-            raise TokenizerError(
-                f"model.tokenizer: transformers cannot load {directory}: {error}"
-            ) from error
+        loaded = _loaded(directory)
         if loaded.eos_token_id is None:
             raise TokenizerError(
                 f"model.tokenizer: {directory} has no end token; set eos_token in its"
@@ -181,6 +209,7 @@ class HuggingFaceTokenizer:
         self.pad_token: int = loaded.pad_token_id if padded else loaded.eos_token_id
         self._known = frozenset(loaded.get_vocab().values())
         self.vocabulary_size = max(self._known) + 1
+        self._check_round_trips()
 
     @property
     def end_token(self) -> int:
@@ -188,8 +217,16 @@ class HuggingFaceTokenizer:
         return self.end_tokens[0]
 
     def encode(self, text: str) -> list[int]:
-        """Return the text's ids, without added first or end tokens."""
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        """Return the text's ids, without added first or end tokens.
+
+        Raises TokenizerError where a part of the text has no ids.
+        """
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=False)
+        except Exception as error:  # tokenizers raises nothing more special
+            raise TokenizerError(
+                f"model.tokenizer: {self._directory} has no ids for {_shortened(text)}: {error}"
+            ) from error
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text before the first end token; an id the tokenizer lacks is [UNKNOWN_id]."""
@@ -205,34 +242,97 @@ class HuggingFaceTokenizer:
                 pieces += [unknown_token(i) for i in run]
         return "".join(pieces)
 
-    def render(self, messages: Sequence[Message], generation_prompt: bool) -> str:
-        """Return the messages as the directory's chat template renders them.
+    def render(
+        self, messages: Sequence[Message], generation_prompt: bool, tools: Sequence[Tool] = ()
+    ) -> str:
+        """Return the messages and tools as the directory's chat template renders them.
 
-        Raises TokenizerError where there is no template, or it rejects the messages.
+        Raises TokenizerError where there is no template, or it rejects or leaves out a part.
         """
+
+        def template(messages: list[Message], tools: list[Tool] | None) -> str:
+            text = self._tokenizer.apply_chat_template(
+                messages,
+                tools=tools,
+                tokenize=False,
+                add_generation_prompt=generation_prompt,
+                strftime_now=self._now.strftime,
+                **self._arguments,
+            )
+            return str(text)
+
         if not (self._tokenizer.chat_template and self._tokenizer.get_chat_template()):
             raise TokenizerError(
                 f"model.tokenizer: {self._directory} has no chat template, which chat messages"
-                " need; add its chat_template.jinja, or write prompts as text"
+                " need; add the model's chat_template.jinja (gpt-oss and newer models publish it as"
+                " a file of its own), or write prompts as text"
             )
         try:
-            text = self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=generation_prompt
-            )
+            return render_chat(template, messages, tools)
         except Exception as error:  # a template is a program, which may raise anything
             raise TokenizerError(
                 f"model.tokenizer: the chat template of {self._directory} rejects"
                 f" {list(messages)!r}: {error}"
             ) from error
-        return str(text)
 
     def save(self, directory: Path) -> None:
         """Write the tokenizer's files, including its chat template, into `directory`."""
         self._tokenizer.save_pretrained(directory)
 
+    def _check_round_trips(self) -> None:
+        """Raise TokenizerError where decoding does not return the text that was encoded.
+
+        Texts with characters that the tokenizer lacks are passed over, as a small vocabulary may.
+        """
+        unknown = self._tokenizer.unk_token_id
+        added = self._tokenizer.added_tokens_decoder
+        special = {token.content: number for number, token in added.items() if token.special}
+        for text in (*ROUND_TRIPS, *special):
+            try:
+                ids = self.encode(text)
+            except TokenizerError:
+                continue
+            if unknown in ids and text != self._tokenizer.unk_token:
+                continue
+            if text in special and ids != [special[text]]:
+                changed = f"splits its special token {text!r} into {ids}"
+            elif (again := self.decode_prompt(ids)) != text:
+                changed = f"turns the text {text!r} into {again!r}"
+            else:
+                continue
+            raise TokenizerError(
+                f"model.tokenizer: {self._directory} {changed}: training would not read what the"
+                " data says; compare its tokenizer.json and tokenizer_config.json with the"
+                " published files of the model"
+            )
+
     def _decode_known(self, ids: list[int]) -> str:
         shown = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
         return str(self._tokenizer.decode(ids, **shown))
+
+
+def _loaded(directory: Path) -> PreTrainedTokenizerFast:
+    """Return the tokenizer of a directory: what its tokenizer.json says, where it has one.
+
+    AutoTokenizer would rebuild the pre-tokenizer and the decoder by the class that
+    tokenizer_config.json or config.json names. DeepSeek-V3's says LlamaTokenizerFast, beside a
+    byte-level tokenizer.json, and would lose every space.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # takes seconds
+
+    whole = (directory / TOKENIZER_FILE).is_file()
+    loader = PreTrainedTokenizerFast if whole else AutoTokenizer
+    options = {"local_files_only": True, "trust_remote_code": False}
+    try:
+        return loader.from_pretrained(directory, **options)
+    except Exception as error:  # damaged files make transformers raise anything
+        raise TokenizerError(
+            f"model.tokenizer: transformers cannot load {directory}: {error}"
+        ) from error
+
+
+def _shortened(text: str) -> str:
+    return repr(text if len(text) <= SHOWN else f"{text[:SHOWN]}...")
 
 
 # Ids are below `vocabulary_size`, and a response ends with one of `end_tokens`.

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from parallel.settings import Count, RoutingLossSettings, Tokens
-from stages.data.settings import FileSettings
+from stages.data.settings import ToolFileSettings
 from stages.kinds.kind import MODEL, SOURCE, Found, Inputs, RunBlocks, StageKind, register
 from stages.kinds.mixture import (
     MixtureStageSettings,
@@ -39,7 +39,7 @@ class BestWorstPairSettings(StageSourceSettings, PairSettings):
     """
 
 
-class FilePairSettings(PairSettings, FileSettings):
+class FilePairSettings(PairSettings, ToolFileSettings):
     """Preference pairs in files, one a row, without the prompts that domains hold out."""
 
     prompt: str = Field(

@@ -207,7 +207,8 @@ def test_chat_messages_need_a_chat_template(
     given = f"model.tokenizer={tokenizer}"
     assert errors(config, given) == [
         "command line: model.tokenizer: tokenizer has no chat template, which the chat messages of "
-        "domains.sums.prompts need; put the model's chat_template.jinja there, name another "
+        "domains.sums.prompts need; put the model's chat_template.jinja there (gpt-oss and newer "
+        "models publish it as a file of its own), name another "
         "tokenizer, or write prompts as text"
     ]
     (tokenizer / name).write_text(content)

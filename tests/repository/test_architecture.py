@@ -91,6 +91,7 @@ WITHOUT_TORCH = {
     "stages.data.end_tokens",
     "stages.data.reasoning_gym",
     "stages.data.reasoning_gym_options",
+    "stages.data.messages",
     "stages.data.row_forms",
     "stages.data.tokenizer",
     "stages.rewards.reward",

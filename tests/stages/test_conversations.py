@@ -18,6 +18,7 @@ from stages.data.demonstrations import (
     ConversationStream,
     conversation_index,
     conversation_sample,
+    conversation_samples,
     response_sample,
     segments,
 )
@@ -110,7 +111,7 @@ def test_pieces_alternate_and_make_the_whole(folder: Path, seed: int) -> None:
         contents = [
             "".join(random.choices("ab 1+", k=5)) for _ in range(2 * random.randrange(1, 6))
         ]
-        found = segments(tokenizer, chat(*contents))
+        [(found, _)] = segments(tokenizer, chat(*contents))
         assert len(found) == len(contents)
         whole = tokenizer.render(chat(*contents), generation_prompt=False)
         assert "".join(found) == whole
@@ -126,12 +127,67 @@ def test_turns_after_the_last_assistant_turn_are_dropped(folder: Path) -> None:
     assert long.response.tolist() == short.response.tolist()
 
 
-def test_a_template_that_rewrites_earlier_turns_is_rejected(tmp_path: Path) -> None:
+def test_a_template_that_rewrites_earlier_turns_gives_each_turn_its_own_prompt(
+    tmp_path: Path,
+) -> None:
     tokenizer = HuggingFaceTokenizer(save_tokenizer(tmp_path, FORGETFUL))
-    conversation_sample(tokenizer, chat("a", "hm/b"), "math")
-    message = r"rewrites earlier turns: message 4 turns 'hm/b<.*> into 'b<.*; split the conversat"
-    with pytest.raises(TokenizerError, match=message.replace("> into", "' into")):
-        conversation_sample(tokenizer, chat("a", "hm/b", "c", "d"), "math")
+    messages = chat("a", "hm/b", "c", "so/d", "e", "f")
+    samples = conversation_samples(tokenizer, messages, "math")
+    asked = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+    b, d = "b<|im_end|>\n", "d<|im_end|>\n"
+    assert [tokenizer.decode_prompt(sample.prompt) for sample in samples] == [
+        asked.format("a"),
+        asked.format("a") + b + asked.format("c"),
+        asked.format("a") + b + asked.format("c") + d + asked.format("e"),
+    ]
+    targets = ["hm/b<|im_end|>", "so/d<|im_end|>", "f<|im_end|>"]
+    assert [learned(tokenizer, sample) for sample in samples] == targets
+    assert all(sample.loss_mask is None for sample in samples)
+    # Turns that a prompt has already are learned by nobody, and a response has one prompt.
+    [last] = conversation_samples(tokenizer, messages, "math", given=2)
+    assert last.prompt.tolist() == samples[2].prompt.tolist()
+    with pytest.raises(TokenizerError, match="has 2 assistant turns after different prompts"):
+        conversation_sample(tokenizer, messages, "math", given=1)
+
+
+def test_turns_that_the_template_leaves_as_they_were_share_a_sample(tmp_path: Path) -> None:
+    # Only thoughts before the last user's message are dropped, as by Qwen3's.
+    kept = "(message.content if loop.index > messages|length - 3 else message.content.split('/')"
+    template = CHATML.replace("message.content", kept + "[-1])")
+    tokenizer = HuggingFaceTokenizer(save_tokenizer(tmp_path, template))
+    samples = conversation_samples(tokenizer, chat("a", "x/b", "c", "y/d"), "math")
+    assert [learned(tokenizer, sample) for sample in samples] == ["x/b<|im_end|>y/d<|im_end|>"]
+    more = conversation_samples(tokenizer, chat("a", "x/b", "c", "y/d", "e", "z/f"), "math")
+    targets = ["x/b<|im_end|>y/d<|im_end|>", "z/f<|im_end|>"]
+    assert [learned(tokenizer, sample) for sample in more] == targets
+
+
+THINKING = CHATML.replace("message.content", "(message.content.split('</think>')[-1])").replace(
+    "assistant\n' }}{% endif", "assistant\n<think>\n' }}{% endif"
+)
+
+
+def test_thoughts_that_the_prompt_opens_and_no_turn_renders_are_learned(tmp_path: Path) -> None:
+    tokenizer = HuggingFaceTokenizer(save_tokenizer(tmp_path, THINKING))  # as DeepSeek-R1's
+    turn = {"role": "assistant", "content": "4", "reasoning_content": "Two."}
+    thought = "<think>\nTwo.\n</think>\n\n4"
+    for messages in (chat("2+2", thought), [*chat("2+2"), turn]):
+        sample = conversation_sample(tokenizer, messages, "math")
+        assert tokenizer.decode_prompt(sample.prompt).endswith("assistant\n<think>\n")
+        assert learned(tokenizer, sample) == "Two.\n</think>\n\n4<|im_end|>"
+    both = conversation_samples(tokenizer, chat("2+2", thought, "3+3", thought), "math")
+    assert [learned(tokenizer, sample) for sample in both] == 2 * ["Two.\n</think>\n\n4<|im_end|>"]
+    assert "4<|im_end|>\n<|im_start|>user\n3+3" in tokenizer.decode_prompt(both[1].prompt)
+    with pytest.raises(TokenizerError, match=r"renders message 2 otherwise than after its gen.*5<"):
+        conversation_sample(tokenizer, chat("2+2", "5"), "math")
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "thinking"])
+def test_thoughts_that_a_template_leaves_out_are_an_error(folder: Path, key: str) -> None:
+    tokenizer = HuggingFaceTokenizer(folder)
+    messages = [*chat("a"), {"role": "assistant", "content": "b", key: "so it is"}]
+    with pytest.raises(TokenizerError, match=f"leaves out a part of the {key} of message 2, 'so"):
+        conversation_sample(tokenizer, messages, "math")
 
 
 def test_a_template_without_an_end_token_is_completed_with_the_main_one(tmp_path: Path) -> None:
@@ -299,8 +355,33 @@ def test_messages_replace_the_prompt_of_a_rendered_row_alone() -> None:
 def test_an_unusable_template_is_an_error_before_training_that_names_the_row(
     tmp_path: Path,
 ) -> None:
-    tokenizer = HuggingFaceTokenizer(save_tokenizer(tmp_path / "tokenizer", FORGETFUL))
-    made = [{"messages": chat("a", "b")}, {"messages": chat("a", "hm/b", "c", "d")}]
+    template = CHATML.replace("message.content", "message.content.split('/')[-1]")
+    tokenizer = HuggingFaceTokenizer(save_tokenizer(tmp_path / "tokenizer", template))
+    made = [{"messages": chat("a", "b")}, {"messages": chat("a", "hm/b")}]
     settings = JsonlDemonstrationSettings(path=write(tmp_path / "a.jsonl", made))
-    with pytest.raises(TokenizerError, match=r"rewrites earlier turns.*; in .*a\.jsonl:2"):
+    with pytest.raises(TokenizerError, match=r"leaves out a part of .*'hm/b'.*; in .*a\.jsonl:2"):
         ConversationStream(settings, tokenizer, "math", 0, 1e-9, 100)
+    skipping = settings.model_copy(update={"on_bad_row": "skip"})
+    usable = ConversationStream(skipping, tokenizer, "math", 0, 1e-9, 100)
+    assert {learned(tokenizer, sample) for sample in usable.draw(1, 5)} == {"b<|im_end|>"}
+    write(settings.path, made[1:])
+    conversation_index.cache_clear()
+    with pytest.raises(DomainError, match=r"demonstrations\.path: .*a\.jsonl:1: .*leaves out"):
+        ConversationStream(skipping, tokenizer, "math", 0, 1e-9, 100)
+
+
+def test_a_conversation_of_several_samples_is_drawn_and_counted_whole(tmp_path: Path) -> None:
+    tokenizer = HuggingFaceTokenizer(save_tokenizer(tmp_path / "tokenizer", FORGETFUL))
+    made = [{"messages": chat(f"a{n}", "hm/b", "c", "d")} for n in range(6)]
+    settings = JsonlDemonstrationSettings(path=write(tmp_path / "a.jsonl", made))
+
+    def drawing(**options: Any) -> ConversationStream:
+        return ConversationStream(settings, tokenizer, "math", 0, 1e-9, 100, **options)
+
+    whole = drawing().draw(1, 6)
+    assert len(whole) == 12
+    assert sum(len(sample.learned) for sample in whole) == 6 * (len("hm/b") + len("d") + 2)
+    some = drawing()
+    head = some.draw(1, 4)
+    assert tokens(head + drawing(cursor=some.cursor).draw(2, 2)) == tokens(whole)
+    assert len([*drawing().all()]) == 12

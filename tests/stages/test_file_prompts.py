@@ -16,9 +16,10 @@ import pyarrow
 import pyarrow.parquet as parquet
 import pytest
 
+from stages.data.messages import messages_of
 from stages.data.problem import DomainError, Problem
 from stages.data.prompts import PromptStream, held_out_problems, is_held_out, prompt_index
-from stages.data.row_forms import messages_of, prompt_of
+from stages.data.row_forms import prompt_of
 from stages.data.rows import ParquetRows
 from stages.data.settings import (
     JsonlPromptSettings,

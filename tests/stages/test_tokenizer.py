@@ -1,9 +1,12 @@
 """The character tokenizer, alone and as transformers loads it."""
 
+import json
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
 from parallel.settings import ModelSettings
 from pipeline.config.tokenizers import template_digest
@@ -15,6 +18,7 @@ from stages.data.tokenizer import (
     TokenizerError,
     load_tokenizer,
 )
+from tests.byte_tokenizer import CHATML, save_tokenizer
 
 RESPONSE = "<3,-4,3>3"
 
@@ -145,3 +149,50 @@ def test_an_unusable_tokenizer_is_an_error(words: Path, tmp_path: Path) -> None:
     endless = save_words(tmp_path / "endless", eos_token=None)
     with pytest.raises(TokenizerError, match="has no end token; set eos_token in its"):
         load_tokenizer(model(endless))
+
+
+@pytest.mark.parametrize("name", ["LlamaTokenizerFast", "BertTokenizer", "GPT2Tokenizer"])
+@pytest.mark.parametrize("beside", ["nothing", "qwen3_moe"])
+def test_tokenizer_json_decides_whatever_class_the_config_names(
+    tmp_path: Path, name: str, beside: str
+) -> None:
+    config = save_tokenizer(tmp_path, CHATML) / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"tokenizer_class": name}))
+    if beside == "qwen3_moe":
+        (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe"}')
+    raw = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(model(tmp_path, 300))
+    for text in ("what is the  sum", " of\n\n12 + 3\t<|im_end|>"):
+        assert tokenizer.encode(text) == raw.encode(text, add_special_tokens=False).ids
+        assert tokenizer.decode_prompt(tokenizer.encode(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ({"normalizer": {"type": "Lowercase"}}, r"turns the text 'What is .*' into 'what is the"),
+        ({"normalizer": {"type": "Replace", "pattern": {"String": "7"}, "content": ""}}, "0123456"),
+        ({"normalizer": {"type": "Strip", "strip_left": True, "strip_right": True}}, r"third\\n'"),
+        ({"normalizer": {"type": "Replace", "pattern": {"Regex": " +"}, "content": " "}}, "spaces"),
+        ({"decoder": None}, "turns the text"),
+    ],
+)
+def test_a_tokenizer_that_loses_text_is_refused_by_name(
+    tmp_path: Path, damage: dict[str, Any], message: str
+) -> None:
+    path = save_tokenizer(tmp_path, CHATML) / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | damage))
+    with pytest.raises(TokenizerError, match=rf"^model\.tokenizer: {tmp_path} .*{message}"):
+        load_tokenizer(model(tmp_path, 300))
+
+
+def test_a_tokenizer_that_composes_characters_is_not_refused(tmp_path: Path) -> None:
+    path = save_tokenizer(tmp_path, CHATML) / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"normalizer": {"type": "NFC"}}))
+    tokenizer = load_tokenizer(model(tmp_path, 300))
+    assert tokenizer.decode(tokenizer.encode("cafe\u0301")) == "caf\u00e9"
+
+
+def test_a_text_without_ids_is_an_error_that_names_it(words: Path) -> None:
+    with pytest.raises(TokenizerError, match=r"words.* has no ids for 'one three': WordLevel"):
+        load_tokenizer(model(words)).encode("one three")
