@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from argparse import SUPPRESS, Action, ArgumentParser, _SubParsersAction
 from collections.abc import Iterator
+from datetime import date
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -123,7 +124,7 @@ SLIP = 1_000_000  # bounds from here on only catch a slip of a digit, and are no
 BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 TYPES: dict[Any, str] = {
     **{int: "integer", float: "number", str: "text", bool: "true or false", Path: "path"},
-    **{NoneType: "null", Any: "any value"},
+    **{NoneType: "null", Any: "any value", date: "date"},
 }
 
 
