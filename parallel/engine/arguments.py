@@ -25,6 +25,7 @@ from parallel.network import address_of
 from parallel.settings import EngineJob
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+PRECISE_HEAD = {"head_dtype": "float32"}  # of the Hugging Face configuration, as vLLM reads it
 
 
 def engine_arguments(job: EngineJob, directory: str, *, cuda: bool) -> dict[str, Any]:
@@ -53,7 +54,7 @@ def engine_arguments(job: EngineJob, directory: str, *, cuda: bool) -> dict[str,
         "seed": job.seed,
     }
     if job.model.precise_head:
-        shared["hf_overrides"] = {"head_dtype": "float32"}
+        shared["hf_overrides"] = PRECISE_HEAD
     return shared | _nodes(job) | (_on_cuda(job) if cuda else _on_cpu(job))
 
 

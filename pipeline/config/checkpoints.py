@@ -138,6 +138,9 @@ def _config_violation(path: Path, config: dict[str, Any], model: ModelSettings) 
         return f"{shown(path)}: model_type: {kind}, but model.family is {model.family}"
     if (problem := dtype_violation(path, config)) is not None:
         return problem
+    wrong_types = (_type_violation(path, key, value) for key, value in config.items())
+    if (problem := next(filter(None, wrong_types), None)) is not None:
+        return problem
     stated = config.get("quantization_config")
     if stated is not None and not is_readable(stated):
         return f"{shown(path)}: its weights are quantized; name the checkpoint before that"
@@ -149,7 +152,7 @@ def _config_violation(path: Path, config: dict[str, Any], model: ModelSettings) 
                 f"{shown(path)}: {key}: {json.dumps(config[key])}, but {where} is"
                 f" {json.dumps(value)}"
             )
-    return next(filter(None, (_type_violation(path, key, config.get(key)) for key in config)), None)
+    return None
 
 
 def _type_violation(path: Path, key: str, value: Any) -> str | None:

@@ -41,7 +41,7 @@ def test_a_step_on_a_device_equals_one_on_the_cpu(on: On) -> None:
 
 
 def test_a_tensor_of_the_cpu_is_found() -> None:
-    """What the first GPU run found: Megatron makes a tensor on the device of a loss on the CPU."""
+    """The first GPU run: Megatron makes a tensor on the device of a loss, which was the CPU."""
     answer = fake_gpu(
         "pretend()\n"
         "with FakeGpu():\n"

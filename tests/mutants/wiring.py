@@ -120,15 +120,15 @@ MUTANTS = [
     Mutant(
         "an evaluation does not compare the engine with the checkpoint",
         "stages/sampling/logprob_check.py",
-        "measure_mismatch(policy, batches, temperature).check(bounds)",
-        "measure_mismatch(policy, batches, temperature)",
+        "if not (exceeded := bounds.exceeded(mismatch, mismatch.tokens)):",
+        "if not (exceeded := []):",
         "tests/stages/test_evaluate.py",
     ),
     Mutant(
         "an evaluation samples at temperature 1",
         "stages/evaluate.py",
-        "purpose, self.settings.temperature, samples)",
-        "purpose, 1.0, samples)",
+        "sampling = self.job.settings.answer_sampling(domain)\n",
+        "sampling = self.domains[domain].sampling\n",
         "tests/stages/test_evaluate.py tests/audit",
     ),
     Mutant(

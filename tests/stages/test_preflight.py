@@ -83,7 +83,7 @@ def test_tokens_that_a_teacher_gives_next_to_nothing_are_named(tmp_path: Path) -
         f"stages.merge: the teacher of words, {stage.job.teachers['words']}, gives less than 1e-06"
         f" to {expected.total()} of 7 tokens that the student sampled with more than 0.1: "
     )
-    shown = {1: "the end token", 7: repr(stage.engines.tokenizer.decode([7]))}
+    shown = {1: "the end token '[END]'", 7: repr(stage.engines.tokenizer.decode([7]))}
     for token, count in expected.items():
         assert f"{shown[token]} {count} times" in warnings[-1]
 

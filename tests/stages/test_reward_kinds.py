@@ -41,7 +41,7 @@ futures = pool.submit(Problem("words", 0, "say hi", "hi"), [Response("HI", 1), R
 print(json.dumps({
     "kinds": {kind: each.settings.__doc__ for kind, each in KINDS.items()},
     "settings": rewards["loud"].model_dump(),
-    "scores": [future.result(PATIENCE_SECONDS).reward for future in futures],
+    "scores": [future.result(600).reward for future in futures],
     "loaded": loaded,
 }))
 pool.close()
