@@ -22,11 +22,11 @@ from queue import SimpleQueue
 
 from pipeline.commands.common import positive
 
-from . import mechanics, models, wiring
+from . import contact, mechanics, models, wiring
 from .mutant import Mutant
 
 REPOSITORY = Path(__file__).parents[2]
-MUTANTS = [*wiring.MUTANTS, *mechanics.MUTANTS, *models.MUTANTS]
+MUTANTS = [*wiring.MUTANTS, *mechanics.MUTANTS, *models.MUTANTS, *contact.MUTANTS]
 NOTICED_SHARE = 0.95
 SECONDS = 1200.0  # of the tests of one mutant; a mistake that makes them hang is noticed too
 
