@@ -64,7 +64,7 @@ MUTANTS = [
         "tests/stages/test_evaluate.py::test_answers_are_sampled_as_the_run_or_the_domain_says",
     ),
     Mutant(
-        "a response may go on after a further end token",
+        "a response may continue after a further end token",
         "parallel/engine/wire.py",
         "ends = np.isin(tokens, question.sampling.end_tokens)",
         "ends = tokens == question.sampling.end_tokens[0]",
