@@ -160,7 +160,12 @@ def read_manifest(directory: StageDirectory) -> Manifest | None:
         found = MANIFEST.validate_python(json.loads(read_text(directory.manifest)))
     except (FileNotFoundError, ValueError, RecursionError):
         return None
-    return replace(found, settings=_completed(found.settings))
+    return completed(found)
+
+
+def completed(manifest: Manifest) -> Manifest:
+    """Return a manifest with the settings that its version did not have yet."""
+    return replace(manifest, settings=_completed(manifest.settings))
 
 
 def _completed(recorded: dict[str, Any]) -> dict[str, Any]:
