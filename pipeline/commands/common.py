@@ -372,18 +372,22 @@ def _with_date(run: Run, fork: str | None, runs_dir: Path) -> Run:
     """Return the run with the date that its chat template shows, if it shows one.
 
     That is the date of the run's first start, or of the run that it reuses stages of: after
-    midnight its prompts must be the same.
+    midnight its prompts must be the same. A run that an older version started has none: a date of
+    today would make its finished stages stale.
     """
     model = run.settings.model
     if model.chat_template_date is not None or not is_dated(model):
         return run
-    files = [run.settings_file, *([find(runs_dir, fork).settings_file] if fork else [])]
-    recorded = [
-        load(file, to_start=False).model.chat_template_date for file in files if file.exists()
-    ]
-    day = next(filter(None, recorded), None) or date.today()
+    if run.settings_file.exists():
+        day = _recorded_date(run)
+    else:
+        day = (_recorded_date(find(runs_dir, fork)) if fork else None) or date.today()
     dated = model.model_copy(update={"chat_template_date": day})
     return Run(run.path, run.settings.model_copy(update={"model": dated}))
+
+
+def _recorded_date(run: RunDirectory) -> date | None:
+    return load(run.settings_file, to_start=False).model.chat_template_date
 
 
 def load_config(arguments: Namespace, *, to_start: bool = True) -> RunSettings:

@@ -71,7 +71,7 @@ def violations(run: RunSettings, *, graph: bool = True) -> Found:
         yield from _stage_rules(run)
         yield from requantized(run) if graph else ()
     yield from evaluation_rules(run.evaluation, run.layout)
-    yield from _answer_rules(run)
+    yield from answer_rules(run)
 
 
 def domain_violations(name: str, domain: DomainSettings, pool: RewardPoolSettings) -> Found:
@@ -355,7 +355,7 @@ def evaluation_rules(evaluation: EvaluationSettings, layout: LayoutSettings) -> 
         yield "evaluation.samples_per_problem", message
 
 
-def _answer_rules(run: RunSettings) -> Found:
+def answer_rules(run: RunSettings) -> Found:
     """Check how each domain's held-out problems are answered."""
     size, found = run.model.vocabulary_size, dict[tuple[str, str], None]()
     for name, domain in run.domains.items():

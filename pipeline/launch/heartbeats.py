@@ -67,7 +67,7 @@ class Heartbeats:
         except OSError:
             self._seen[rank] = now
         else:
-            if paused or rank not in self._seen or beat != self._beats[rank]:
+            if paused or rank not in self._seen or beat != self._beats.get(rank):
                 self._seen[rank] = now
             self._beats[rank] = beat
 

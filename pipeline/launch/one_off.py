@@ -20,7 +20,7 @@ from parallel.errors import UserError, hint
 from parallel.files import write_atomically
 from parallel.gpus import usable_gpus
 from parallel.slots import share_gpus
-from pipeline.config.rules import evaluation_rules
+from pipeline.config.rules import answer_rules, evaluation_rules
 from pipeline.launch.launcher import Launcher, run_to_the_end
 from pipeline.launch.placement import Programs, ThisMachine
 from pipeline.launch.processes import Child, Signals, kill, python_module, wait_for_all
@@ -90,14 +90,21 @@ def evaluate(
 
 
 def _evaluated(settings: RunSettings, changes: Mapping[str, Any]) -> RunSettings:
-    """Return the run's settings with `changes` of the evaluation, which its domains follow too."""
+    """Return the run's settings with `changes` of the evaluation, which its domains follow too.
+
+    Raises:
+        UserError: a value is out of bounds or conflicts with another.
+    """
     own = {key: None for key in changes if key in DomainEvaluationSettings.model_fields}
     domains = {
         name: domain.model_copy(update={"evaluation": domain.evaluation.model_copy(update=own)})
         for name, domain in settings.domains.items()
     }
     evaluation = _changed(settings, changes)
-    return settings.model_copy(update={"evaluation": evaluation, "domains": domains})
+    evaluated = settings.model_copy(update={"evaluation": evaluation, "domains": domains})
+    for key, message in answer_rules(evaluated):
+        raise UserError(f"{FLAGS.get(key.removeprefix('evaluation.'), key)}: {message}")
+    return evaluated
 
 
 def _changed(settings: RunSettings, changes: Mapping[str, Any]) -> EvaluationSettings:

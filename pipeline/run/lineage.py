@@ -56,7 +56,7 @@ DIGEST_LENGTH = 12  # characters of a digest in a message
 ADDED: dict[str, dict[str, Any]] = {
     "algorithm": {"precision_aware": False, "cpu_offload": 0.0},  # of optimizers
     "max_model_tokens": {"weights": "model"},  # of the engine
-    "experts_per_token": {"end_tokens": None},  # of the model
+    "experts_per_token": {"end_tokens": None, "head_precision": "model"},  # of the model
     "rope_base": {"chat_template_arguments": {}, "chat_template_date": None},  # of the model
     # Of prompts, conversations and pairs in files.
     **{key: {"tools": "tools"} for key in ("max_prompt_tokens", "messages", "chosen")},
@@ -67,8 +67,18 @@ ADDED: dict[str, dict[str, Any]] = {
     "on_failure": {"samples_per_problem": 1},  # of gates
     "averaged_over": {"teacher_memory.hidden_states_precision": "model"},  # of a merge
 }
-# The same of blocks that only their kind tells from others.
-ADDED_TO_KINDS: dict[str, dict[str, Any]] = {"reasoning_gym": {"working": "optional"}}
+ANSWERS = (
+    *("code", "format", "instruction", "json_schema", "judge", "language", "length", "math"),
+    "tool_call",
+)
+# The same of blocks that only their kind, or their form's name, tells from others. Rewards of an
+# answer scored the thoughts before it too.
+ADDED_TO_KINDS: dict[str, dict[str, Any]] = {
+    **{kind: {"thought_markers": []} for kind in ANSWERS},
+    "code": {"thought_markers": [], "float_tolerance": 0.0},
+    "reasoning_gym": {"working": "optional"},
+    "reinforce_pp_baseline": {"over": "responses"},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +160,12 @@ def read_manifest(directory: StageDirectory) -> Manifest | None:
         found = MANIFEST.validate_python(json.loads(read_text(directory.manifest)))
     except (FileNotFoundError, ValueError, RecursionError):
         return None
-    return replace(found, settings=_completed(found.settings))
+    return completed(found)
+
+
+def completed(manifest: Manifest) -> Manifest:
+    """Return a manifest with the settings that its version did not have yet."""
+    return replace(manifest, settings=_completed(manifest.settings))
 
 
 def _completed(recorded: dict[str, Any]) -> dict[str, Any]:
@@ -163,9 +178,9 @@ def _completed(recorded: dict[str, Any]) -> dict[str, Any]:
         for key, value in others.items()
     }
     of_kinds = {
-        f"{each.removesuffix('kind')}{key}": value
+        f"{each.rpartition('.')[0]}.{key}": value
         for each, kind in recorded.items()
-        if each.endswith(".kind") and isinstance(kind, str)
+        if each.endswith((".kind", ".name")) and isinstance(kind, str)
         for key, value in ADDED_TO_KINDS.get(kind, {}).items()
     }
     # Of a mapping that is not empty, the keys below it are recorded.

@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from parallel.errors import UserError
 from parallel.files import read_text
@@ -19,7 +19,7 @@ from pipeline.config.unroll import is_path
 from pipeline.run.archive import unpacked
 from pipeline.run.bundle import FORMAT, finished_output, processor
 from pipeline.run.bundle_inputs import BundleInput, Tree, input_digest
-from pipeline.run.lineage import Manifest, read_manifest
+from pipeline.run.lineage import Manifest, completed, read_manifest
 from pipeline.run.run import Run
 from pipeline.run.unfinished import ARCHIVES, CONFIG, INDEX
 from pipeline.text import shown
@@ -36,7 +36,7 @@ class BundledStage:
     kind: str
     state: str
     output: str | None
-    lineage: Manifest | None
+    lineage: Annotated[Manifest, AfterValidator(completed)] | None
 
 
 @dataclass(frozen=True)

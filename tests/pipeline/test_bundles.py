@@ -101,6 +101,19 @@ def test_a_bundle_runs_elsewhere_and_is_compared(
     assert sorted(path.name for path in archive.parent.iterdir()) == ["small", "small.tar.gz"]
 
 
+def test_keys_of_later_versions_are_no_difference_to_a_bundle(
+    braid: Braid, archive: Path, runs: Path
+) -> None:
+    assert braid("validate", archive)[0] == 0  # unpacks it
+    file = archive.with_name("small") / "bundle.json"
+    found = json.loads(file.read_text())
+    for stage in found["stages"]:
+        del stage["lineage"]["settings"]["model.head_precision"]
+    file.write_text(json.dumps(found))
+    shutil.rmtree(runs)
+    assert braid("run", file.parent)[::2] == (0, "")
+
+
 def test_the_first_stage_that_differs_is_named(
     braid: Braid, archive: Path, config: Path, options: list[str], rows: Path, runs: Path
 ) -> None:

@@ -56,6 +56,15 @@ def test_the_date_of_the_first_start_is_kept_and_read(tmp_path: Path, directory:
     assert stage.reads["model.chat_template_date"] == "2026-02-03"
 
 
+def test_a_run_that_an_older_version_started_gets_no_date(tmp_path: Path, directory: Path) -> None:
+    run = configured(tmp_path, directory)
+    model = run.settings.model.model_copy(update={"chat_template_date": None})
+    run = Run(run.path, run.settings.model_copy(update={"model": model}))
+    run.path.mkdir()
+    run.write_settings()
+    assert configured(tmp_path, directory).settings.model.chat_template_date is None
+
+
 def test_a_template_without_a_date_has_none(tmp_path: Path) -> None:
     directory = save_tokenizer(tmp_path / "tokenizer", CHATML)
     assert configured(tmp_path, directory).settings.model.chat_template_date is None

@@ -295,6 +295,16 @@ def test_an_unknown_run_names_the_known_ones(braid: Braid, config: Path, runs: P
     assert err == f'braid: no run smal in {runs}; did you mean "small"?\n'
 
 
+def test_more_answers_are_refused_where_a_domain_answers_greedily(
+    braid: Braid, config: Path
+) -> None:
+    braid("run", config, "domains.sums.evaluation.temperature=0")
+    code, _, err = braid("evaluate", "small", "--samples", 4)
+    assert code == 1
+    assert err.startswith("braid: domains.sums.evaluation.temperature: 4 greedy answers"), err
+    assert braid("evaluate", "small", "--samples", 4, "--temperature", 1)[0] == 0
+
+
 def test_one_more_evaluation_and_export(
     braid: Braid, config: Path, runs: Path, tmp_path: Path
 ) -> None:
@@ -322,6 +332,9 @@ def test_one_more_evaluation_and_export(
     code, _, err = braid("evaluate", "small", "--samples", 2, "--temperature", 0)
     assert code == 1
     assert err.startswith("braid: --samples: 2 greedy answers to a problem are identical"), err
+    code, _, err = braid("evaluate", "small", "--top-k", 10_000)
+    assert code == 1
+    assert err.startswith("braid: --top-k: 10000 is more than model.vocabulary_size = "), err
     assert braid("evaluate", "small", "--problems", "\u0663")[0] == 2
     code, _, err = braid("evaluate", "small", "--step", "9" * 300)
     assert code == 2

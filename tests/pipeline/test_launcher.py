@@ -176,6 +176,14 @@ def test_a_disk_that_does_not_answer_silences_nobody(clock: SilentRank) -> None:
     assert not clock.passes(3600, beating=False)
 
 
+def test_a_disk_may_fail_to_answer_before_the_first_heartbeat(clock: SilentRank) -> None:
+    clock.file.mkdir()
+    assert not clock.passes(60, beating=False)
+    clock.file.rmdir()
+    assert not clock.passes(60, beating=True)
+    assert clock.passes(320, beating=False)
+
+
 def test_every_stage_that_fails_is_told(run: RunDirectory, settings: RunSettings) -> None:
     fail = {"1": "break_down"}
     with pytest.raises(JobFailed, match=r"stage experts\.sums failed: rank 1 ended") as caught:

@@ -158,6 +158,7 @@ def test_a_manifest_with_keys_of_an_earlier_form_is_stale(
     [
         *("optimizer.precision_aware", "optimizer.cpu_offload", "engine.weights"),
         *("evaluation.top_p", "evaluation.top_k", "sums.evaluation.temperature"),
+        *("model.end_tokens", "model.head_precision"),
     ],
 )
 def test_a_manifest_from_before_a_key_makes_nothing_stale(
@@ -173,6 +174,31 @@ def test_a_manifest_from_before_a_key_makes_nothing_stale(
             del found["settings"][key]
         manifest.write_text(json.dumps(found))
     assert states(run, settings) == before
+
+
+def test_a_manifest_from_before_a_key_of_some_kinds_has_what_was_done_before(
+    run: RunDirectory, config: Path
+) -> None:
+    """Rewards scored thoughts with the answer, which is still how a `format` is scored."""
+    advantage = "domains.sums.objective.advantage={name: reinforce_pp_baseline}"
+    rewards = "{exact: {kind: reasoning_gym}, form: {kind: format, pattern: x}}"
+    settings = load(config, [advantage, f"domains.sums.rewards={rewards}"])
+    stage = next(each for each in compile_graph(settings) if each.name == "experts.sums")
+    record(run, settings, stage, "done")
+    manifest = run.stage(stage.name).manifest
+    found = json.loads(manifest.read_text())
+    later = [key for key in found["settings"] if key.endswith((".thought_markers", "tage.over"))]
+    assert len(later) == 2
+    for key in later:
+        del found["settings"][key]
+    right = "domains.sums.rewards.right"
+    found["settings"][f"{right}.kind"] = "code"  # of a domain whose problems have tests
+    manifest.write_text(json.dumps(found))
+    recorded = read_manifest(run.stage(stage.name))
+    assert recorded is not None
+    assert all(recorded.settings[key] == stage.reads[key] for key in later)
+    assert recorded.settings[f"{right}.thought_markers"] == []
+    assert recorded.settings[f"{right}.float_tolerance"] == 0
 
 
 def test_a_manifest_keeps_its_values_of_later_keys(run: RunDirectory, config: Path) -> None:
