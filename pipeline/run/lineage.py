@@ -56,7 +56,7 @@ DIGEST_LENGTH = 12  # characters of a digest in a message
 ADDED: dict[str, dict[str, Any]] = {
     "algorithm": {"precision_aware": False, "cpu_offload": 0.0},  # of optimizers
     "max_model_tokens": {"weights": "model"},  # of the engine
-    "experts_per_token": {"end_tokens": None},  # of the model
+    "experts_per_token": {"end_tokens": None, "head_precision": "model"},  # of the model
     "rope_base": {"chat_template_arguments": {}, "chat_template_date": None},  # of the model
     # Of prompts, conversations and pairs in files.
     **{key: {"tools": "tools"} for key in ("max_prompt_tokens", "messages", "chosen")},

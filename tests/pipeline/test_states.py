@@ -158,6 +158,7 @@ def test_a_manifest_with_keys_of_an_earlier_form_is_stale(
     [
         *("optimizer.precision_aware", "optimizer.cpu_offload", "engine.weights"),
         *("evaluation.top_p", "evaluation.top_k", "sums.evaluation.temperature"),
+        *("model.end_tokens", "model.head_precision"),
     ],
 )
 def test_a_manifest_from_before_a_key_makes_nothing_stale(
