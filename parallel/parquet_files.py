@@ -39,17 +39,15 @@ def open_parquet(path: Path, dictionaries: Sequence[str] = ()) -> Iterator[parqu
         yield parquet.ParquetFile(file, read_dictionary=[*dictionaries])
 
 
-def read_parquet(
-    path: Path, columns: Sequence[str] | None = None, group: int | None = None
-) -> pyarrow.Table:
-    """Return columns of a file, or of one of its row groups; by default all.
+def read_parquet(path: Path, columns: Sequence[str] | None = None) -> pyarrow.Table:
+    """Return columns of a file, by default all.
 
     Raises:
         UNREADABLE: it is damaged, or its dictionaries make more than MOST_TABLE_BYTES.
     """
     names = None if columns is None else [*columns]
     with open_parquet(path) as file:
-        groups = range(file.num_row_groups) if group is None else [group]
+        groups = range(file.num_row_groups)
         size = 0
         for number in groups:
             size += _encoded_bytes(path, file, number, names)
@@ -58,6 +56,31 @@ def read_parquet(
         # With Arrow's threads 7 of 80 processes that ended soon after aborted: "terminate called
         # without an active exception".
         return file.read_row_groups([*groups], names, use_threads=False)
+
+
+def read_group(path: Path, group: int, columns: Sequence[str] | None = None) -> pyarrow.Table:
+    """Return columns of a row group, by default all, for reading single rows of it by `row_of`.
+
+    Texts stay encoded where their dictionaries could make more than MOST_BYTES: a system's message
+    of 20 kB in each of 100,000 rows is there once.
+
+    Raises:
+        UNREADABLE: it is damaged.
+    """
+    names = None if columns is None else [*columns]
+    with open_parquet(path) as file:
+        encoded = _must_be_counted(path, file, group, names)
+    with open_parquet(path, encoded) as source:
+        return source.read_row_group(group, names, use_threads=False)
+
+
+def row_of(table: pyarrow.Table, place: int) -> pyarrow.Table:
+    """Return a row of a table of `read_group`, or raise ValueError if it is too large."""
+    row = table.slice(place, 1)
+    size = sum(_bytes(chunk) for column in row.columns for chunk in column.chunks)
+    if size > MOST_ROW_BYTES:
+        raise _too_large(size)
+    return row
 
 
 def row_batches(path: Path, columns: Sequence[str]) -> Iterator[list[dict[str, Any]]]:
@@ -84,9 +107,13 @@ def _within(batch: pyarrow.RecordBatch) -> Iterator[list[dict[str, Any]]]:
         yield from _within(batch.slice(0, half))
         yield from _within(batch.slice(half))
     elif size > MOST_ROW_BYTES:
-        raise ValueError(f"a row of {size >> 20} MiB, more than {MOST_ROW_BYTES >> 20} MiB")
+        raise _too_large(size)
     else:
         yield batch.to_pylist()
+
+
+def _too_large(size: int) -> ValueError:
+    return ValueError(f"a row of {size >> 20} MiB, more than {MOST_ROW_BYTES >> 20} MiB")
 
 
 def _batch_rows(file: parquet.ParquetFile, group: int, names: list[str] | None) -> int:

@@ -140,10 +140,10 @@ class RejectionSampling:
                 raise UserError(f"{error}, or lower {self._key}.prompts") from error
         # All go into one file at the end, which must not fail after everything was drawn.
         chats = [
-            (name, problem.messages)
+            (name, messages)
             for name, problems in self.problems.items()
             for problem in problems
-            if problem.messages is not None
+            if (messages := prompt_columns(problem)["messages"]) is not None
         ]
         messages_type(chats)
 

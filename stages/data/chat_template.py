@@ -78,10 +78,14 @@ def _forms(messages: Sequence[Message]) -> Iterator[list[Message]]:
         return
     for null in (False, True):
         for text in (False, True):
-            yield [_with_calls(message, text, null) for message in messages]
+            yield [with_calls(message, text, null) for message in messages]
 
 
-def _with_calls(message: Message, text: bool, null: bool) -> Message:
+def with_calls(message: Message, text: bool, null: bool = False) -> Message:
+    """Return a message whose tool calls have arguments as JSON text, or as objects.
+
+    With `null`, blank content beside them is null.
+    """
     if not (calls := message.get("tool_calls")):
         return message
     found = []

@@ -17,6 +17,7 @@ import pyarrow.parquet as parquet
 
 from parallel.errors import UserError
 from parallel.files import naming, open_file, replacing
+from stages.data.chat_template import with_calls
 from stages.data.problem import Message, Problem
 
 Row = dict[str, Any]
@@ -49,13 +50,18 @@ SCHEMA = pyarrow.schema(
 
 
 def prompt_columns(problem: Problem) -> Row:
-    """Return the columns that identify a prompt."""
+    """Return the columns that identify a prompt.
+
+    Arguments of tool calls are JSON text: a column of objects would have one type for each key of
+    all rows, and give the keys back in another order.
+    """
+    messages = problem.messages
     return {
         "domain": problem.domain,
         "problem": problem.key,
         "index": problem.index,
         "prompt": problem.prompt,
-        "messages": None if problem.messages is None else list(problem.messages),
+        "messages": messages and [with_calls(message, text=True) for message in messages],
         "tools": json.dumps(problem.tools, ensure_ascii=False) if problem.tools else None,
     }
 

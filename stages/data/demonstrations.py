@@ -44,7 +44,7 @@ from stages.data.settings import (
 from stages.data.tokenizer import Tokenizer, TokenizerError
 
 SHOWN = 60  # characters of a rendering in an error
-THINK = "<think>"
+THINK, THINK_END = "<think>", "</think>"
 NOT_RENDERED = "\0"  # begins no prompt
 # Of an assistant's message: templates that do not know one leave it out silently.
 LEARNED_KEYS = ("content", "reasoning_content", "thinking")
@@ -244,20 +244,23 @@ def closing_token(tokenizer: Tokenizer, messages: Sequence[Message]) -> int:
 def _thinking_turn(tokenizer: Tokenizer, prompt: str, message: Message) -> str:
     """Return the text of a turn whose thoughts the prompt opens, as a rollout would write it.
 
-    DeepSeek-R1's template ends a prompt with <think>, and renders no thoughts in any turn. "" where
-    the prompt does not end so, or the message has no thoughts.
+    DeepSeek-R1's template ends a prompt with <think>, and renders no thoughts in any turn. The
+    content may begin with <think>, or after it, as a collected response does. "" where the prompt
+    does not end so, or the message has no thoughts.
     """
     content = str(message["content"])
     if thoughts := message.get("reasoning_content"):
-        content = f"{THINK}\n{thoughts}\n</think>\n\n{content}"
+        content = f"{THINK}\n{thoughts}\n{THINK_END}\n\n{content}"
     opened = prompt.rstrip("\n")
-    if not opened.endswith(THINK) or not content.lstrip().startswith(THINK):
+    begins = content.lstrip().startswith(THINK)
+    if not opened.endswith(THINK) or not (begins or THINK_END in content):
         return ""
     if message.get("tool_calls"):
         return ""
-    text = content.lstrip().removeprefix(THINK)
-    newlines = len(prompt) - len(opened)
-    return text.removeprefix("\n" * newlines) + tokenizer.decode_prompt([tokenizer.end_token])
+    if begins:
+        newlines = "\n" * (len(prompt) - len(opened))
+        content = content.lstrip().removeprefix(THINK).removeprefix(newlines)
+    return content + tokenizer.decode_prompt([tokenizer.end_token])
 
 
 def _turn(prompt: str, answered: str, message: Message, place: int) -> str:

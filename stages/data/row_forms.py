@@ -95,6 +95,8 @@ def _response(row: Row, column: str, prompt: Turns) -> Turns:
     messages = messages_of(row, column)
     if {messages[0]["role"], messages[-1]["role"]} != {ASSISTANT}:
         raise RowError(f"{column!r} must start and end with an assistant turn, without the prompt")
+    if not any(map(is_learned, messages)):
+        raise RowError(f"{column!r} has no assistant turn to train on")
     return messages
 
 

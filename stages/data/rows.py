@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet as parquet
 
-from parallel.parquet_files import open_parquet, read_parquet, row_batches
+from parallel.parquet_files import open_parquet, read_group, row_batches, row_of
 from stages.data.messages import Row, RowError, SparseRow
 from stages.data.row_forms import missing_column, parsed_line
 
@@ -94,7 +94,7 @@ class ParquetRows:
             raise RowError("the row no longer exists")
         with _parquet_errors():
             table = self._group((file, group, None if columns is None else tuple(columns)))
-            row = table.slice(at - int(ends[group] - table.num_rows), 1)
+            row = row_of(table, at - int(ends[group] - table.num_rows))
             if columns is not None:
                 return SparseRow(row.to_pylist()[0])
         values = SparseRow()
@@ -133,14 +133,14 @@ def _read_group(file: Path, group: int, columns: Sequence[str] | None) -> pyarro
     with _opened(file) as source:
         names = source.schema_arrow.names
     if columns is not None:
-        return read_parquet(file, [name for name in columns if name in names], group)
+        return read_group(file, group, [name for name in columns if name in names])
     try:
-        return read_parquet(file, group=group)
+        return read_group(file, group)
     except PARQUET_ERRORS:  # one by one: a damaged column may be one that nothing reads
         readable = {}
         for name in names:
             with suppress(*PARQUET_ERRORS):
-                readable[name] = read_parquet(file, [name], group).column(0)
+                readable[name] = read_group(file, group, [name]).column(0)
         return pyarrow.table(readable)
 
 

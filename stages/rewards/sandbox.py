@@ -17,7 +17,7 @@ import sys
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
@@ -237,7 +237,10 @@ def _is_near(tolerance: float, word: str, expected: str) -> bool:
     ):
         return False
     if not _is_decimal(expected):
-        return _is_decimal(word) and Decimal(word) == Decimal(expected)
+        try:
+            return _is_decimal(word) and Decimal(word) == Decimal(expected)
+        except InvalidOperation:  # an exponent of twenty digits
+            return False
     return math.isclose(float(word), float(expected), rel_tol=tolerance, abs_tol=tolerance)
 
 

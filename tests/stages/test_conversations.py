@@ -175,6 +175,9 @@ def test_thoughts_that_the_prompt_opens_and_no_turn_renders_are_learned(tmp_path
         sample = conversation_sample(tokenizer, messages, "math")
         assert tokenizer.decode_prompt(sample.prompt).endswith("assistant\n<think>\n")
         assert learned(tokenizer, sample) == "Two.\n</think>\n\n4<|im_end|>"
+    collected = "Two.\n</think>\n\n4"  # as a rollout wrote it after that prompt
+    sample = conversation_sample(tokenizer, chat("2+2", collected), "math")
+    assert learned(tokenizer, sample) == f"{collected}<|im_end|>"
     both = conversation_samples(tokenizer, chat("2+2", thought, "3+3", thought), "math")
     assert [learned(tokenizer, sample) for sample in both] == 2 * ["Two.\n</think>\n\n4<|im_end|>"]
     assert "4<|im_end|>\n<|im_start|>user\n3+3" in tokenizer.decode_prompt(both[1].prompt)

@@ -102,6 +102,14 @@ def test_texts_and_chat_messages_are_learned_after_the_prompt_alone(tmp_path: Pa
             },
             "'chosen' must start and end with an assistant turn, without the prompt",
         ),
+        (
+            {
+                "prompt": [{"role": "user", "content": "a"}],
+                "chosen": [{"role": "assistant", "content": "b", "weight": 0}],
+                "rejected": "c",
+            },
+            "'chosen' has no assistant turn to train on",
+        ),
     ],
 )
 def test_an_unusable_row_is_an_error_or_counted(tmp_path: Path, row: Row, message: str) -> None:

@@ -14,10 +14,12 @@ import pyarrow.parquet as parquet
 import pytest
 from pydantic import TypeAdapter
 
+from parallel import parquet_files
 from parallel.errors import UserError
 from stages.data.demonstrations import ConversationStream
 from stages.data.pairs import FilePairs, PairStream
 from stages.data.prompts import PromptStream
+from stages.data.rows import ROWS
 from stages.data.settings import (
     JsonlDemonstrationSettings,
     JsonlPromptSettings,
@@ -302,6 +304,24 @@ def test_a_parquet_column_that_nothing_reads_is_not_converted(tmp_path: Path) ->
     problems = PromptStream(settings, published("qwen3"), "own", 0, "rl").take(40)
     assert {problem.prompt for problem in problems} == {f"q{n}" for n in range(40)}
     assert problems[0].fields.keys() == {"prompt", "answer"}
+
+
+def test_a_long_text_of_many_rows_is_read_as_it_is_indexed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bound on what a table decodes to is none on a file whose rows are read one by one."""
+    for bound in ("MOST_BYTES", "MOST_TABLE_BYTES"):
+        monkeypatch.setattr(parquet_files, bound, 1 << 20)
+    system = "You may call tools. " * 2000
+    chats = [
+        [{"role": "system", "content": system}, {"role": "user", "content": str(number)}]
+        for number in range(200)  # 8 MB in one row group
+    ]
+    file = tmp_path / "rows.parquet"
+    parquet.write_table(pyarrow.table({"prompt": chats, "system": [system] * 200}), file)
+    for columns in (("prompt",), None):
+        row = ROWS["parquet"].read(file, 199, columns)
+        assert row["prompt"] == chats[-1] and row.get("system", system) == system
 
 
 def test_two_columns_of_one_name_are_an_error(tmp_path: Path) -> None:

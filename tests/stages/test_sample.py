@@ -22,7 +22,9 @@ from parallel.model.policy import Policy
 from stages import sample as sampling_stage
 from stages.data import collected
 from stages.data.collected import prompt_columns, read_part, write_joined, write_part
+from stages.data.messages import RowError, messages_of
 from stages.data.problem import Problem
+from stages.data.rows import ROWS
 from stages.data.scripts import Script, other_letters, script_of
 from stages.kinds.sample import KeepSettings, SampleSettings
 from stages.objectives.groups import Group
@@ -457,6 +459,33 @@ def test_chat_messages_keep_their_further_keys(tmp_path: Path) -> None:
     assert [each[0]["name"] for each in found[1:]] == [None, "ann", None]
     with pytest.raises(UserError, match=r"domains\.chat\.prompts\.path: its chat messages do not"):
         write_part(tmp_path / "mixed.parquet", [chat_row(1, name="ann"), chat_row(2, name=[1])])
+
+
+def test_arguments_of_tool_calls_are_kept_as_they_were(tmp_path: Path) -> None:
+    arguments = [{"b": 1, "a": None}, {"a": "x", "b": "y"}, {}]
+    chats = [
+        [
+            {"role": "user", "content": "?"},
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": each}}],
+            },
+            {"role": "tool", "content": "1"},
+        ]
+        for each in arguments
+    ]
+    problems = [Problem("chat", n, "?", "", {}, tuple(chat)) for n, chat in enumerate(chats)]
+    rows = [{**prompt_columns(problem), **row(), "dropped": None} for problem in problems]
+    write_part(tmp_path / "part.parquet", rows)
+    assert write_joined(tmp_path / "all.parquet", [tmp_path / "part.parquet"], kept=True) == 3
+    reader = ROWS["parquet"]
+    found = [
+        messages_of(each, "messages")
+        for _, each in reader.scan(tmp_path / "all.parquet", ("messages",))
+        if not isinstance(each, RowError)
+    ]
+    assert json.dumps(found) == json.dumps(chats)
 
 
 def test_a_flipped_bit_of_a_part_changes_no_row_unnoticed(tmp_path: Path) -> None:
