@@ -170,7 +170,7 @@ def _sample(
             ended = bool(ends)
             upto = ends[-1] + 1 if ended else len(own)
         else:  # which begins with what ends the turn before, where that has no end token
-            upto = int(not ended and own[0] in tokenizer.end_tokens)
+            upto = int(not ended and ends[:1] == [0])
         ids += own
         learned += [place < upto for place in range(len(own))]
     if not ended:

@@ -25,13 +25,14 @@ loop: {steps: 2}
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One that can write JSON, which the one of characters cannot."""
-    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     folder = tmp_path_factory.mktemp("tokenizer")
     letters = {chr(code): code - 32 for code in range(32, 127)}
     backend = Tokenizer(models.WordLevel({**letters, "[END]": len(letters)}))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    backend.decoder = decoders.Fuse()  # without one, spaces come between the letters
     PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="[END]").save_pretrained(folder)
     return folder
 

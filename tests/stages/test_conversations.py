@@ -388,3 +388,13 @@ def test_a_conversation_of_several_samples_is_drawn_and_counted_whole(tmp_path: 
     head = some.draw(1, 4)
     assert tokens(head + drawing(cursor=some.cursor).draw(2, 2)) == tokens(whole)
     assert len([*drawing().all()]) == 12
+
+
+def test_two_assistant_turns_may_follow_each_other_without_text_between(tmp_path: Path) -> None:
+    """A template that writes contents alone has neither an end token nor a generation prompt."""
+    contents = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    tokenizer = HuggingFaceTokenizer(save_tokenizer(tmp_path, contents))
+    messages = [*chat("a", "b"), {"role": "assistant", "content": "c"}]
+    sample = conversation_sample(tokenizer, messages, "math")
+    assert tokenizer.decode_prompt(sample.response) == "bc<|im_end|>"
+    assert sample.loss_mask is None
