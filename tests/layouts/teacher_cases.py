@@ -252,6 +252,7 @@ def differing(
 def grade_on_a_full_disk(directory: str) -> str:
     """Return the error of hidden states of which the second micro-batch finds no room."""
     from parallel.errors import UserError
+    from parallel.model import kept_logits
 
     of = job(LayoutSettings(), MODEL, directory, teacher_memory={"hidden_states": "disk"})
     stage, written = Taught(of), itertools.count()
@@ -270,14 +271,8 @@ def grade_on_a_full_disk(directory: str) -> str:
         def __getattr__(self, name: str) -> Any:
             return getattr(self.file, name)
 
-    usual = Path.open
-    with mock.patch.object(
-        Path,
-        "open",
-        lambda path, mode="r", *a, **k: (
-            Full(usual(path, mode, *a, **k)) if mode == "w+b" else usual(path, mode, *a, **k)
-        ),
-    ):
+    usual = kept_logits.open_in_place
+    with mock.patch.object(kept_logits, "open_in_place", lambda *a, **k: Full(usual(*a, **k))):
         try:
             stage.teachers.grade(micro_batches(drawn()))
         except UserError as error:

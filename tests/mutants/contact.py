@@ -110,8 +110,8 @@ MUTANTS = [
     Mutant(
         "a resumed run takes today's date",
         "pipeline/commands/common.py",
-        "next(filter(None, recorded), None) or date.today()",
-        "date.today()",
+        "        day = _recorded_date(run)\n",
+        "        day = date.today()\n",
         "tests/pipeline/test_chat_template_settings.py"
         "::test_the_date_of_the_first_start_is_kept_and_read",
     ),
