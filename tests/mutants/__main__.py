@@ -27,6 +27,8 @@ from .mutant import Mutant
 
 REPOSITORY = Path(__file__).parents[2]
 MUTANTS = [*wiring.MUTANTS, *mechanics.MUTANTS, *models.MUTANTS, *contact.MUTANTS]
+# Directories that `python -m tools.vendor` fills.
+VENDORED = ("pipeline/report/page/web/vendor", "tests/browser/vendor", "tests/vendor")
 NOTICED_SHARE = 0.95
 SECONDS = 1200.0  # of the tests of one mutant; a mistake that makes them hang is noticed too
 
@@ -129,6 +131,9 @@ def _clone() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="braid-mutants-") as directory:
         clone = Path(directory) / "braid"
         subprocess.run(["git", "clone", "--quiet", str(REPOSITORY), str(clone)], check=True)
+        for vendored in VENDORED:  # which git ignores, and tests read
+            if (REPOSITORY / vendored).exists():
+                (clone / vendored).symlink_to(REPOSITORY / vendored)
         yield clone
 
 
