@@ -494,12 +494,7 @@ def test_bounds_of_what_is_logged_are_taken(config: Path) -> None:
 
 
 def test_the_cold_start_looks_for_as_many_problems_as_a_gate_wants(config: Path) -> None:
-    settings = load(
-        config,
-        [
-            "stages.experts.gate={problems: 3000, domains: [sums]}",
-            "stages.merge.gate.problems=2500",
-        ],
-    )
+    gate = "stages.experts.gate={problems: 3000, domains: [sums]}"
+    settings = load(config, [gate, "stages.merge.gate.problems=2500"])
     assert [settings.gate_problems(domain) for domain in settings.domains] == [3000, 2500]
     assert load(config).gate_problems("sums") == 0
