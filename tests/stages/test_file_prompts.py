@@ -190,7 +190,15 @@ BAD_LINES = [
         '{"prompt": "\udcff"}',
         "not UTF-8: 'utf-8' codec can't decode byte 0xff in position 12: invalid start byte",
     ),
-    (f'{{"prompt": "1", "answer": {"1" * 5000}}}', "a whole number has too many digits"),
+    (
+        f'{{"prompt": "1", "answer": {"1" * 5000}}}',
+        "has a number of more than 4,300 digits; write it as text",
+    ),
+    (
+        '{"prompt": "1", "answer": 1e99999}',
+        "'answer' is a number of more than 4,300 digits; write it as text",
+    ),
+    (f'{{"prompt": "1", "answer": 1e{"9" * 20}}}', "'answer' is neither text nor a finite number"),
     ("[" * 100_000, "nested too deeply"),
     ('{"prompt": "1+1=", "answer"}', "not valid JSON: Expecting ':' delimiter at column 28"),
     ("1", "not a JSON object"),
