@@ -1,4 +1,4 @@
-"""What a failed step of Slurm says of its cause, and a job that Slurm requeues; without Slurm."""
+"""Causes that failed Slurm steps state, and a job that Slurm requeues itself; without Slurm."""
 
 from __future__ import annotations
 
