@@ -20,6 +20,7 @@ from torch import Tensor
 
 from parallel import micro_batches
 from parallel.device import device
+from parallel.micro_batches import slot_tokens
 from parallel.model import vocabulary
 from parallel.model.vocabulary import HeadLogits, KeptLogits
 from parallel.packed_row import PackedRow, RankPlace, own_places
@@ -215,7 +216,7 @@ def lay_out(lengths: list[int], place: RankPlace, slot: int | None = None) -> Pa
     Without sequences the row is padding only, so that a rank without samples still takes part in
     the collectives of a forward pass.
     """
-    slots = [-(-max(length, slot or 1) // place.slot) * place.slot for length in lengths]
+    slots = [slot_tokens(max(length, slot or 1), place.context) for length in lengths]
     filler = -sum(slots) % place.row or (0 if slots else place.row)
     if filler:
         slots.append(filler)

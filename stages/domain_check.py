@@ -34,7 +34,7 @@ from stages.data.demonstrations import (
     response_sample,
 )
 from stages.data.problem import DomainError, Problem
-from stages.data.prompts import PromptStream, prompt_index, split_of, usable_problems
+from stages.data.prompts import PromptStream, prompt_index, row_of, split_of, usable_problems
 from stages.data.reasoning_gym import ReasoningGymSource, is_compact, tagged
 from stages.data.settings import (
     FileDemonstrationSettings,
@@ -95,7 +95,11 @@ def checked(job: DomainCheckJob) -> dict[str, Any]:
             texts = {what: _responding(problem, text, settings) for what, text in stated.items()}
             # All are submitted before the first result is awaited.
             graded = [
-                (what, text, pool.submit(problem, [_response(text, tokenizer, job.domain)])[0])
+                (
+                    what,
+                    text,
+                    pool.submit(problem, [_response(text, tokenizer, problem, settings)])[0],
+                )
                 for what, text in texts.items()
                 if text is not None
             ]
@@ -162,13 +166,16 @@ def _responding(problem: Problem, answer: str | None, settings: DomainSettings) 
     return answer_after(problem.prompt, answer, markers)
 
 
-def _response(text: str, tokenizer: Tokenizer, domain: str) -> Response:
-    """Return a response of this text, its end token counted."""
+def _response(
+    text: str, tokenizer: Tokenizer, problem: Problem, settings: DomainSettings
+) -> Response:
+    """Return a response to a problem, its end token counted."""
     try:
         return Response(text, len(tokenizer.encode(text)) + 1)
     except TokenizerError as error:
         raise TokenizerError(
-            f"domains.{domain}.prompts.answer: no policy can write the reference {text!r}: {error}"
+            f"domains.{problem.domain}.prompts.answer: no policy can write the reference {text!r}"
+            f" of {row_of(problem, settings.prompts)}: {error}"
         ) from error
 
 
@@ -193,23 +200,24 @@ def length_report(
 
     Reads one row at a time. Raises DomainError and TokenizerError as the domain's streams do.
     """
-    problems: Iterable[Problem]
+    problems: Iterable[tuple[Problem, int]]
     if isinstance(settings, ReasoningGymPromptSettings):
         source = ReasoningGymSource(settings, tokenizer, domain, seed=0)
-        deadline, generated = time.monotonic() + DRAWING_SECONDS, []
+        deadline, generated = time.monotonic() + DRAWING_SECONDS, list[tuple[Problem, int]]()
         for number in range(drawn):
-            generated.append(source.problem(number))
+            problem = source.problem(number)
+            generated.append((problem, len(tokenizer.encode(problem.prompt))))
             if time.monotonic() > deadline:
                 break
-        problems = {problem.key: problem for problem in generated}.values()
+        problems = {problem.key: (problem, tokens) for problem, tokens in generated}.values()
         rows, bad, limit = len(generated), 0, None
     else:
         index = prompt_index(settings, domain)
         problems = usable_problems(index, tokenizer, range(len(index.keys)))
         rows, bad, limit = index.counts.rows, index.counts.bad, settings.max_prompt_tokens
     lengths, splits = array("L"), Counter[str]()
-    for problem in problems:
-        lengths.append(len(tokenizer.encode(problem.prompt)))
+    for problem, tokens in problems:
+        lengths.append(tokens)
         splits[split_of(problem, settings.held_out_fraction)] += 1
     counts, count = np.array(lengths), len(lengths)
     too_long = 0 if limit is None else int((counts > limit).sum())

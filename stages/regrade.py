@@ -92,7 +92,7 @@ def _candidates(
         index = prompt_index(prompts, domain)
         leading = {int(key[:16], 16) for key in keys}
         rows = (row for row, key in enumerate(index.keys.tolist()) if key in leading)
-        return usable_problems(index, tokenizer, rows)
+        return (problem for problem, _ in usable_problems(index, tokenizer, rows))
     streams = [PromptStream(prompts, tokenizer, domain, job.seed, job.stage)]
     streams += [PromptStream(prompts, tokenizer, domain, 0, "evaluate", each) for each in SHARED]
     return (stream.take(1)[0] for stream in streams for _ in range(MOST_DRAWN))

@@ -46,7 +46,7 @@ def answer_report(settings: DomainSettings, tokenizer: Tokenizer, domain: str) -
         if time.monotonic() > deadline or slow == MOST_SLOW:
             break
         checked += 1
-        for problem in usable_problems(index, tokenizer, [row]):
+        for problem, _ in usable_problems(index, tokenizer, [row]):
             why, was_slow = _violation(problem, settings)
             slow += was_slow
             if why is not None:

@@ -21,6 +21,7 @@ from parallel.privileged import aligned, with_teacher_prompts
 from parallel.sample import Sample
 from stages.data.demonstrations import conversation_index, demonstrate
 from stages.data.problem import ASSISTANT, DomainError, Problem
+from stages.data.prompts import row_of
 from stages.data.settings import GeneratedDemonstrationSettings
 from stages.data.tokenizer import Tokenizer, TokenizerError
 from stages.domains import DomainSettings
@@ -179,15 +180,16 @@ class Contexts:
             pattern = "|".join(map(re.escape, parts))
             return re.sub(pattern, lambda found: parts[found[0]], self._settings.template)
 
-        if problem.messages is None:
-            text = filled(problem.prompt)
-        else:
-            *before, last = problem.messages
-            messages = [*before, {**last, "content": filled(last["content"])}]
-            text = self._tokenizer.render(messages, generation_prompt=True, tools=problem.tools)
         try:
+            if problem.messages is None:
+                text = filled(problem.prompt)
+            else:
+                *before, last = problem.messages
+                messages = [*before, {**last, "content": filled(last["content"])}]
+                text = self._tokenizer.render(messages, generation_prompt=True, tools=problem.tools)
             return np.array(self._tokenizer.encode(text), np.int32)
         except TokenizerError as error:
+            row = row_of(problem, self._domains[problem.domain].prompts)
             raise TokenizerError(
-                f"{error}; in what the teacher self of {problem.domain} reads"
+                f"{error}; in what the teacher self of {problem.domain} reads of {row}"
             ) from error

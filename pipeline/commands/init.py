@@ -32,6 +32,7 @@ from pipeline.commands.init_inputs import (
 from pipeline.config.checkpoints import has_weights
 from pipeline.config.cluster import FORMS, WALLTIME, ClusterSettings, seconds_of
 from pipeline.config.read import CONFIGS
+from pipeline.config.tokenizers import has_thoughts
 from pipeline.config.validate import load_cluster
 from pipeline.report.budget import MARGIN
 from pipeline.report.new_run import Prepared, prepare
@@ -271,6 +272,7 @@ def _wanted(arguments: Namespace, profile: ClusterSettings | None) -> Wanted:
         budget=arguments.budget,
         longest_walltime=arguments.longest_walltime,
         columns=dict(arguments.columns),
+        thinks=has_thoughts(weights),
         has_weights=not dry_run or has_weights(weights),
     )
 

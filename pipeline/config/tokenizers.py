@@ -22,6 +22,7 @@ from pipeline.config.unroll import Blocks, is_path
 from pipeline.text import shown
 from stages.data.tokenizer import CHARACTERS as LETTERS
 from stages.data.tokenizer import END, PAD
+from stages.rewards.thoughts import KNOWN
 from stages.settings import RunSettings
 
 TOKENIZER_FILE, CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
@@ -152,6 +153,12 @@ def _template(directory: Path) -> Any:
         return read_text(directory / TEMPLATE_FILE).replace("\r\n", "\n").replace("\r", "\n")
     except OSError:
         return json.loads(read_text(directory / CONFIG_FILE))["chat_template"]
+
+
+def has_thoughts(directory: Path) -> bool:
+    """Return whether a chat template of a tokenizer's directory writes or opens thoughts."""
+    texts = _template_texts(str(directory))
+    return any(opening in texts for opening, _ in KNOWN)
 
 
 def is_dated(model: ModelSettings) -> bool:

@@ -16,7 +16,7 @@ from pipeline.config.tokenizers import missing_files
 from pipeline.config.validate import load
 from pipeline.report.budget import steps_within, walltimes
 from pipeline.report.fit import FittedRun, fitted, gpus_that_fit
-from pipeline.report.run_blocks import Blocks, Wanted, check_size, first_blocks, put
+from pipeline.report.run_blocks import THINKING, Blocks, Wanted, check_size, first_blocks, put
 from pipeline.report.run_file import NewDomain, NewRun
 from pipeline.report.simulation import SimulatedStage, simulated
 from pipeline.report.starting_data import StartingData, estimated_data, read_rows, scored_data
@@ -154,6 +154,12 @@ def _notes_on_data(
                 f"domains.{name}: its longest prompt has {each.longest} tokens; those above {room} "
                 "are skipped (engine.max_model_tokens)"
             )
+    if wanted.thinks and wanted.gpus is not None:
+        longest = max(each.sampling.max_response_tokens for each in draft.domains.values())
+        notes.append(
+            f"the chat template has thoughts: responses have up to {longest:,} tokens, as in "
+            f"{shown(THINKING)}, and truncated ones are masked from the loss"
+        )
     if not chats and missing_files(wanted.weights, chats=True) is None:
         notes.append(
             "prompts are text, which the model reads without its chat template; rows such as "

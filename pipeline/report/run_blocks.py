@@ -11,11 +11,13 @@ from typing import Any
 from parallel.errors import UserError
 from parallel.settings import ModelSettings
 from parallel.tensor_sizes import parameter_count
-from pipeline.config.read import Leaf, Reader, find
+from pipeline.config.read import CONFIGS, Leaf, Reader, find
 from pipeline.report.run_file import PARENT
 from pipeline.report.simulation import HOUR, Assumptions
 from pipeline.text import shown
 
+THINKING = CONFIGS / "runs" / "_thinking.yaml"
+LEAST_OF_THINKING = 8192  # tokens of a response, and twice what other models get
 RESPONSE_SHARE = 0.8  # of the longest sequence of a model with few positions
 # Without GPUs: a run that shows that everything fits together, in minutes.
 CPU_TOKENS, CPU_RESPONSE, CPU_PARAMETERS = 256, 32, 100_000_000
@@ -33,7 +35,8 @@ class Wanted:
     """The request for a new run; `gpus` is None where ranks run on CPU cores.
 
     `columns` are those of the prompt and the answer of rows that are given without a domain's file.
-    Without `has_weights` a dry run plans what is not downloaded yet.
+    `thinks` says that the model's chat template has thoughts. Without `has_weights` a dry run plans
+    what is not downloaded yet.
     """
 
     name: str
@@ -48,6 +51,7 @@ class Wanted:
     budget: float | None = None
     longest_walltime: float = 24 * HOUR
     columns: Mapping[str, str] = field(default_factory=dict)
+    thinks: bool = False
     has_weights: bool = True
 
 
@@ -81,21 +85,54 @@ def first_blocks(wanted: Wanted) -> Blocks:
             blocks["stages"]["merge"]["sampling"]["group_size"] = 1
         longest = min(CPU_TOKENS, wanted.model.max_positions)
         blocks["engine"] = {"max_model_tokens": longest, "max_sequences": 32}
-    elif (longest := wanted.model.max_positions) < _stated(PARENT, "engine", "max_model_tokens"):
+        _shorten(wanted, blocks, floor(RESPONSE_SHARE * longest))
+        return blocks
+    usual = _stated(THINKING if wanted.thinks else PARENT, "engine", "max_model_tokens")
+    longest = min(usual, wanted.model.max_positions)
+    if wanted.thinks:
+        _lengthen(wanted, blocks, longest)
+    if wanted.thinks or longest < usual:
         blocks["engine"] = {"max_model_tokens": longest}
-    if blocks["engine"]:
+    if longest < usual:
         _shorten(wanted, blocks, floor(RESPONSE_SHARE * longest))
     return blocks
 
 
-def _shorten(wanted: Wanted, blocks: Blocks, most: int) -> None:
-    """Let responses have at most this number of tokens where shipped files say more."""
+def _bases(wanted: Wanted, blocks: Blocks) -> dict[str, tuple[Path, tuple[str, ...]]]:
+    """Return the file that each block which samples extends, and the block's key in it."""
     bases: dict[str, tuple[Path, tuple[str, ...]]] = {
         f"domains.{name}": (base, ()) for name, (base, _) in wanted.domains.items()
     }
     if "merge" in blocks["stages"]:
         bases["stages.merge"] = (PARENT, ("stages", "merge"))
-    for key, (file, above) in bases.items():
+    return bases
+
+
+def _lengthen(wanted: Wanted, blocks: Blocks, longest: int) -> None:
+    """Let a model that thinks respond as long as in THINKING, and mask what is cut off.
+
+    A length that a domain's own file states stays: only those of configs/ leave thoughts no room.
+    """
+    for key, (file, above) in _bases(wanted, blocks).items():
+        length = find(Reader().file(file), (*above, "sampling", "max_response_tokens"))
+        if not isinstance(length, Leaf) or not _is_shipped(length.place.file):
+            continue
+        tokens = max(2 * length.value, LEAST_OF_THINKING)
+        put(blocks, f"{key}.sampling.max_response_tokens", tokens)
+        # As long as the longest sample: a row is never shorter, whatever the key says.
+        if (_stated(file, *above, "loop", "micro_batch_tokens") or longest) < longest:
+            put(blocks, f"{key}.loop.micro_batch_tokens", longest)
+        if not above and _stated(file, "objective", "mask_truncated") is None:
+            put(blocks, f"{key}.objective.mask_truncated", True)
+
+
+def _is_shipped(file: Path | None) -> bool:
+    return file is not None and file.resolve().is_relative_to(CONFIGS.resolve())
+
+
+def _shorten(wanted: Wanted, blocks: Blocks, most: int) -> None:
+    """Let responses have at most this number of tokens where shipped files say more."""
+    for key, (file, above) in _bases(wanted, blocks).items():
         stated = _stated(file, *above, "sampling", "max_response_tokens") or most + 1
         own = _at(blocks, key).get("sampling", {}).get("max_response_tokens", stated)
         if own > most:

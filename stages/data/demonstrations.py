@@ -15,6 +15,7 @@ from random import Random
 import numpy as np
 
 from parallel.sample import Sample
+from stages.data.chat_template import THINK, calls_tools
 from stages.data.compact_forms import FORMATS
 from stages.data.index import (
     Order,
@@ -44,7 +45,7 @@ from stages.data.settings import (
 from stages.data.tokenizer import Tokenizer, TokenizerError
 
 SHOWN = 60  # characters of a rendering in an error
-THINK, THINK_END = "<think>", "</think>"
+OPENING, CLOSING = THINK
 NOT_RENDERED = "\0"  # begins no prompt
 # Of an assistant's message: templates that do not know one leave it out silently.
 LEARNED_KEYS = ("content", "reasoning_content", "thinking")
@@ -224,10 +225,11 @@ def closing_token(tokenizer: Tokenizer, messages: Sequence[Message]) -> int:
     """Return the end token after the last turn, which a template without one in it leaves out.
 
     It is the end token with which the template begins the next turn, the tool's after a turn that
-    calls tools, else the user's: GLM's `<|observation|>` or `<|user|>`. A template that begins no
-    turn with an end token, or rejects the turn, leaves the first of `tokenizer.end_tokens`.
+    ends with a call of a tool, else the user's: GLM's `<|observation|>` or `<|user|>`. A template
+    that begins no turn with an end token, or rejects the turn, leaves the first of
+    `tokenizer.end_tokens`.
     """
-    role = "tool" if messages[-1].get("tool_calls") else "user"
+    role = "tool" if calls_tools(messages[-1]) else "user"
     try:
         before, after = (
             [token for token in tokenizer.encode(text) if token in tokenizer.end_tokens]
@@ -250,16 +252,16 @@ def _thinking_turn(tokenizer: Tokenizer, prompt: str, message: Message) -> str:
     """
     content = str(message["content"])
     if thoughts := message.get("reasoning_content"):
-        content = f"{THINK}\n{thoughts}\n{THINK_END}\n\n{content}"
+        content = f"{OPENING}\n{thoughts}\n{CLOSING}\n\n{content}"
     opened = prompt.rstrip("\n")
-    begins = content.lstrip().startswith(THINK)
-    if not opened.endswith(THINK) or not (begins or THINK_END in content):
+    begins = content.lstrip().startswith(OPENING)
+    if not opened.endswith(OPENING) or not (begins or CLOSING in content):
         return ""
     if message.get("tool_calls"):
         return ""
     if begins:
         newlines = "\n" * (len(prompt) - len(opened))
-        content = content.lstrip().removeprefix(THINK).removeprefix(newlines)
+        content = content.lstrip().removeprefix(OPENING).removeprefix(newlines)
     return content + tokenizer.decode_prompt([tokenizer.end_token])
 
 

@@ -101,7 +101,7 @@ class RowIndex:
         return content
 
     def rejected(self, row: int, error: UserError) -> UserError:
-        """Return the error of a row that the tokenizer or its chat template rejects."""
+        """Return the error of a row that the tokenizer or its chat template rejects, naming it."""
         if self.settings.on_bad_row == "skip":
             return UnusableRow(f"{self.key}.path", f"{self.place(row)}: {error}")
         return type(error)(f"{error}; in {self.place(row)}")

@@ -171,14 +171,11 @@ class CollectedPairs:
             prompt, ids = (column_of(row, name) for name in ("prompt", "token_ids"))
             if tokenizer.decode(ids) != column_of(row, "response"):
                 raise RowError("its tokens are not of model.tokenizer; sample it again")
-        except (OSError, RowError) as error:
+            prompt_ids = tokenizer.encode(prompt)
+        except (OSError, RowError, TokenizerError) as error:
             where = ROWS["parquet"].place(self._file, at)
             raise DataError(self._key, f"{where}: {error}") from error
-        return Sample(
-            domain=name,
-            prompt=np.array(tokenizer.encode(prompt), np.int32),
-            response=np.array(ids, np.int32),
-        )
+        return Sample(name, np.array(prompt_ids, np.int32), np.array(ids, np.int32))
 
 
 def _digest(files: Iterable[str], columns: Sequence[str], rows: np.ndarray) -> str:

@@ -12,6 +12,8 @@ from hashlib import sha256
 from random import Random
 from typing import Any, Literal
 
+import numpy as np
+
 from parallel.errors import report_notice
 from stages.data.index import (
     Order,
@@ -246,12 +248,7 @@ class FileSource:
 
         Raises TokenizerError, naming the row, where it cannot be rendered or encoded.
         """
-        row = self._order.row(index)
-        try:
-            problem = problem_at(self._index, self._tokenizer, row, index)
-            tokens = len(self._tokenizer.encode(problem.prompt))
-        except TokenizerError as error:
-            raise self._index.rejected(row, error) from error
+        problem, tokens = problem_at(self._index, self._tokenizer, self._order.row(index), index)
         limit = self._settings.max_prompt_tokens
         return None if limit is not None and tokens > limit else problem
 
@@ -271,23 +268,44 @@ def prompt_index(settings: FilePromptSettings, domain: str) -> RowIndex:
     return build_index(settings, domain, key, columns, parse, optional=optional, whole=True)
 
 
-def problem_at(index: RowIndex, tokenizer: Tokenizer, row: int, place: int) -> Problem:
-    """Return the problem of a row of the index, as number `place` of its stream."""
+def problem_at(index: RowIndex, tokenizer: Tokenizer, row: int, place: int) -> tuple[Problem, int]:
+    """Return the problem of a row of the index, as number `place` of its stream, and its tokens.
+
+    Raises TokenizerError, naming the row, where its prompt cannot be rendered or encoded, or
+    UnusableRow where such rows are skipped.
+    """
     prompt, tools, answer, fields = index.read(row)
-    if isinstance(prompt, str):
-        return Problem(index.domain, place, prompt, answer, fields)
-    text = tokenizer.render(prompt, generation_prompt=True, tools=tools)
-    return Problem(index.domain, place, text, answer, fields, tuple(prompt), tools)
+    try:
+        if isinstance(prompt, str):
+            problem = Problem(index.domain, place, prompt, answer, fields)
+        else:
+            text = tokenizer.render(prompt, generation_prompt=True, tools=tools)
+            problem = Problem(index.domain, place, text, answer, fields, tuple(prompt), tools)
+        return problem, len(tokenizer.encode(problem.prompt))
+    except TokenizerError as error:
+        raise index.rejected(row, error) from error
 
 
 def usable_problems(
     index: RowIndex, tokenizer: Tokenizer, rows: Iterable[int]
-) -> Iterator[Problem]:
-    """Yield the problems of rows of the index, without those that are unusable and skipped."""
+) -> Iterator[tuple[Problem, int]]:
+    """Yield the problems of rows of the index with the numbers of their prompts' tokens.
+
+    Those that are unusable and skipped are left out. Raises TokenizerError as `problem_at`.
+    """
     for row in rows:
         problem = usable(lambda row: problem_at(index, tokenizer, row, row), row, index.key)
         if problem is not None:
             yield problem
+
+
+def row_of(problem: Problem, settings: PromptSettings) -> str:
+    """Return the file and the line of a problem's row; its number where it is generated."""
+    if isinstance(settings, ReasoningGymPromptSettings):
+        return f"problem {problem.index}"
+    index = prompt_index(settings, problem.domain)
+    leading = index.keys == np.uint64(int(problem.key[:16], base=16))
+    return index.place(int(np.flatnonzero(leading)[0]))
 
 
 def held_out_problems(

@@ -6,10 +6,10 @@ Imports no library of arrays, so that `braid validate` can read the first rows o
 from __future__ import annotations
 
 import json
-import math
 import re
+import sys
 from collections.abc import Sequence
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from stages.data.messages import Row, RowError, is_learned, messages_of, parsed_text
@@ -20,7 +20,20 @@ Turns = str | list[Message]  # a text, or chat messages
 Conversation = tuple[str, str] | list[Message]  # a prompt's text and a response's, or chat messages
 
 GZIP = b"\x1f\x8b"  # what a compressed file begins with
+# Of a number: CPython reads whole ones from text up to here, and 1e99999 would fill the memory.
+MOST_DIGITS = sys.int_info.default_max_str_digits
+TOO_MANY_DIGITS = f"a number of more than {MOST_DIGITS:,} digits; write it as text"
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # as escaped in JSON
+
+
+class SpelledNumber(float):
+    """A number of JSON whose 64-bit value is another, with the text of the file.
+
+    Example: 3.14159265358979323846, of which a float keeps 16 digits.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
 
 
 def prompt_of(row: Row, column: str) -> str | list[Message]:
@@ -103,14 +116,18 @@ def _response(row: Row, column: str, prompt: Turns) -> Turns:
 def answer_of(row: Row, column: str | None) -> str:
     """Return the reference answer: text, a finite number as a decimal, or "" without a column.
 
-    Raises RowError for a value that is neither.
+    A number of JSON has the file's digits, and one of Parquet those of its type: a 64-bit float's
+    shortest ones. Raises RowError for a value that is neither, or a number of too many digits.
     """
     value = "" if column is None else column_of(row, column)
     if isinstance(value, str):
         return value
-    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf:
-        # As a decimal, exact by the value's shortest digits: 1e-05 would be read as e - 5.
-        return format(Decimal(repr(value)), "f")
+    if isinstance(value, int | float | Decimal) and not isinstance(value, bool):
+        number = Decimal(value.text if isinstance(value, SpelledNumber) else str(value))
+        if number.is_finite():
+            if abs(number.adjusted()) > MOST_DIGITS:
+                raise RowError(f"{column!r} is {TOO_MANY_DIGITS}")
+            return format(number, "f")  # 1e-05 would be read as e - 5
     raise RowError(f"{column!r} is neither text nor a finite number")
 
 
@@ -131,7 +148,7 @@ def parsed_line(line: bytes) -> Row | RowError:
     try:
         # json.loads(bytes) would accept UTF-16 too. Without its end, at which an error's column
         # would be the first of a next line.
-        row = json.loads(line.decode("utf-8-sig").rstrip("\r\n"))
+        row = _JSON.decode(line.decode("utf-8-sig").rstrip("\r\n"))
         if SURROGATE.search(line):  # JSON allows half a pair, tokenizers do not
             json.dumps(row, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -145,9 +162,21 @@ def parsed_line(line: bytes) -> Row | RowError:
             return RowError(ARRAY)  # that continues in the next lines
         return RowError(f"not valid JSON: {error.msg} at column {error.colno}")
     except ValueError:
-        return RowError("a whole number has too many digits")
+        return RowError(f"has {TOO_MANY_DIGITS}")
     except RecursionError:
         return RowError("nested too deeply")
     if isinstance(row, list):
         return RowError(ARRAY)
     return row if isinstance(row, dict) else RowError("not a JSON object")
+
+
+def _number(text: str) -> float:
+    """Return the number of a JSON text, with the text where the float is another number."""
+    value = float(text)
+    try:
+        return value if Decimal(text) == Decimal(str(value)) else SpelledNumber(text)
+    except InvalidOperation:  # an exponent of twenty digits
+        return value
+
+
+_JSON = json.JSONDecoder(parse_float=_number)

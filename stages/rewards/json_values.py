@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any, NoReturn
 
-from stages.data.row_forms import SURROGATE
+from stages.data.row_forms import SURROGATE, TOO_MANY_DIGITS
 from stages.rewards.reward import RewardError
 
 # Of jsonschema's validator classes, by what a schema may state as its $schema.
@@ -58,8 +58,10 @@ def field_value(given: Any) -> Any:
         return value
     except UnicodeEncodeError as error:
         raise RewardError("half of a surrogate pair, which is not text") from error
-    except ValueError as error:
+    except json.JSONDecodeError as error:
         raise RewardError(str(error)) from error
+    except ValueError as error:
+        raise RewardError(f"JSON with {TOO_MANY_DIGITS}") from error
     except RecursionError as error:
         raise RewardError("JSON nested too deeply") from error
 

@@ -19,10 +19,12 @@ import pytest
 from parallel.families import architecture
 from pipeline.config.cluster import seconds_of
 from pipeline.config.described import model_of
+from pipeline.config.tokenizers import has_thoughts
 from pipeline.config.validate import load, load_cluster
 from pipeline.report.budget import LEAST_STEPS, steps_within, walltimes
 from pipeline.report.fit import fitted
 from pipeline.report.layout_search import best_layouts
+from pipeline.report.run_blocks import Wanted, first_blocks
 from pipeline.report.run_file import TO_FILL_IN
 from pipeline.report.simulation import Assumptions, simulated
 from pipeline.run.graph import compile_graph
@@ -30,7 +32,7 @@ from stages.settings import RunSettings
 from tests.awaiting import PATIENCE_SECONDS
 from tests.layouts.real_models import real_model
 from tests.pipeline.conftest import Braid
-from tests.pipeline.hugging_face_directories import TINY, published, rows
+from tests.pipeline.hugging_face_directories import TEMPLATE, TINY, published, rows
 from tests.pipeline.test_simulate import ASSUMED, config, total
 from tests.repository.test_architecture import HEAVY
 from tests.runs import REPOSITORY
@@ -94,6 +96,46 @@ def test_what_it_writes_is_accepted(name: str, braid: Braid, tmp_path: Path) -> 
     if model != "tiny":
         assert f"models/{model}.yaml" in run.read_text()
     assert settings.evaluation.problems <= min(e["held_out"] for e in found["rows"].values())
+
+
+@pytest.mark.parametrize("opening", ["<think>\\n", "[THINK]", "<|channel|>analysis<|message|>", ""])
+def test_thoughts_are_seen_in_the_chat_template(opening: str, tmp_path: Path) -> None:
+    directory = published(tmp_path, TINY)
+    assert not has_thoughts(directory)
+    (directory / "chat_template.jinja").write_text(TEMPLATE + opening)
+    assert has_thoughts(directory) == bool(opening)
+
+
+def test_a_model_that_thinks_has_the_room_of_the_shipped_runs_of_such_models(
+    tmp_path: Path,
+) -> None:
+    shipped = load(REPOSITORY / "configs/runs/qwen3-30b-a3b.yaml", to_start=False)
+    own = tmp_path / "own.yaml"
+    own.write_text("sampling: {max_response_tokens: 4096}\n")
+    bases = {name: REPOSITORY / f"configs/domains/{name}.yaml" for name in ("math", "instructions")}
+    wanted = Wanted(
+        *("mine", tmp_path / "mine.yaml", shipped.model, None, tmp_path),
+        domains={name: (base, None) for name, base in {**bases, "own": own}.items()},
+        ranks=32,
+        gpus=ASSUMED,
+        thinks=True,
+    )
+    blocks = first_blocks(wanted)
+    assert blocks["engine"] == {"max_model_tokens": shipped.engine.max_model_tokens}
+    assert blocks["domains"].pop("own") == {"prompts": {}}
+    for keys, block in [
+        *((blocks["domains"][name], shipped.domains[name]) for name in bases),
+        (blocks["stages"]["merge"], shipped.stages["merge"]),
+    ]:
+        found = block.model_dump()
+        for name in keys.keys() - {"prompts"}:
+            assert keys[name] == {key: found[name][key] for key in keys[name]}
+        assert keys["sampling"] and keys["loop"]
+    short = shipped.model.model_copy(update={"max_positions": 16384})
+    blocks = first_blocks(replace(wanted, model=short))
+    assert blocks["engine"] == {"max_model_tokens": 16384}
+    assert blocks["domains"]["math"]["sampling"] == {"max_response_tokens": int(0.8 * 16384)}
+    assert first_blocks(replace(wanted, thinks=False))["engine"] == {}
 
 
 def test_a_model_by_name_needs_the_directory_of_its_weights(braid: Braid, tmp_path: Path) -> None:

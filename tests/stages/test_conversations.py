@@ -200,6 +200,7 @@ def test_a_template_without_an_end_token_is_completed_with_the_main_one(tmp_path
 
 
 CALL = [{"type": "function", "function": {"name": "weather", "arguments": {}}}]
+AS_TEXT = "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n</tool_call>"
 
 
 @pytest.mark.parametrize(
@@ -219,6 +220,14 @@ CALL = [{"type": "function", "function": {"name": "weather", "arguments": {}}}]
             ],
             "<tool_call>weather</tool_call><|observation|>It is sunny.<|user|>",
         ),
+        (  # a call as a rollout writes it, after thoughts
+            chat("weather?", f"<think>so</think>\nI look.\n{AS_TEXT}"),
+            f"<think>so</think>\nI look.\n{AS_TEXT}<|observation|>",
+        ),
+        (  # text and thoughts that name a call are none
+            chat("how?", f"Write {AS_TEXT}.", "no", f"<think>{AS_TEXT}</think>no"),
+            f"Write {AS_TEXT}.<|user|><think>{AS_TEXT}</think>no<|user|>",
+        ),
         (  # a role that is no end token ends no turn
             [*chat("hi", "hello"), {"role": "system", "content": "so"}, *chat("ok", "done")],
             "hellodone<|user|>",
@@ -231,7 +240,8 @@ def test_glm_ends_a_turn_with_the_role_of_whoever_speaks_next(
     """The spans are those of NeMo Automodel's training template for GLM, test_glm5_3_flash.
 
     It renders the released template's text, and after the last turn the next role's token. It also
-    learns `<|system|>`, which GLM's generation_config.json does not list.
+    learns `<|system|>`, which GLM's generation_config.json does not list. GLM's maintainers:
+    `<|user|>` ends a turn of a conversation, `<|observation|>` a call (zai-org/GLM-4, issue 398).
     """
     tokenizer = tokenizer_named(str(save_glm(tmp_path)))
     sample = conversation_sample(tokenizer, messages, "math")

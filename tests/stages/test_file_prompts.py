@@ -190,7 +190,15 @@ BAD_LINES = [
         '{"prompt": "\udcff"}',
         "not UTF-8: 'utf-8' codec can't decode byte 0xff in position 12: invalid start byte",
     ),
-    (f'{{"prompt": "1", "answer": {"1" * 5000}}}', "a whole number has too many digits"),
+    (
+        f'{{"prompt": "1", "answer": {"1" * 5000}}}',
+        "has a number of more than 4,300 digits; write it as text",
+    ),
+    (
+        '{"prompt": "1", "answer": 1e99999}',
+        "'answer' is a number of more than 4,300 digits; write it as text",
+    ),
+    (f'{{"prompt": "1", "answer": 1e{"9" * 20}}}', "'answer' is neither text nor a finite number"),
     ("[" * 100_000, "nested too deeply"),
     ('{"prompt": "1+1=", "answer"}', "not valid JSON: Expecting ':' delimiter at column 28"),
     ("1", "not a JSON object"),
@@ -325,10 +333,12 @@ def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path: Path) -> Non
 def test_a_prompt_that_the_tokenizer_cannot_encode_is_named(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "1"}, {"prompt": "caf\u00e9"}])
     settings = JsonlPromptSettings(path=path, held_out_fraction=1e-9)
-    with pytest.raises(
-        TokenizerError, match=r"'\u00e9' of .* is not in the voc.*; in .*a\.jsonl:2"
-    ):
-        stream(settings).take(2)
+    named = r"'\u00e9' of .* is not in the voc.*; in .*a\.jsonl:2"
+    for read in (lambda: stream(settings).take(2), lambda: length_report(settings, TOKENIZER, "a")):
+        with pytest.raises(TokenizerError, match=named):
+            read()
+    skipped = settings.model_copy(update={"on_bad_row": "skip"})
+    assert length_report(skipped, TOKENIZER, "a").prompts == 1
 
 
 def test_no_file_and_an_empty_split_are_errors(tmp_path: Path) -> None:

@@ -2,6 +2,9 @@ r"""Mathematical answers by value: numbers in all their spellings, small ones, a
 
 from __future__ import annotations
 
+import json
+import pickle
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
@@ -36,11 +39,25 @@ def score(answer: str, response: str, boxed: bool = False) -> float:
         ("12", "12"),
         ("12.50", "12.5"),
         ("100000000000000000000001", "100000000000000000000001"),
+        # A 64-bit float has 15 to 17 digits, and is between 1e-324 and 1e309.
+        ("3.14159265358979323846", "3.14159265358979323846"),
+        ("9007199254740993.0", "9007199254740993.0"),
+        ("1e400", "1" + 400 * "0"),
+        ("-25e-401", f"-0.{399 * '0'}25"),
     ],
 )
 def test_a_number_of_a_row_is_a_decimal(number: str, answer: str) -> None:
     row = parsed_line(f'{{"answer": {number}}}'.encode())
     assert isinstance(row, dict) and answer_of(row, "answer") == answer
+    again = pickle.loads(pickle.dumps(row))  # as fields reach a reward's process
+    assert answer_of(again, "answer") == answer
+    assert json.loads(json.dumps(again)) == json.loads(f'{{"answer": {number}}}')
+
+
+def test_a_decimal_of_parquet_is_its_digits() -> None:
+    """As pyarrow reads a column of decimal128(38, 20)."""
+    value = Decimal("3.14159265358979323846")
+    assert answer_of({"answer": value}, "answer") == "3.14159265358979323846"
 
 
 @pytest.mark.parametrize(

@@ -329,6 +329,16 @@ def test_collected_tokens_of_another_tokenizer_are_refused(tmp_path: Path) -> No
         CollectedPairs(path, KEY, 1e-9).samples(0, CHARACTERS, "own")
 
 
+def test_a_collected_prompt_that_the_tokenizer_cannot_encode_is_named(tmp_path: Path) -> None:
+    path = collected(
+        tmp_path / "c.parquet", [("caf\u00e9", "2", 1.0, True), ("caf\u00e9", "3", 0.0, True)]
+    )
+    with pytest.raises(
+        DataError, match=rf"^{KEY}\.stage: {path}, row 1: .*'\u00e9' of .*is not in"
+    ):
+        CollectedPairs(path, KEY, 1e-9).samples(0, CHARACTERS, "own")
+
+
 @pytest.mark.parametrize("hands", [1, 2, 3])
 def test_the_two_samples_of_a_pair_stay_together(hands: int) -> None:
     random = np.random.default_rng(0)

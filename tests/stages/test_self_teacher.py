@@ -205,7 +205,7 @@ def prompts(of: Contexts, given: Group) -> tuple[list[str | None], dict[str, flo
 def test_the_answer_is_put_into_the_template_in_one_pass() -> None:
     assert prompts(contexts(), group([1.0]))[0] == ["2:1+1="]
     assert prompts(contexts(template="{prompt}{context}"), group([1.0]))[0] == ["1+1=2"]
-    with pytest.raises(TokenizerError, match="what the teacher self of sums reads"):
+    with pytest.raises(TokenizerError, match=r"the teacher self of sums reads of problem 0$"):
         prompts(contexts(), group([1.0], answer="{prompt}"))  # not put in again
     assert prompts(contexts(), group([1.0, 0.0], answer="")) == (
         [None, None],
@@ -230,13 +230,21 @@ def test_a_prompt_that_does_not_fit_the_model_is_masked_and_counted() -> None:
     assert (found, metrics["context_too_long/sums"]) == ([None], 1.0)
 
 
-def test_a_column_is_of_the_prompt_s_row() -> None:
+def test_a_column_is_of_the_prompt_s_row(tmp_path: Path) -> None:
     of = contexts(context="column", column="hint")
     assert prompts(of, group([1.0], fields={"hint": "add"}))[0] == ["add:1+1="]
     assert prompts(of, group([1.0], fields={"hint": 7}))[0] == ["7:1+1="]
     assert prompts(of, group([1.0], fields={"hint": None}))[0] == [None]
     with pytest.raises(DomainError, match="no column 'hint', which self_teacher"):
         prompts(of, group([1.0], fields={"hnit": "add"}))
+    file = tmp_path / "asked.jsonl"
+    file.write_text('{"prompt": "2+2="}\n{"prompt": "1+1=", "hint": "caf\u00e9"}\n')
+    read = toy_domain(
+        prompts={"source": "jsonl", "path": str(file)}, rewards={"a": {"kind": "math"}}
+    )
+    of = contexts(context="column", column="hint", domain=read)
+    with pytest.raises(TokenizerError, match=rf"teacher self of sums reads of {file}:2$"):
+        prompts(of, group([1.0], fields={"hint": "caf\u00e9"}))
 
 
 def test_chat_messages_keep_their_roles() -> None:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from stages.data.chat_template import THINK, TOOL_CALL
 from stages.data.problem import Problem
 from stages.rewards.fences import unfenced
 from stages.rewards.json_values import (
@@ -27,9 +28,8 @@ from stages.rewards.json_values import (
     schema_violation,
 )
 from stages.rewards.reward import AnswerReward, Explained, Response, Reward, RewardError, register
-from stages.rewards.thoughts import THINK
 
-BEGIN, END = "<tool_call>", "</tool_call>"
+BEGIN, END = TOOL_CALL
 # A response with more characters or calls earns 0 before they are checked, which takes seconds.
 LONGEST, MOST_CALLS = 1 << 18, 1000
 SCHEMAS = ("parameters", "input_schema", "inputSchema")  # OpenAI's, Anthropic's, MCP's key
