@@ -480,6 +480,8 @@ def reuse_from(run: Run, other: RunDirectory) -> None:
     say(f"reused from {shown(other.path)}: {', '.join(found.reused) or none}")
     for name, gate in found.held.items():
         say(f"not reused: {name}, since it waits for {gate}, which has to run first")
+    for name, change in found.differing.items():
+        say(f"not reused: {name}: {change}")
 
 
 def rerun(run: Run, names: list[str]) -> None:

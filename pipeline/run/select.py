@@ -38,6 +38,13 @@ MAY_CHANGE = f"""\
   every loop: {", ".join(LOOP_KEYS)}"""
 
 
+DATE = "model.chat_template_date"
+UNDATED = (
+    "its chat template showed the day on which it ran, which the other run, of an older version, "
+    "did not record"
+)
+
+
 class StaleStages(UserError):
     """Finished or half-finished stages whose settings or inputs changed."""
 
@@ -247,6 +254,7 @@ class RunFork:
 
     reused: dict[str, str] = field(default_factory=dict)
     held: dict[str, str] = field(default_factory=dict)
+    differing: dict[str, str] = field(default_factory=dict)
 
 
 def find_fork(run: Run, other: RunDirectory) -> RunFork:
@@ -271,7 +279,11 @@ def find_fork(run: Run, other: RunDirectory) -> RunFork:
         if (manifest := read_manifest(theirs)) is None or None in now.parents.values():
             continue
         newest = theirs.output()
-        if missing_output(stage, theirs, newest) or any(changes(manifest, now)):
+        if missing_output(stage, theirs, newest):
+            continue
+        if differing := next(changes(manifest, now), None):
+            undated = manifest.settings.get(DATE, "") is None and now.settings.get(DATE) is not None
+            found.differing[stage.name] = UNDATED if undated else differing
             continue
         if asked := [gate for gate in stage.after if gate not in done]:
             found.held[stage.name] = asked[0]
