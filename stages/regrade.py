@@ -12,7 +12,7 @@ from typing import Any
 
 from parallel.errors import UserError, report_error
 from parallel.files import write_atomically
-from stages.data.problem import Problem
+from stages.data.problem import SPLIT_DIGITS, Problem
 from stages.data.prompts import PromptStream, Split, prompt_index, usable_problems
 from stages.data.settings import ReasoningGymPromptSettings
 from stages.data.tokenizer import Tokenizer, tokenizer_named
@@ -66,10 +66,12 @@ def problems(
     """
     found: dict[str, Problem] = {}
     for problem in _candidates(job, domain, settings, tokenizer, keys):
-        if problem.key in keys:
-            found[problem.key] = problem
-            if len(found) == len(keys):
-                return found
+        # An older version recorded the key of the question alone, of the first row that asks it.
+        for key in (problem.key, problem.question_key):
+            if key in keys:
+                found.setdefault(key, problem)
+        if len(found) == len(keys):
+            return found
     missing = next(key for key in keys if key not in found)
     generated = isinstance(settings.prompts, ReasoningGymPromptSettings)
     where = (
@@ -90,7 +92,7 @@ def _candidates(
     prompts = settings.prompts
     if not isinstance(prompts, ReasoningGymPromptSettings):
         index = prompt_index(prompts, domain)
-        leading = {int(key[:16], 16) for key in keys}
+        leading = {int(key[:SPLIT_DIGITS], 16) for key in keys}
         rows = (row for row, key in enumerate(index.keys.tolist()) if key in leading)
         return (problem for problem, _ in usable_problems(index, tokenizer, rows))
     streams = [PromptStream(prompts, tokenizer, domain, job.seed, job.stage)]

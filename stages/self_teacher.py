@@ -20,7 +20,7 @@ from parallel.model.policy import TrainedPolicy
 from parallel.privileged import aligned, with_teacher_prompts
 from parallel.sample import Sample
 from stages.data.demonstrations import conversation_index, demonstrate
-from stages.data.problem import ASSISTANT, DomainError, Problem
+from stages.data.problem import ASSISTANT, SPLIT_DIGITS, DomainError, Problem
 from stages.data.prompts import row_of
 from stages.data.settings import GeneratedDemonstrationSettings
 from stages.data.tokenizer import Tokenizer, TokenizerError
@@ -163,13 +163,14 @@ class Contexts:
         if isinstance(settings, GeneratedDemonstrationSettings):
             return demonstrate(problem, worked=True, random=Random(0)).response
         index = conversation_index(settings, problem.domain)
-        rows = np.flatnonzero(index.keys == np.uint64(int(problem.key[:16], base=16)))
-        if not len(rows):
-            return ""
-        shown, _tools = index.read(int(rows[0]))
-        if isinstance(shown, tuple):
-            return str(shown[1])
-        return next(str(each["content"]) for each in shown if each["role"] == ASSISTANT)
+        rows = np.flatnonzero(index.keys == np.uint64(int(problem.key[:SPLIT_DIGITS], base=16)))
+        for shown, tools in map(index.read, rows.tolist()):
+            if tools not in ((), problem.tools):
+                continue  # it may call what this prompt does not offer
+            if isinstance(shown, tuple):
+                return str(shown[1])
+            return next(str(each["content"]) for each in shown if each["role"] == ASSISTANT)
+        return ""
 
     def _prompt(self, problem: Problem, context: str) -> np.ndarray:
         """Return the teacher's prompt: the template, with both; of chat messages the last one."""

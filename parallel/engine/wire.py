@@ -209,9 +209,11 @@ class CallFailure(msgspec.Struct, frozen=True, tag=True):
 def model_digest(model: ModelSettings) -> str:
     """Return a digest of the settings that decide the computation of a token.
 
-    Not of the initial weights, nor of the end tokens, which every request states.
+    Not of the initial weights, nor of the end tokens and the rendered prompt, which every request
+    states.
     """
-    described = model.model_dump_json(exclude={"initial_weights", "initialization", "end_tokens"})
+    stated = {"end_tokens", "chat_template_arguments", "chat_template_date"}
+    described = model.model_dump_json(exclude={"initial_weights", "initialization", *stated})
     return hashlib.sha256(described.encode()).hexdigest()
 
 

@@ -6,25 +6,38 @@ import json
 import sys
 from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace
 from argparse import RawDescriptionHelpFormatter as Raw
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from datetime import date
 from math import isfinite, nan
 from pathlib import Path
 from typing import Any
 
 from parallel.errors import UserError, hint
 from pipeline.config.ancestors import ancestor_cautions
-from pipeline.config.tokenizers import is_dated, template_cautions
+from pipeline.config.tokenizers import template_cautions
 from pipeline.config.unroll import pairless, unread, unread_keys
-from pipeline.config.validate import load, load_cluster, located
+from pipeline.config.validate import (
+    load,
+    load_cluster,
+    load_started,
+    load_unfinished,
+    located,
+)
 from pipeline.launch.placement import Programs
 from pipeline.report.gpu_memory import GpusOf, gpus_here, gpus_of
 from pipeline.run.answers import MeasuredModel, measured_models
 from pipeline.run.directory import TRUST_OPTION, RunDirectory, check_owner
 from pipeline.run.reproduce import bundle_at
 from pipeline.run.run import Run
-from pipeline.run.select import RunFork, check_run_directory, find_fork, put_aside, reuse_stages
+from pipeline.run.select import (
+    RunFork,
+    check_run_directory,
+    dated,
+    find_fork,
+    put_aside,
+    reuse_stages,
+    to_start,
+)
 from pipeline.text import say, shown, visible, warn
 from stages.settings import RunSettings
 
@@ -311,15 +324,13 @@ def run_paths(runs_dir: Path) -> list[Path]:
     return sorted(settings.parent for settings in runs_dir.glob("*/run.yaml"))
 
 
-def read_run(directory: RunDirectory, *, check_environment: bool = False) -> Run:
-    """Return the run in a directory that has a run.yaml.
-
-    `check_environment` also checks the files and modules that its stages will need.
+def read_run(directory: RunDirectory) -> Run:
+    """Return the run in a directory that has a run.yaml, to show it.
 
     Raises:
-        ConfigError: with every violation in run.yaml.
+        ConfigError: run.yaml cannot be read. That its stages could not start is no such error.
     """
-    return Run(directory.path, load(directory.settings_file, to_start=check_environment))
+    return Run(directory.path, load_started(directory.settings_file))
 
 
 def load_run(arguments: Namespace) -> Run:
@@ -344,15 +355,35 @@ def measured(arguments: Namespace, run: Run, name: str) -> MeasuredModel:
     return own[name]
 
 
-def load_trusted_run(arguments: Namespace, *, check_environment: bool = False) -> Run:
-    """Return the run that the arguments name, to work on it.
+def load_trusted_run(arguments: Namespace) -> Run:
+    """Return the run that the arguments name, to work on what it has.
 
     Raises:
         UserError: other users may have written it, and it is not trusted.
     """
     run = find(arguments.runs_dir, arguments.run)
     check_owner(run, arguments.trust_run)
-    return read_run(run, check_environment=check_environment)
+    return read_run(run)
+
+
+def load_run_to_start(
+    arguments: Namespace, only: Collection[str], rerun: Collection[str] = ()
+) -> Run:
+    """Return the run that the arguments name, to start its unfinished stages.
+
+    `only` names the stages to start, `rerun` those to start again.
+
+    Raises:
+        ConfigError: with every violation that these stages meet.
+        UserError: other users may have written the run, and it is not trusted.
+    """
+    directory = find(arguments.runs_dir, arguments.run)
+    check_owner(directory, arguments.trust_run)
+
+    def starting(settings: RunSettings) -> set[str]:
+        return to_start(Run(directory.path, settings), only, rerun)
+
+    return Run(directory.path, load_unfinished(directory.settings_file, (), starting))
 
 
 def load_configured_run(arguments: Namespace) -> Run:
@@ -361,39 +392,30 @@ def load_configured_run(arguments: Namespace) -> Run:
     Raises:
         UserError: the configuration belongs to a run in another directory.
     """
-    settings = load_config(arguments)
+    only, rerun = getattr(arguments, "only", ()), getattr(arguments, "rerun", ())
+
+    def starting(settings: RunSettings) -> set[str] | None:
+        run = dated(Run(arguments.runs_dir / settings.name, settings))
+        return to_start(run, only, rerun) if run.settings_file.exists() else None
+
+    settings = load_config(arguments, starting=starting)
     run = Run(arguments.runs_dir / settings.name, settings)
     if arguments.name is None and not any(each.startswith("name=") for each in arguments.overrides):
         check_run_directory(arguments.config, run)
-    return _with_date(run, getattr(arguments, "fork", None), arguments.runs_dir)
+    fork = getattr(arguments, "fork", None)
+    return dated(run, None if fork is None else find(arguments.runs_dir, fork))
 
 
-def _with_date(run: Run, fork: str | None, runs_dir: Path) -> Run:
-    """Return the run with the date that its chat template shows, if it shows one.
-
-    That is the date of the run's first start, or of the run that it reuses stages of: after
-    midnight its prompts must be the same. A run that an older version started has none: a date of
-    today would make its finished stages stale.
-    """
-    model = run.settings.model
-    if model.chat_template_date is not None or not is_dated(model):
-        return run
-    if run.settings_file.exists():
-        day = _recorded_date(run)
-    else:
-        day = (_recorded_date(find(runs_dir, fork)) if fork else None) or date.today()
-    dated = model.model_copy(update={"chat_template_date": day})
-    return Run(run.path, run.settings.model_copy(update={"model": dated}))
-
-
-def _recorded_date(run: RunDirectory) -> date | None:
-    return load(run.settings_file, to_start=False).model.chat_template_date
-
-
-def load_config(arguments: Namespace, *, to_start: bool = True) -> RunSettings:
+def load_config(
+    arguments: Namespace,
+    *,
+    to_start: bool = True,
+    starting: Callable[[RunSettings], Collection[str] | None] | None = None,
+) -> RunSettings:
     """Return the settings of a configuration, with the overrides of the command line.
 
     Of a bundle, those of its configuration; the arguments then name that, and the `bundle`.
+    `to_start` and `starting` are as in `load` and `load_unfinished`.
 
     Raises:
         UserError: an input of the bundle is missing or differs.
@@ -403,6 +425,8 @@ def load_config(arguments: Namespace, *, to_start: bool = True) -> RunSettings:
     if arguments.bundle is not None:
         arguments.config = arguments.bundle.config
         arguments.bundle.check_inputs(load(arguments.config, overrides, to_start=False))
+    if starting is not None:
+        return load_unfinished(arguments.config, overrides, starting)
     return load(arguments.config, overrides, to_start=to_start)
 
 
@@ -456,6 +480,8 @@ def reuse_from(run: Run, other: RunDirectory) -> None:
     say(f"reused from {shown(other.path)}: {', '.join(found.reused) or none}")
     for name, gate in found.held.items():
         say(f"not reused: {name}, since it waits for {gate}, which has to run first")
+    for name, change in found.differing.items():
+        say(f"not reused: {name}: {change}")
 
 
 def rerun(run: Run, names: list[str]) -> None:

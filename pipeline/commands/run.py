@@ -131,7 +131,7 @@ def run(arguments: Namespace) -> None:
 )
 def resume(arguments: Namespace) -> None:
     """Resume a run."""
-    run = common.load_trusted_run(arguments, check_environment=True)
+    run = common.load_run_to_start(arguments, arguments.only, arguments.rerun)
     check_selection(run, arguments.only, arguments.rerun)
     _check_machine(run, arguments)
     warn_of_readers(run)

@@ -22,7 +22,7 @@ from pipeline.commands.common import (
     print_json,
 )
 from pipeline.config.cluster import READ_BY_JOBS, ClusterSettings
-from pipeline.config.validate import differing_keys, load, load_cluster
+from pipeline.config.validate import differing_keys, load_cluster, load_started
 from pipeline.report import status as report
 from pipeline.report.capacity import check_capacity
 from pipeline.report.gpu_memory import gpus_of, unchecked
@@ -163,7 +163,7 @@ def stage(arguments: Namespace) -> None:
     except UserError as error:
         error.add_note("create a run with: braid submit CONFIG --cluster PROFILE --prepare")
         raise
-    run = common.load_trusted_run(arguments, check_environment=True)
+    run = common.load_run_to_start(arguments, [name])
     [wanted] = run.chosen([name])
     with run.lock(shared=True):
         results = run_stage(run, wanted, terminal(), common.PROGRAMS)
@@ -309,7 +309,7 @@ def _check_queued_settings(run: Run) -> None:
     """Raise UserError where queued jobs would run with settings they were not submitted with."""
     if not run.settings_file.exists():
         return
-    if differing_keys(load(run.settings_file, to_start=False), run.settings) and queue_of(run)[0]:
+    if differing_keys(load_started(run.settings_file), run.settings) and queue_of(run)[0]:
         raise UserError(
             f"{shown(run.path)} has jobs in the queue, which would run with these different "
             f"settings; cancel them first with: braid cancel {shown(run.path)}"

@@ -33,6 +33,7 @@ _OWN = {
     ("-N", "--nodes", "-n", "--ntasks", "--ntasks-per-node"): "see ranks_per_node",
     ("-c", "--cpus-per-task"): "see cpus_per_rank",
     ("--gpus-per-node",): "see gpus_per_node",
+    ("-M", "--clusters"): "jobs go to the cluster of slurm.conf, where squeue finds them",
     ("--requeue", "--no-requeue"): "Braid requeues a job that stops early",
     ("--parsable", "--test-only", "--wrap", "-W", "--wait"): "stage scripts are submitted as is",
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from parallel.engine.memory import CACHE_BLOCK, cached_tokens
 from parallel.settings import EngineSettings, ModelSettings
@@ -41,11 +41,11 @@ def engine_rules(model: ModelSettings, engine: EngineSettings) -> Found:
         )
 
 
-def quantized_rollout_rules(run: RunSettings) -> Found:
+def quantized_rollout_rules(run: RunSettings, starting: Collection[str] | None) -> Found:
     """Require that fp8 rollouts are corrected for: mu is then never the policy, not even fresh."""
     if run.engine.weights != "fp8":
         return
-    for at, policy, objective in policies(run):
+    for at, policy, objective in policies(run, starting):
         correction, replay = objective.correction, policy.routing.replay
         if isinstance(correction, ImportanceSettings):
             if correction.applies_to_all(replay, run.model.precision):

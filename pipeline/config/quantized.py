@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from math import ceil, sqrt
 from statistics import NormalDist
 
@@ -20,14 +20,14 @@ SPREAD = 1 / 6  # the mean of p (1 - p) over problems whose solve rates are spre
 NORMAL = NormalDist()
 
 
-def requantized(run: RunSettings) -> Iterator[tuple[str, str]]:
+def requantized(run: RunSettings, starting: Collection[str] | None) -> Iterator[tuple[str, str]]:
     """Yield each stage that would export or quantize a quantized model, as (dotted key, message).
 
     Its checkpoint has the weights that the quantized ones stand for, in the model's precision: an
     export would write those.
     """
     blocks = Blocks(run)
-    for stage in blocks.stages:
+    for stage in blocks.among(starting):
         parent = blocks.inputs(stage).parent
         found = blocks.by_name.get(blocks.resolve(parent, stage.domain) or "") if parent else None
         if found is None or not isinstance(found.settings, QuantizeSettings):

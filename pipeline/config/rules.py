@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pydantic import ValidationError
@@ -30,7 +30,7 @@ from parallel.settings import (
 )
 from pipeline.config.engine_rules import engine_rules, quantized_rollout_rules
 from pipeline.config.quantized import requantized
-from pipeline.config.unroll import Blocks, graph_rules, policies
+from pipeline.config.unroll import Blocks, graph_rules, pair_rules, policies
 from stages.data.settings import (
     FileDemonstrationSettings,
     FilePromptSettings,
@@ -56,20 +56,39 @@ DOMAIN_RULE = "a domain's name must be 1 to 100 letters, digits, _ or -, since i
 Found = Iterator[tuple[str, str]]
 
 
-def violations(run: RunSettings, *, graph: bool = True) -> Found:
-    """Yield every broken rule of a run's settings; without `graph`, not of what stages refer to."""
+def unreadable(run: RunSettings) -> Found:
+    """Yield the broken rules without which not even a run of an older version can be shown.
+
+    They make the model's architecture and the graph of stages. Every other rule is about what may
+    start: a run that has started is shown, compared and bundled whatever this version would start.
+    """
+    yield from _architecture_rules(run.model)
+    yield from graph_rules(run)
+
+
+def violations(
+    run: RunSettings, *, graph: bool = True, starting: Collection[str] | None = None
+) -> Found:
+    """Yield every broken rule of a run's settings; without `graph`, not of what stages refer to.
+
+    With `starting`, only of these stages, of their domains, and of the blocks that all share.
+    """
     yield from _model_rules(run.model, run.layout)
     yield from _engine_rules(run.model, run.engine)
-    yield from quantized_rollout_rules(run)
+    yield from quantized_rollout_rules(run, starting)
     uses = _uses(run)
+    trained_on = {name for stage in Blocks(run).among(starting) for name in stage.domains}
     for name, domain in run.domains.items():
-        yield from _domain_rules(name, domain, run.rewards, run, uses[name])
+        if starting is None or name in trained_on:
+            yield from _domain_rules(name, domain, run.rewards, run, uses[name])
     yield from _split_rules(run.domains)
     broken = [*graph_rules(run)] if graph else []
     yield from broken
     if not broken:
-        yield from _stage_rules(run)
-        yield from requantized(run) if graph else ()
+        yield from _stage_rules(run, starting)
+        if graph:
+            yield from dict.fromkeys(pair_rules(run, starting))
+            yield from requantized(run, starting)
     yield from evaluation_rules(run.evaluation, run.layout)
     yield from answer_rules(run)
 
@@ -140,10 +159,10 @@ def _engine_rules(model: ModelSettings, engine: EngineSettings) -> Found:
 # Stages.
 
 
-def _stage_rules(run: RunSettings) -> Found:
-    """Check every stage by its kind, its optimizers, and what its gate may measure."""
+def _stage_rules(run: RunSettings, starting: Collection[str] | None) -> Found:
+    """Check the `starting` stages by their kind, optimizers, and what their gates may measure."""
     found: dict[tuple[str, str], None] = {}  # two stages may state the same in their domain
-    for stage in Blocks(run).stages:
+    for stage in Blocks(run).among(starting):
         block, key, domains = stage.settings, stage.key, stage.domains
         found.update(dict.fromkeys(block.violations(key, run, domains)))
         trained, policy = block.trained_by(run, domains), block.policy(run, domains)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -114,6 +114,10 @@ class Blocks:
         """The stage of each domain of the blocks that have several."""
         return {(each.block, each.domain): each.name for each in self.stages}
 
+    def among(self, names: Collection[str] | None) -> list[Unrolled]:
+        """Return the stages that `names` has, or whose gates it has; all where it is None."""
+        return [each for each in self.stages if names is None or {each.name, each.gate} & {*names}]
+
     def resolve(self, reference: str, domain: str | None = None) -> str | None:
         """Return the stage, or the path, that a reference means; None where it means none.
 
@@ -159,13 +163,16 @@ class Blocks:
             yield f"{key}.after", name, stage.domain, ""
 
 
-def policies(run: RunSettings) -> Iterator[tuple[At, PolicySettings, ObjectiveSettings]]:
+def policies(
+    run: RunSettings, starting: Collection[str] | None = None
+) -> Iterator[tuple[At, PolicySettings, ObjectiveSettings]]:
     """Yield every policy that trains on rewards, with each of its objectives and their keys.
 
-    Two stages that state nothing themselves share their domain's.
+    Two stages that state nothing themselves share their domain's. With `starting`, only the
+    policies of these stages.
     """
     found: dict[str, tuple[At, PolicySettings, ObjectiveSettings]] = {}
-    for stage in Blocks(run).stages:
+    for stage in Blocks(run).among(starting):
         if not isinstance(block := stage.settings, GrpoSettings) or not stage.domains:
             continue  # without domains, `graph_rules` reports it
         policy = block.policy(run, stage.domains)
@@ -201,7 +208,6 @@ def graph_rules(run: RunSettings) -> Found:
     yield from broken
     if not broken:
         yield from _cycle_rules(blocks)
-        yield from dict.fromkeys(_pair_rules(blocks))
 
 
 def unread(run: RunSettings) -> Found:
@@ -241,9 +247,11 @@ def unread_keys(run: RunSettings) -> Found:
                 yield f"stages.{name}.method.{key}", why
 
 
-def _paired(blocks: Blocks) -> Iterator[tuple[str, Unrolled, SampleSettings]]:
+def _paired(
+    blocks: Blocks, starting: Collection[str] | None = None
+) -> Iterator[tuple[str, Unrolled, SampleSettings]]:
     """Yield each source of preference pairs that a stage of the run samples: key, stage, block."""
-    for stage in blocks.stages:
+    for stage in blocks.among(starting):
         data = stage.settings.data if isinstance(stage.settings, DpoSettings) else {}
         for name, source in data.items():
             if not isinstance(source, BestWorstPairSettings) or is_path(source.stage):
@@ -253,9 +261,10 @@ def _paired(blocks: Blocks) -> Iterator[tuple[str, Unrolled, SampleSettings]]:
                 yield f"{stage.key}.data.{name}.stage", found, found.settings
 
 
-def _pair_rules(blocks: Blocks) -> Found:
+def pair_rules(run: RunSettings, starting: Collection[str] | None) -> Found:
     """Yield each source of pairs whose stage keeps one response to a prompt."""
-    for key, stage, own in _paired(blocks):
+    blocks = Blocks(run)
+    for key, stage, own in _paired(blocks, starting):
         sizes = {own.sampled(blocks.run, each).group_size for each in stage.domains}
         least = "a pair needs two responses to a prompt, and"
         if own.keep.per_prompt == 1:

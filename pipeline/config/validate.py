@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import reduce
 from itertools import chain
@@ -92,6 +92,44 @@ def load(path: Path, overrides: Sequence[str] = (), *, to_start: bool = True) ->
         raise ConfigError([Violation(nearest(tree, ("stages",)), "stages", message)])
     tree = _with_overrides(tree, overrides, reader)
     return _settings(tree, reader, to_start=to_start)
+
+
+def load_started(path: Path) -> RunSettings:
+    """Read the run.yaml of a run that has started, whatever this version would let start.
+
+    Raises:
+        ConfigError: like `load`; of the rules only for those without which no run can be shown.
+    """
+    reader = Reader()
+    tree, settings = _valid(RunSettings, reader.file(path), reader)
+    _check_rules(tree, rules.unreadable(settings))
+    return settings
+
+
+def load_unfinished(
+    path: Path,
+    overrides: Sequence[str],
+    starting: Callable[[RunSettings], Collection[str] | None],
+) -> RunSettings:
+    """Read settings like `load`, of a run that has stages that will not start again.
+
+    `starting` returns the names of the stages that will, or None for a run without any output:
+    only they are checked against the rules of what may start.
+    """
+    try:
+        return load(path, overrides)
+    except ConfigError as error:
+        reader = Reader()
+        tree = _with_overrides(reader.file(path), overrides, reader)
+        try:
+            tree, settings = _valid(RunSettings, tree, reader)
+        except ConfigError:
+            raise error from None
+        if any(rules.unreadable(settings)) or (names := starting(settings)) is None:
+            raise
+        missing = environment.violations(settings)
+        _check_rules(tree, chain(rules.violations(settings, starting=names), missing))
+        return settings
 
 
 def located(path: Path, overrides: Sequence[str], found: Iterable[tuple[str, str]]) -> list[str]:

@@ -201,7 +201,7 @@ def training_changes(
         for at in [_keys(each, settings)]
     }
     # A row of one sequence is never cut: less than a device's share of it saves nothing.
-    least = max(LEAST_TOKENS, settings.engine.max_model_tokens // settings.layout.context)
+    least = max(LEAST_TOKENS, -(-settings.engine.max_model_tokens // settings.layout.context))
     tokens = max((loop.micro_batch_tokens for _, _, loop in trained.values()), default=0)
     while (tokens := tokens // 2) >= least:
         yield {at("loop.micro_batch_tokens"): tokens for at, *_ in trained.values()}

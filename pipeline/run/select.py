@@ -8,11 +8,13 @@ import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 
 from parallel.errors import UserError
 from parallel.files import Checkpoint
-from pipeline.config.validate import differing_keys, load
+from pipeline.config.tokenizers import is_dated
+from pipeline.config.validate import differing_keys, load_started
 from pipeline.run.directory import RunDirectory, exposure
 from pipeline.run.graph import Stage, rerun_options
 from pipeline.run.ledger import PUT_ASIDE, latest
@@ -34,6 +36,13 @@ MAY_CHANGE = f"""\
   every domain and stage: guards
   every stage: after, {", ".join(TEACHER_KEYS)}
   every loop: {", ".join(LOOP_KEYS)}"""
+
+
+DATE = "model.chat_template_date"
+UNDATED = (
+    "its chat template showed the day on which it ran, which the other run, of an older version, "
+    "did not record"
+)
 
 
 class StaleStages(UserError):
@@ -101,7 +110,7 @@ def check_settings(run: Run, rerun: Sequence[str], moved: Sequence[str]) -> None
     """
     if not run.settings_file.exists():
         return
-    differing = differing_keys(load(run.settings_file, to_start=False), run.settings)
+    differing = differing_keys(load_started(run.settings_file), run.settings)
     if not differing:
         say(f"{shown(run.path)} was started with the same config: resuming it")
         return
@@ -165,6 +174,35 @@ def unfinished(stages: Iterable[Stage], states: Mapping[str, StageState]) -> lis
     return [stage for stage in stages if states[stage.name].state != "done"]
 
 
+def to_start(run: Run, only: Collection[str], rerun: Collection[str]) -> set[str]:
+    """Return the names of the stages that are not done, or rerun; of `only`, if it names any."""
+    states = planned_states(run, run.states, (), rerun)
+    names = {stage.name for stage in unfinished(run.stages, states)}
+    return names & {*only} if only else names
+
+
+def dated(run: Run, fork: RunDirectory | None = None) -> Run:
+    """Return the run with the date that its chat template shows, if it shows one.
+
+    That is the date of the run's first start, or of the run that it reuses stages of: after
+    midnight its prompts must be the same. A run that an older version started has none: a date of
+    today would make its finished stages stale.
+    """
+    model = run.settings.model
+    if model.chat_template_date is not None or not is_dated(model):
+        return run
+    if run.settings_file.exists():
+        day = _recorded_date(run)
+    else:
+        day = (_recorded_date(fork) if fork else None) or date.today()
+    model = model.model_copy(update={"chat_template_date": day})
+    return Run(run.path, run.settings.model_copy(update={"model": model}))
+
+
+def _recorded_date(run: RunDirectory) -> date | None:
+    return load_started(run.settings_file).model.chat_template_date
+
+
 def stale_among(states: Mapping[str, StageState], wanted: Sequence[Stage]) -> dict[str, StageState]:
     """Return the stale stages among the wanted ones and their inputs."""
     touched = {name for stage in wanted for name in (stage.name, *stage.inputs)}
@@ -216,6 +254,7 @@ class RunFork:
 
     reused: dict[str, str] = field(default_factory=dict)
     held: dict[str, str] = field(default_factory=dict)
+    differing: dict[str, str] = field(default_factory=dict)
 
 
 def find_fork(run: Run, other: RunDirectory) -> RunFork:
@@ -240,7 +279,11 @@ def find_fork(run: Run, other: RunDirectory) -> RunFork:
         if (manifest := read_manifest(theirs)) is None or None in now.parents.values():
             continue
         newest = theirs.output()
-        if missing_output(stage, theirs, newest) or any(changes(manifest, now)):
+        if missing_output(stage, theirs, newest):
+            continue
+        if differing := next(changes(manifest, now), None):
+            undated = manifest.settings.get(DATE, "") is None and now.settings.get(DATE) is not None
+            found.differing[stage.name] = UNDATED if undated else differing
             continue
         if asked := [gate for gate in stage.after if gate not in done]:
             found.held[stage.name] = asked[0]

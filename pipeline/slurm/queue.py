@@ -22,6 +22,7 @@ LOGIN_NODE = "run this on a login node of the cluster, which has Slurm's command
 SEPARATOR = "\x1f"  # in no reason, no path and no stage's name
 # A job's number in the queue: `17`, `17_2` or the waiting tasks `17_[3-9%2]` of an array, `17+1`.
 NUMBER = re.compile(r"[0-9]+(_([0-9]+|\[[0-9,:%-]+\]))?(\+[0-9]+)?")
+CLUSTER = re.compile(r"CLUSTER: \S+")
 LONGEST_SHOWN = 80  # characters of a line that cannot be read
 QUEUE_FORMAT = SEPARATOR.join(("%i", "%T", "%r", "%M", "%l", "%N", "%k"))  # %k: the comment
 
@@ -47,13 +48,7 @@ def call(command: Sequence[str], keep: Sequence[int] = ()) -> str:
             timeout=PATIENCE_SECONDS,
             check=False,
             pass_fds=keep,
-            # sbatch and srun take options from SLURM_* variables: inside a job, those of this job
-            # would reach the other one.
-            env={
-                name: value
-                for name, value in os.environ.items()
-                if not name.startswith("SLURM_") or name == "SLURM_CONF"
-            },
+            env={name: value for name, value in os.environ.items() if not _is_option(name)},
         )
     except FileNotFoundError as error:
         raise SlurmError(f"there is no {command[0]} here; {LOGIN_NODE}") from error
@@ -65,6 +60,18 @@ def call(command: Sequence[str], keep: Sequence[int] = ()) -> str:
         elsewhere = command[0] == "squeue" or "controller" in said
         raise SlurmError(f"{command[0]} failed: {said}{f'; {LOGIN_NODE}' if elsewhere else ''}")
     return found.stdout
+
+
+def _is_option(name: str) -> bool:
+    """Return whether Slurm's commands take an environment variable for an option.
+
+    sbatch takes SLURM_* variables: inside a job, this job's would reach the other one. SQUEUE_* and
+    SCANCEL_* hide jobs from squeue and scancel, and *_CLUSTERS sends jobs to another cluster than
+    these look at. Other SBATCH_* variables are the user's defaults, which a profile overrides.
+    """
+    if name.startswith("SLURM_"):
+        return name != "SLURM_CONF"
+    return name.startswith(("SQUEUE_", "SCANCEL_")) or name == "SBATCH_CLUSTERS"
 
 
 def is_here() -> bool:
@@ -99,8 +106,8 @@ def queued(run: Path, numbers: Iterable[str]) -> dict[str, QueuedJob]:
         SlurmError: Slurm does not answer, or not in the format that was requested.
     """
     wanted, here = set(numbers), run.resolve()
-    lines = call(["squeue", "--me", "--noheader", "--array", f"--format={QUEUE_FORMAT}"])
-    rows = [_fields(line) for line in lines.split("\n") if line]
+    text = call(["squeue", "--me", "--noheader", "--array", f"--format={QUEUE_FORMAT}"])
+    rows = [_fields(line) for line in _job_lines(text)]
     jobs = [(row[:-1], *row[-1].rpartition("/")[::2]) for row in rows]
     runs = {path for _, path, _ in jobs if path.startswith("/")}
     ours = {path for path in runs if Path(path).resolve() == here}
@@ -115,6 +122,26 @@ def queued(run: Path, numbers: Iterable[str]) -> dict[str, QueuedJob]:
         if stage is not None or (fields[0] in wanted and path not in runs):
             found[fields[0]] = replace(QueuedJob(*fields), stage=stage)
     return found
+
+
+def _job_lines(text: str) -> list[str]:
+    """Return the lines of jobs in squeue's output.
+
+    With -M, which a wrapper may add, squeue prints `CLUSTER: NAME` above each cluster's jobs, with
+    --noheader too, and an empty line before the next (`_multi_cluster` in Slurm's squeue.c).
+
+    Raises:
+        SlurmError: it lists several clusters, two of which may have jobs of one number.
+    """
+    lines = [line for line in text.split("\n") if line]
+    clusters = [line for line in lines if CLUSTER.fullmatch(line)]
+    if len(clusters) > 1:
+        names = ", ".join(line.partition(" ")[2] for line in clusters)
+        raise SlurmError(
+            f"squeue lists the jobs of {len(clusters)} clusters ({names}), and a run's are of one; "
+            "check the wrapper that adds -M to squeue"
+        )
+    return [line for line in lines if line not in clusters]
 
 
 def _fields(line: str) -> list[str]:

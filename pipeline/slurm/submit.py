@@ -167,9 +167,12 @@ def submit(
 def script_of(submissions: Sequence[Submission]) -> str:
     """Return a shell script of the commands that submit everything."""
     lines = ["#!/bin/bash", "# The commands of `braid submit`.", "set -euo pipefail"]
+    lines.append("unset SLURM_CLUSTERS SBATCH_CLUSTERS  # braid asks the cluster of SLURM_CONF")
     for index, command in enumerate(shell_commands(submissions)):
         names = " ".join(stage.name for stage in submissions[index].stages)
-        lines += ["", f"# {names}", f"job_{index}=$({command})"]
+        # sbatch prints `17;CLUSTER` where there are several.
+        number = f"job_{index}=${{job_{index}%%;*}}"
+        lines += ["", f"# {names}", f"job_{index}=$({command})", number]
     return "\n".join(lines) + "\n"
 
 

@@ -394,9 +394,9 @@ def conversation_index(
         )
         tools = tools_of(row, settings.tools, found[0] if isinstance(found, tuple) else found)
         if isinstance(found, tuple):
-            return (found, tools), content_key("\0".join(found)), content_key(found[0])
+            return (found, tools), content_key("\0".join(found), tools), content_key(found[0])
         first = found[: [each["role"] for each in found].index(ASSISTANT)]
-        return (found, tools), content_key(found), content_key(first)
+        return (found, tools), content_key(found, tools), content_key(first)
 
     at = key or f"domains.{domain}.demonstrations"
     return build_index(settings, domain, at, columns, parse, optional=optional_columns(settings))

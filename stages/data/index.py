@@ -15,7 +15,7 @@ import numpy as np
 
 from parallel.errors import UserError, report_notice
 from stages.data.messages import Row, RowError
-from stages.data.problem import DataError
+from stages.data.problem import SPLIT_DIGITS, DataError
 from stages.data.rows import ROWS
 from stages.data.settings import FileSettings, ToolFileSettings
 
@@ -95,7 +95,7 @@ class RowIndex:
             why = f"{file} changed since it was indexed: {error}"
             raise DataError(f"{self.key}.path", why) from error
         # Never skipped: an indexed row that now has another prompt may be a held-out one.
-        if _leading(key) != int(self.keys[row]):
+        if int(key[:SPLIT_DIGITS], base=16) != int(self.keys[row]):
             why = f"{file} changed since it was indexed: it has another prompt"
             raise DataError(f"{self.key}.path", why)
         return content
@@ -198,8 +198,9 @@ def build_index(
                     continue
                 numbers.append(number)
                 places.append(at)
-                identities.append(_leading(identity))
-                keys.append(_leading(of_prompt))
+                # Its last digits differ where only the tools do.
+                identities.append(int(identity[-SPLIT_DIGITS:], base=16))
+                keys.append(int(of_prompt[:SPLIT_DIGITS], base=16))
         except (OSError, RowError) as error:
             raise DataError(key, f"{file}: {error}") from error
     if not keys:
@@ -238,8 +239,3 @@ class Order:
             self._shuffled = random.permutation(self._rows)
             self._epoch = epoch
         return int(self._shuffled[place])
-
-
-def _leading(key: str) -> int:
-    """Return the first 64 bits of a hash."""
-    return int(key[:16], base=16)

@@ -95,7 +95,8 @@ class FilePairs:
             prompt, chosen, rejected = pair_of(row, *columns)
             tools = tools_of(row, settings.tools, prompt)
             pair = Pair(prompt, chosen, rejected, tools)
-            whole = "\0".join(map(content_key, (pair.prompt, *pair.responses)))
+            prompt_key = content_key(pair.prompt, tools)
+            whole = "\0".join([prompt_key, *map(content_key, pair.responses)])
             return pair, hashlib.sha256(whole.encode()).hexdigest(), split_key(pair.prompt)
 
         self._columns = columns

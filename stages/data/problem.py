@@ -14,6 +14,7 @@ from parallel.errors import UserError
 Message = dict[str, Any]  # `{"role": ..., "content": ...}`, as every chat template reads it
 Tool = dict[str, Any]  # `{"type": "function", "function": {...}}`
 ASSISTANT = "assistant"
+SPLIT_DIGITS = 16  # of a content key, 64 bits, which decide whether a problem is held out
 
 
 class DomainError(UserError):
@@ -51,14 +52,22 @@ class Problem:
     @cached_property
     def key(self) -> str:
         """The content hash of the prompt, 64 hexadecimal digits (see `content_key`)."""
+        return content_key(self.prompt if self.messages is None else self.messages, self.tools)
+
+    @property
+    def question_key(self) -> str:
+        """The content hash of the prompt without its tools."""
         return content_key(self.prompt if self.messages is None else self.messages)
 
 
-def content_key(prompt: str | Sequence[Message]) -> str:
-    """Return the SHA-256 of a prompt's content, 64 hexadecimal digits.
+def content_key(prompt: str | Sequence[Message], tools: Sequence[Tool] = ()) -> str:
+    """Return the hash of a prompt's content, 64 hexadecimal digits: its SHA-256 without `tools`.
 
     It does not depend on the chat template or on whitespace, and a single user message hashes like
     its text: the held-out split is the same however a file writes its prompts.
+
+    With tools the last 48 digits hash them too: a question with other tools is another problem.
+    The first, which decide the split, do not: a held-out question is in no training prompt.
     """
     if isinstance(prompt, str):
         text = _spaced(prompt)
@@ -67,7 +76,11 @@ def content_key(prompt: str | Sequence[Message]) -> str:
     else:
         messages = [{**each, "content": _spaced(each["content"])} for each in prompt]
         text = json.dumps(messages, sort_keys=True, ensure_ascii=False)
-    return sha256(text.encode(errors="surrogatepass")).hexdigest()
+    key = sha256(text.encode(errors="surrogatepass")).hexdigest()
+    if not tools:
+        return key
+    text = key + json.dumps(list(tools), sort_keys=True)
+    return key[:SPLIT_DIGITS] + sha256(text.encode()).hexdigest()[SPLIT_DIGITS:]
 
 
 def seed_of(*parts: object) -> int:

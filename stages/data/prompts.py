@@ -262,7 +262,7 @@ def prompt_index(settings: FilePromptSettings, domain: str) -> RowIndex:
         prompt, answer = prompt_of(row, settings.prompt), answer_of(row, settings.answer)
         # A prompt of text may describe in any form the tools that its reward reads.
         tools = () if isinstance(prompt, str) else tools_of(row, settings.tools, prompt)
-        return (prompt, tools, answer, row), content_key(prompt), content_key(prompt)
+        return (prompt, tools, answer, row), content_key(prompt, tools), content_key(prompt)
 
     key, optional = f"domains.{domain}.prompts", optional_columns(settings)
     return build_index(settings, domain, key, columns, parse, optional=optional, whole=True)

@@ -16,7 +16,7 @@ from parallel.slots import MachineGpus
 from pipeline.config.validate import load, load_cluster
 from pipeline.launch.launcher import write_engine_job
 from pipeline.launch.placement import ThisMachine
-from pipeline.report.capacity import check_capacity, training_changes
+from pipeline.report.capacity import changed_settings, check_capacity, training_changes
 from pipeline.report.gpu_memory import NodeGpus, gpus_here, gpus_of, stage_phases
 from pipeline.report.memory import memory_report
 from pipeline.run.graph import compile_graph
@@ -122,6 +122,18 @@ def test_the_numerics_of_adam_are_the_last_setting_of_training_to_change() -> No
     assert [each.partition("=")[0] for each in advised(lines)] == [
         "domains.math.loop.micro_batch_tokens"
     ]
+
+
+def test_no_advised_micro_batch_is_shorter_than_a_sequence() -> None:
+    """Half of 3001 tokens on four devices are one less than a sequence of 6001."""
+    settings = qwen(*EXACT)
+    stages = {stage.name: stage for stage in compile_graph(settings)}
+    key = "stages.merge.loop.micro_batch_tokens"
+    for longest, advised_tokens in ((6001, []), (6000, [1500])):
+        change = {"engine.max_model_tokens": longest, "layout.context": 4, key: 3001}
+        changed = changed_settings(settings, change)
+        changes = training_changes([stages["merge"]], changed, [])
+        assert [change[key] for change in changes if key in change] == advised_tokens
 
 
 def test_an_optimizer_state_on_the_host_is_not_advised_to_sgd() -> None:

@@ -65,6 +65,34 @@ def test_a_run_that_an_older_version_started_gets_no_date(tmp_path: Path, direct
     assert configured(tmp_path, directory).settings.model.chat_template_date is None
 
 
+def test_a_fork_says_why_stages_of_an_undated_run_are_not_reused(
+    tmp_path: Path, directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A stage is reused where both runs record one date."""
+    dates: tuple[date | None, ...] = (None, TODAY - timedelta(days=3))
+    for name, day in zip(("undated", "recorded"), dates, strict=True):
+        run = configured(tmp_path, directory, f"name={name}")
+        model = run.settings.model.model_copy(update={"chat_template_date": day})
+        run = Run(run.path, run.settings.model_copy(update={"model": model}))
+        run.path.mkdir()
+        run.write_settings()
+        first = run.stages[0]
+        checkpoint = run.stage(first.name).path / "checkpoints" / f"step_{first.steps}"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "state.json").write_text("{}")
+        (checkpoint / "checksums.json").write_text('{"digest": "d", "files": {}}')
+        write_manifest(run.stage(first.name), run.lineage(first))
+        run.ledger.append(first.name, "done", "finished", 1)
+        other = configured(tmp_path, directory, f"name={name}-fork", fork=name)
+        common.reuse_from(other, run)
+        said = capsys.readouterr().out
+        assert other.settings.model.chat_template_date == (day or TODAY)
+        if day is None:
+            assert f"not reused: {first.name}: its chat template showed the day on which it" in said
+        else:
+            assert f": {first.name}\n" in said and "not reused" not in said
+
+
 def test_a_template_without_a_date_has_none(tmp_path: Path) -> None:
     directory = save_tokenizer(tmp_path / "tokenizer", CHATML)
     assert configured(tmp_path, directory).settings.model.chat_template_date is None

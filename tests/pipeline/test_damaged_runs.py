@@ -1,17 +1,20 @@
-"""Commands that only look at runs, on files that something else has written: they report what they
-can, and never end in a traceback."""
+"""Commands that only look at runs, on files that something else or an older version has written:
+they report what they can, and never end in a traceback."""
 
 from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from pipeline.config.validate import dump_resolved
+from pipeline.config.read import ConfigError
+from pipeline.config.validate import dump_resolved, load
 from pipeline.launch.progress import latest
 from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import compile_graph
@@ -52,7 +55,7 @@ def finish(run: RunDirectory, settings: RunSettings, without: str = "") -> None:
             checkpoint.mkdir(parents=True)
             (checkpoint / "state.json").write_text("{}")
             (checkpoint / "checksums.json").write_text('{"digest": "d", "files": {}}')
-    run.stage("evaluate").results.touch()
+    run.stage("evaluate").results.write_text(json.dumps({"models": {"merge": {"sums": SCORE}}}))
     run.stage("export").exported.mkdir()
 
 
@@ -62,6 +65,93 @@ def small(runs: Path, settings: RunSettings) -> Path:
     finish(RunDirectory(runs / "small"), settings)
     finish(RunDirectory(runs / "other"), settings, without="merge")
     return runs / "small"
+
+
+# Overrides that an older version started, and this one refuses to start.
+REFUSED = {
+    "correction": (
+        "domains.sums.objective.ratio={name: geometric}",
+        "domains.sums.objective.correction.level: token has no meaning under ratio geometric",
+    ),
+    "optimizer": (
+        "domains.sums.optimizer={learning_rate: 1.0e-3, betas: [0.9, 0.99], precision_aware: true}",
+        "domains.sums.optimizer.precision_aware: requires ",
+    ),
+    "dynamic sampling": (
+        "domains.sums={prompts: {dataset: chain_sum}, optimizer: {learning_rate: 1.0e-3},"
+        " loop: {steps: 2}, rollout: {dynamic_sampling: 2},"
+        " objective: {advantage: {name: reinforce_pp}, ratio: {name: token}}}",
+        "domains.sums.rollout.dynamic_sampling_by: advantages replaces no prompt",
+    ),
+    "reward": (
+        "domains.sums.rewards={a: {kind: code}}",
+        "domains.sums.rewards.a.kind: problems of reasoning_gym have no tests",
+    ),
+    "layout": ("layout.expert=16", "layout.expert: 16 does not divide model.experts = 8"),
+}
+
+
+def started(config: Path, override: str) -> RunSettings:
+    """Return the settings that an older version would have started."""
+    tree = load(config).model_dump(mode="json")
+    key, _, value = override.partition("=")
+    *blocks, last = key.split(".")
+    block = tree
+    for name in blocks:
+        block = block[name]
+    block[last] = yaml.safe_load(value)
+    return RunSettings.model_validate(tree)
+
+
+@pytest.mark.parametrize(("override", "message"), REFUSED.values(), ids=REFUSED)
+def test_a_run_that_could_no_longer_start_is_read_by_every_command(
+    braid: Braid, config: Path, runs: Path, tmp_path: Path, override: str, message: str
+) -> None:
+    settings = started(config, override)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        config.write_text(dump_resolved(settings))
+        load(config)
+    finish(RunDirectory(runs / "small"), settings)
+    finish(RunDirectory(runs / "other"), settings, without="merge")
+    for command in (
+        ["status"],
+        ["status", "small"],
+        ["status", "small", "--json"],
+        ["why", "small", "experts.sums"],
+        ["diff", "small", "other"],
+        ["look", "small"],
+        ["report", "small", "other", "--output", tmp_path / "report.html"],
+        ["bundle", "small", "--to", tmp_path / "small.tar.gz"],
+        ["resume", "small"],  # nothing is left to start
+        ["plan", runs / "small" / "run.yaml"],
+    ):
+        code, _, err = braid(*command)
+        if command[0] in ("resume", "plan") and override.startswith("layout"):
+            assert code == 1 and message in err  # no stage could use it, and no plan count it
+        else:
+            assert code == 0, (command, err)
+    for command in (["compare", "small"], ["logs", "small", "merge"], ["cancel", "small"]):
+        assert message not in braid(*command)[2]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_only_the_stages_that_have_to_start_are_refused(
+    braid: Braid, config: Path, runs: Path, name: str
+) -> None:
+    override, message = REFUSED[name]
+    settings = started(config, override)
+    for missing in ("experts.sums", "experts.words"):
+        finish(RunDirectory(runs / missing), settings, without=missing)
+    sums, words = runs / "experts.sums" / "run.yaml", runs / "experts.words" / "run.yaml"
+    for command in (["resume", sums.parent], ["run", sums], ["plan", sums]):
+        code, out, err = braid(*command, *["--name", "experts.sums"] * (command[0] != "resume"))
+        assert (code, out) == (1, ""), err
+        assert f"{sums}:" in err and message in err
+    stage = braid("stage", words.parent, "experts.sums")[2]
+    assert (message in stage) == (name == "layout")  # it is done
+    # The layout is of every stage; the merge reads the rewards of all domains.
+    plan = braid("plan", words, "--name", "experts.words")
+    assert plan[0] == (1 if name in ("layout", "reward") else 0), plan[2]
 
 
 def test_every_file_of_a_run_may_hold_another_type(braid: Braid, small: Path) -> None:

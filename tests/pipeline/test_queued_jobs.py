@@ -13,7 +13,7 @@ import pytest
 
 from pipeline.run.graph import compile_graph
 from pipeline.run.ledger import Ledger
-from pipeline.slurm.queue import queued
+from pipeline.slurm.queue import SlurmError, call, queued
 from pipeline.slurm.stage import _starts
 from stages.settings import RunSettings
 from tests.awaiting import PATIENCE_SECONDS
@@ -264,6 +264,35 @@ def test_a_line_of_squeue_that_cannot_be_read_is_an_error(
     assert not (slurm / "cancelled").exists()
     assert (slurm / "submitted").read_text() == jobs
     assert (runs / "small/ledger.jsonl").read_text() == ledger
+
+
+def test_squeue_may_name_the_cluster_and_lists_one(slurm: Path, tmp_path: Path) -> None:
+    """As `squeue -M` prints it, with --noheader too."""
+    (slurm / "queue").write_text(f"CLUSTER: alpha\n{JOB}\n")
+    assert queued(tmp_path, ["9"])["9"].state == "RUNNING"
+    (slurm / "queue").write_text("CLUSTER: alpha\n")
+    assert queued(tmp_path, ["9"]) == {}
+    (slurm / "queue").write_text(f"CLUSTER: alpha\n{JOB}\n\nCLUSTER: beta\n{JOB}\n")
+    with pytest.raises(SlurmError, match=r"the jobs of 2 clusters \(alpha, beta\)"):
+        queued(tmp_path, ["9"])
+
+
+def test_no_variable_is_an_option_of_slurms_commands(
+    slurm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names of the manual pages; accounts and partitions of sbatch are a user's defaults."""
+    options = {
+        *("SLURM_CLUSTERS", "SBATCH_CLUSTERS", "SQUEUE_STATES", "SQUEUE_PARTITION"),
+        *("SQUEUE_FORMAT2", "SQUEUE_FEDERATION", "SCANCEL_STATE", "SCANCEL_INTERACTIVE"),
+        "SLURM_JOB_ID",
+    }
+    defaults = {"SLURM_CONF", "SBATCH_ACCOUNT", "SBATCH_PARTITION"}
+    for name in options | defaults:
+        monkeypatch.setenv(name, "x")
+    (slurm / "sprio").write_text("#!/bin/bash\nenv\n")
+    (slurm / "sprio").chmod(0o755)
+    names = {line.partition("=")[0] for line in call(["sprio"]).splitlines()}
+    assert names & (options | defaults) == defaults
 
 
 def test_a_separator_in_a_comment_is_part_of_it(slurm: Path, tmp_path: Path) -> None:

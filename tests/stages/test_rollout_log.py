@@ -6,6 +6,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,7 +17,7 @@ import pytest
 
 from parallel.engine.log import RolloutLog, frame
 from parallel.engine.memory import response_bytes
-from parallel.engine.wire import Generation, Prompt, Question, Sampling, sample_of
+from parallel.engine.wire import Generation, Prompt, Question, Sampling, model_digest, sample_of
 from parallel.sample import Sample
 from parallel.settings import END_TOKEN
 from stages.data.problem import Problem
@@ -228,6 +229,13 @@ def test_a_log_with_an_invalid_origin_is_restarted(
     log.add(*entry)
     log.close()
     assert path.read_bytes() == sound
+
+
+def test_a_log_outlives_what_only_the_prompt_shows() -> None:
+    """Every request states the prompt's tokens: another rendering is another request."""
+    shown = {"chat_template_date": date(2026, 2, 3), "chat_template_arguments": {"style": "terse"}}
+    assert model_digest(MODEL.model_copy(update=shown)) == model_digest(MODEL)
+    assert model_digest(MODEL.model_copy(update={"rope_base": 7.0})) != model_digest(MODEL)
 
 
 def test_a_log_of_another_origin_is_not_used(tmp_path: Path) -> None:

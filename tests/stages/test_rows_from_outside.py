@@ -5,6 +5,7 @@ Each is written after the data set's card; the tokenizer and its template are Qw
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,9 @@ from pydantic import TypeAdapter
 
 from parallel import parquet_files
 from parallel.errors import UserError
-from stages.data.demonstrations import ConversationStream
+from stages.data.demonstrations import ConversationStream, conversation_index
 from stages.data.pairs import FilePairs, PairStream
-from stages.data.prompts import PromptStream
+from stages.data.prompts import PromptStream, problem_at, prompt_index
 from stages.data.rows import ROWS
 from stages.data.settings import (
     JsonlDemonstrationSettings,
@@ -68,11 +69,11 @@ RAIN = {"role": "tool", "content": "rain", "tool_call_id": "call_1"}
 LISTED = {"messages": "conversations"}
 
 
-def write(path: Path, row: Row) -> Path:
+def write(path: Path, *rows: Row) -> Path:
     if path.suffix == ".parquet":
-        parquet.write_table(pyarrow.Table.from_pylist([row]), path)
+        parquet.write_table(pyarrow.Table.from_pylist([*rows]), path)
     else:
-        path.write_text(json.dumps(row) + "\n")
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
@@ -290,6 +291,29 @@ def test_prompts_and_pairs_show_their_tools(tmp_path: Path, wrap: Any) -> None:
     assert tokenizer.decode_prompt(drawn.chosen.prompt) == problem.prompt
     assert tokenizer.decode_prompt(drawn.chosen.response) == f"{NO_THOUGHTS}{CALL}{END}"
     assert tokenizer.decode_prompt(drawn.rejected.response) == f"{NO_THOUGHTS}No.{END}"
+
+
+def test_a_question_with_other_tools_is_no_repetition(tmp_path: Path) -> None:
+    tokenizer, clock = published("qwen3"), {**WEATHER["function"], "name": "clock"}
+    other = {"type": "function", "function": clock}
+    turns = [user("Rain?"), assistant("No.")]
+    row = {"prompt": [turns[0]], "messages": turns, "chosen": "No.", "rejected": "?"}
+    rows = [{**row, "tools": [each]} for each in (WEATHER, other, WEATHER)] + [row]
+    path = write(tmp_path / "rows.jsonl", *rows)
+    # Both sets of tools and none: three problems on one side of the split.
+    index = prompt_index(JsonlPromptSettings(path=path), "own")
+    assert index.counts.duplicates == 1
+    problems = [problem_at(index, tokenizer, number, number) for number in range(3)]
+    assert [problem.tools for problem in problems] == [(WEATHER,), (other,), ()]
+    assert len({problem.key for problem in problems}) == 3
+    bare = hashlib.sha256(b"Rain?").hexdigest()  # as before there were tools
+    assert problems[2].key == bare
+    assert {problem.key[:16] for problem in problems} == {bare[:16]}
+    assert index.keys.tolist() == 3 * [int(bare[:16], 16)]
+    shown = JsonlDemonstrationSettings(path=path)
+    assert conversation_index(shown, "own").counts.duplicates == 1
+    source: Any = TypeAdapter(PairSource).validate_python({"source": "jsonl", "path": str(path)})
+    assert len(FilePairs(source, ("prompt", "chosen", "rejected"), KEY, 1e-9)) == 3
 
 
 def stamped(path: Path, *, prompts: list[Any], **columns: Any) -> ParquetPromptSettings:

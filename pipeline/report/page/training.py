@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from parallel.families import family_violations
+from parallel.layout_rules import layout_violations
 from pipeline.report.health import guards_of, steps_beyond
 from pipeline.report.stage_memory import stage_memory
 from pipeline.run.graph import Stage
@@ -72,6 +74,12 @@ def history(run: Run, stage: str, lines: Sequence[Line]) -> Iterator[Json]:
 
 
 def planned_memory(run: Run, stage: Stage) -> int | None:
-    """Return the bytes that `braid plan --memory` says of a stage's fullest rank."""
+    """Return the bytes that `braid plan --memory` says of a stage's fullest rank.
+
+    None for a run of an older version with a layout that this one would not start.
+    """
+    model, layout = run.settings.model, run.settings.layout
+    if layout_violations(model, layout) or any(family_violations(model, layout)):
+        return None
     ranks = stage_memory(stage, run.settings)
     return max((rank.total for rank in ranks), default=None)
