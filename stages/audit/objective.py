@@ -111,11 +111,12 @@ def terms(facts: Facts, objective: dict[str, Any], correct_all: bool) -> Terms:
         by_token = objective["correction"]["level"] == "token"
         if by_token and objective["ratio"]["name"] in ("geometric", "rspo"):
             raise NotAuditable("objective.correction.level: token is not defined for this ratio")
-        # Token j of a response that mu sampled adds w_j c_j grad log pi_j (TIS; IcePop, whose w_j
-        # is 0 where it masks; verl's GSPO), c_j being what it adds to an uncorrected gradient.
+        # Token j of a response that mu sampled adds w_j c_j grad log pi_j (TIS; IcePop, 2510.18855,
+        # whose w_j is 0 where it masks; under one ratio a response, as verl's GSPO, in the form of
+        # 2507.18071, eq. 13), c_j being what it adds to an uncorrected gradient.
         value, slope = value * correction, slope * correction
     masked = None
-    if objective["sequence_mask"]["enabled"]:
+    if objective["sequence_mask"]["enabled"]:  # 2512.02556: not the KL; its pi_old is the engine's
         moved = (facts.engine - facts.logprobs.detach()).mean()
         masked = (facts.advantages < 0) & (moved > objective["sequence_mask"]["delta"])
         value, slope = value.masked_fill(masked, 0.0), slope.masked_fill(masked, 0.0)
@@ -143,10 +144,13 @@ def _surrogate(
         weight = ratio.clamp(max=settings["cap"]).clamp(min=settings.get("floor", 0.0))
         return -weight * advantage * logprobs, -weight * advantage, ratio, weight != ratio
     if name in ("geometric", "rspo"):
-        if name == "rspo":  # 2510.23027: gamma_t r_t in place of r_t, gamma_t without gradient
+        # 2510.23027 v2, eq. 5-9: gamma_t r_t in place of r_t, gamma_t without gradient. In v1
+        # gamma_t was a factor after the clip.
+        if name == "rspo":
             assert facts.router_movement is not None
             log_ratio = log_ratio - facts.router_movement.clamp(max=-math.log(settings["floor"]))
-        # 2507.20673, eq. 4: s A, s = exp of the mean of log r_t, clipped where A would push it on.
+        # 2507.20673: (prod_t |min(r_t A, clip(r_t) A)|)^(1/n) sgn(A), clipped as verl does: that is
+        # s A, s = exp of the mean of log r_t, from above where A > 0 and from below where A < 0.
         # d(n s A) / d log r_j = s A, and 0 of a clipped token.
         good = advantage >= 0
         high = torch.full_like(advantage, settings["clip_high"])
@@ -178,7 +182,7 @@ def _correction(facts: Facts, settings: dict[str, Any], correct_all: bool) -> to
     if settings["name"] == "none":
         return None
     log_ratio = facts.old - facts.engine
-    if settings["level"] == "sequence":
+    if settings["level"] == "sequence":  # slime's geometric; verl's and TRL's is the product
         log_ratio = log_ratio.mean().expand_as(log_ratio)
     ratio = _exp(log_ratio)
     if settings["name"] == "tis":

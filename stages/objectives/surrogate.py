@@ -205,7 +205,7 @@ class TisSettings(ImportanceSettings):
     cap: AboveZero = Field(default=2.0, description="largest weight")
 
 
-@correction(TisSettings, source="DeepSeek-V3.2, arXiv 2512.02556")
+@correction(TisSettings, source="Yao et al. 2025, https://fengyao.notion.site/off-policy-rl")
 def truncated(ratio: Tensor, settings: TisSettings) -> Tensor:
     """Return min(pi_old / mu, cap): truncated importance sampling."""
     return ratio.clamp(max=settings.cap)
@@ -226,7 +226,7 @@ class IcePopSettings(ImportanceSettings):
             yield "low", f"{self.low:g} must be less than high = {self.high:g}"
 
 
-@correction(IcePopSettings)
+@correction(IcePopSettings, source="Ring-1T, arXiv 2510.18855")
 def icepop(ratio: Tensor, settings: IcePopSettings) -> Tensor:
     """Return pi_old / mu within [low, high], else 0."""
     return ratio.masked_fill((ratio < settings.low) | (ratio > settings.high), 0.0)
@@ -238,7 +238,8 @@ def correction_weights(
     """Return the weight of every token, [B, T], without gradient.
 
     Both log-probabilities [B, T] in nats, pi_old's and mu's, `mask` [B, T] bool. The ratio of a
-    sequence is the geometric mean over its tokens: a product would vanish with their number.
+    sequence is the geometric mean over its tokens, slime's `geometric`: a product, the `sequence`
+    of verl, TRL and slime, would vanish with their number.
     """
     log_ratio = (old_logprobs - engine_logprobs).detach().masked_fill(~mask, 0.0)
     if isinstance(settings, ImportanceSettings) and settings.level == "sequence":

@@ -1,7 +1,8 @@
-"""The formulas of the audit and of the objectives, written independently, agree on random numbers.
+"""The audit, the objectives and the papers' own equations agree on random numbers.
 
-odd.yaml audits some of them in real steps. This module covers every advantage but a critic's, and
-every ratio, sampled KL estimator and correction.
+Audit and objectives once shared a mistake, which no comparison of the two can notice: papers.py is
+written from neither. odd.yaml audits some formulas in real steps. This module covers every
+advantage but a critic's, and every ratio, sampled KL estimator and correction.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from stages.objectives.graded import Graded, compute_advantages
 from stages.objectives.loss import ObjectiveSettings, Totals, policy_loss
 from stages.objectives.registry import ADVANTAGES, KL_ESTIMATORS, RATIOS
 from stages.objectives.surrogate import NoCorrectionSettings, Tokens, correction_weights
+from tests.audit import papers
 
 TOKENS = 12
 OF_REWARDS = [name for name in ADVANTAGES if name != "gae"]
@@ -48,10 +50,13 @@ def random(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
-def both(
-    objective: dict[str, Any], sign: float, stale: bool, moved: float = 0.0
+def losses(
+    objective: dict[str, Any],
+    advantages: float | torch.Tensor,
+    stale: bool,
+    moved: float = 0.0,
 ) -> list[tuple[float, torch.Tensor]]:
-    """Return loss and gradient of one response by the audit and by the product.
+    """Return loss and gradient of one response by the audit, by the product and by the papers.
 
     The policy gives its tokens `moved` nats more than pi_old does, on average.
     """
@@ -59,57 +64,57 @@ def both(
     policy = (-1 + random(0, TOKENS) / 3).requires_grad_()
     old, engine, reference = (policy.detach() + random(seed, TOKENS) / 3 for seed in (1, 2, 3))
     old = old - (old - policy.detach()).mean() - moved
-    facts = Facts(
-        policy,
-        old,
-        engine,
-        torch.full((TOKENS,), sign, dtype=torch.float64),
-        stale,
-        reference=reference,
-        router_movement=random(4, TOKENS).abs() / 3,
-    )
+    movement = random(4, TOKENS).abs() / 3
+    advantages = torch.as_tensor(advantages, dtype=torch.float64).expand(TOKENS)
+    facts = Facts(policy, old, engine, advantages, stale, reference, router_movement=movement)
     found = terms(facts, settings.model_dump(), correct_all=not stale)
     audited = found.surrogate.mean()
     if found.kl is not None:
         audited = audited + settings.kl.coefficient * found.kl.mean()
     mask = torch.ones(1, TOKENS, dtype=torch.bool)
+    corrected = not isinstance(settings.correction, NoCorrectionSettings)
     tokens = Tokens(
         policy[None],
         old[None],
         engine[None],
-        facts.advantages[None],
+        advantages[None],
         mask,
         sampling_logprobs=engine[None] if stale else None,
-        weights=None
-        if isinstance(settings.correction, NoCorrectionSettings)
-        else correction_weights(old[None], engine[None], mask, settings.correction),
-        router_movement=None
-        if facts.router_movement is None or not settings.ratio.needs_router_shift
-        else facts.router_movement[None],
+        weights=correction_weights(old[None], engine[None], mask, settings.correction)
+        if corrected
+        else None,
+        router_movement=movement[None] if settings.ratio.needs_router_shift else None,
         reference_logprobs=reference[None],
     )
     ours = policy_loss(tokens, Totals(1, TOKENS), settings, settings.kl.coefficient).loss
-    return [(loss.item(), torch.autograd.grad(loss, policy)[0]) for loss in (audited, ours)]
+    response = papers.Response(policy, old, engine, reference, advantages, movement)
+    published = papers.policy_losses(response, settings.model_dump(), corrected).mean()
+    estimates = papers.kl_estimates(response, settings.kl.estimator, engine if stale else old)
+    published = published + settings.kl.coefficient * estimates.mean()
+    return [
+        (loss.item(), torch.autograd.grad(loss, policy)[0]) for loss in (audited, ours, published)
+    ]
 
 
 def assert_alike(found: list[tuple[float, torch.Tensor]]) -> None:
-    (audited, slope), (ours, our_slope) = found
-    assert audited == pytest.approx(ours, rel=1e-12, abs=1e-15)
-    torch.testing.assert_close(slope, our_slope, rtol=1e-12, atol=1e-15)
+    (audited, slope), *others = found
+    for loss, gradient in others:
+        assert audited == pytest.approx(loss, rel=1e-12, abs=1e-14)
+        torch.testing.assert_close(slope, gradient, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("moved", [-0.3, 0.0, 0.3])
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 @pytest.mark.parametrize("ratio", with_others(RATIOS), ids=label)
 def test_ratios(ratio: dict[str, Any], sign: float, moved: float) -> None:
-    assert_alike(both({"ratio": ratio, "correction": {"name": "none"}}, sign, False, moved))
+    assert_alike(losses({"ratio": ratio, "correction": {"name": "none"}}, sign, False, moved))
 
 
 @pytest.mark.parametrize("stale", [False, True])
 @pytest.mark.parametrize("estimator", KL_ESTIMATORS)
 def test_estimators_of_the_kl(estimator: str, stale: bool) -> None:
     kl = {"coefficient": 0.7, "estimator": estimator}
-    assert_alike(both({"kl": kl, "correction": {"name": "none"}}, 1.0, stale))
+    assert_alike(losses({"kl": kl, "correction": {"name": "none"}}, 1.0, stale))
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
@@ -127,18 +132,40 @@ def test_corrections(given: dict[str, Any], level: str, name: str) -> None:
     objective = {"correction": {**given, "level": level}, "ratio": ratio}  # no clip binds
     if level == "token" and name in ("geometric", "rspo"):
         with pytest.raises(NotAuditable, match="level: token is not defined for this ratio"):
-            both(objective, 1.0, stale=True)
+            losses(objective, 1.0, stale=True)
         return
-    found = both(objective, 1.0, stale=True)
+    found = losses(objective, 1.0, stale=True)
     assert_alike(found)
     excluded = level == "sequence" and given["name"] == "icepop" and given["low"] != 0.8
     assert bool(found[0][1].any()) != excluded
 
 
+@pytest.mark.parametrize("moved", [-0.3, 0.3])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize(
+    "correction", [{"name": "tis", "cap": 1.1}, {"name": "icepop", "low": 0.9}]
+)
+@pytest.mark.parametrize("ratio", with_others(RATIOS), ids=label)
+def test_corrections_of_clipped_tokens(
+    ratio: dict[str, Any], correction: dict[str, Any], sign: float, moved: float
+) -> None:
+    level = "sequence" if ratio["name"] in ("geometric", "rspo") else "token"
+    objective = {"ratio": ratio, "correction": {**correction, "level": level}}
+    assert_alike(losses(objective, sign, True, moved))
+
+
+@pytest.mark.parametrize("moved", [-0.3, 0.3])
+@pytest.mark.parametrize("name", ["token", "sequence_token", "cispo"])
+def test_tokens_of_unlike_advantages(name: str, moved: float) -> None:
+    correction = {"name": "icepop", "low": 0.8, "level": "token"}
+    objective = {"ratio": {"name": name}, "correction": correction}
+    assert_alike(losses(objective, random(6, TOKENS), True, moved))
+
+
 @pytest.mark.parametrize("delta", [0.001, 10.0])
 def test_the_sequence_mask(delta: float) -> None:
     mask = {"enabled": True, "delta": delta}
-    assert_alike(both({"sequence_mask": mask, "correction": {"name": "none"}}, -1.0, stale=True))
+    assert_alike(losses({"sequence_mask": mask, "correction": {"name": "none"}}, -1.0, stale=True))
 
 
 @pytest.mark.parametrize("given", with_others(OF_REWARDS), ids=label)
@@ -160,9 +187,23 @@ def test_advantages(given: dict[str, Any]) -> None:
         for place, size in enumerate(sizes)
     ]
     audited = audited_advantages(samples, settings.model_dump(), {"sums": WEIGHTS})
-    for values, sample, found in zip(audited, samples, ours.flatten(0, 1), strict=True):
-        size = len(sample.response)
-        expected = found.expand(size) if len(found) == 1 else found[:size]
+    published = papers.advantages(
+        [
+            papers.Graded(
+                sample.group,
+                len(sample.response),
+                sample.fields["reward"],
+                [(WEIGHTS[name], part) for name, part in sample.fields["reward_parts"].items()],
+                sample.fields["step_rewards"],
+            )
+            for sample in samples
+        ],
+        settings.model_dump(),
+    )
+    for values, found, expected in zip(audited, ours.flatten(0, 1), published, strict=True):
+        size = len(values)
+        mine = found.expand(size) if len(found) == 1 else found[:size]
+        assert values == pytest.approx(mine.tolist(), rel=1e-9, abs=1e-9)
         assert values == pytest.approx(expected.tolist(), rel=1e-9, abs=1e-9)
 
 

@@ -11,9 +11,11 @@ import torch
 
 from stages.audit.collection import _verdicts
 from stages.audit.evaluation import _solved
+from stages.audit.model import Read
+from stages.audit.policy_step import Known, PolicyStep
 from stages.audit.preference_step import _accuracy, _losses
 from stages.audit.rows import CLOSE, Comparison, buffers, change, exact, mismatch, number, numbers
-from stages.audit.update import Optimizer
+from stages.audit.update import Optimizer, take_update
 
 KEEP: dict[str, Any] = {
     **{"reward": None, "min_tokens": None, "max_tokens": None, "script": None, "per_prompt": None},
@@ -173,3 +175,124 @@ def test_an_answer_is_solved_where_what_judges_it_is_full(
     run: Any = SimpleNamespace(settings={"domains": {"sums": {"rewards": rewards}}})
     answer: Any = SimpleNamespace(domain="sums", fields={"reward": reward, "reward_parts": parts})
     assert _solved(run, answer) is solved
+
+
+def random(seed: int, *shape: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def test_the_routers_losses_are_those_of_the_papers() -> None:
+    """E sum_e f_e P_e (2101.03961, eq. 4; f over k choices) and z (2202.08906, eq. 5), by layer."""
+    layers, experts, top_k, lengths = 2, 5, 2, (3, 1, 4)
+    logits = [random(n, layers, n, experts).requires_grad_() for n in lengths]
+    model: Any = SimpleNamespace(
+        parameters={str(n): values for n, values in zip(lengths, logits, strict=True)},
+        module=SimpleNamespace(zero_grad=lambda set_to_none: None),
+        read=lambda sample, replay: SimpleNamespace(
+            router_logits=model.parameters[str(len(sample.tokens))],
+            chosen=model.parameters[str(len(sample.tokens))].topk(top_k).indices,
+        ),
+    )
+    gradients: dict[str, torch.Tensor] = {}
+    optimizer: Any = SimpleNamespace(step=lambda model, values: gradients.update(values) or 0.0)
+    samples: Any = [SimpleNamespace(tokens=range(n)) for n in lengths]
+    routing = {"load_balance": 0.3, "z_loss": 0.2}
+    logged = take_update(
+        model, optimizer, samples, routing, False, lambda read: read.router_logits.sum() * 0
+    )
+
+    balance, squares = torch.zeros(()).double(), torch.zeros(()).double()
+    for layer in torch.cat(logits, dim=1):  # [tokens, experts]
+        counts = torch.zeros(experts).double()
+        for token in layer:
+            counts[token.argsort(descending=True)[:top_k]] += 1
+        probabilities = layer.exp() / layer.exp().sum(-1, keepdim=True)
+        share = counts / (sum(lengths) * top_k)
+        balance = balance + experts * (share * probabilities.mean(0)).sum()
+        squares = squares + (layer.exp().sum(-1).log() ** 2).mean()
+    assert logged["load_balance"] == pytest.approx(balance.item() / layers)
+    assert logged["z_loss"] == pytest.approx(squares.item() / layers)
+    expected = torch.autograd.grad(0.3 * balance + 0.2 * squares, logits)
+    for gradient, slope in zip(gradients.values(), expected, strict=True):
+        torch.testing.assert_close(gradient, slope)
+
+
+def test_a_response_weighs_by_a_power_of_its_length() -> None:
+    """f = G softmax(h^lambda), h = 1 + z / 9 (2510.06870), its derivative by differences."""
+    step = object.__new__(PolicyStep)
+    lengths = {0: [3, 8, 1, 40], 1: [5, 5]}
+    samples: Any = [
+        SimpleNamespace(group=group, response=range(n)) for group in lengths for n in lengths[group]
+    ]
+    objective: Any = SimpleNamespace(settings={"aggregation": "lambda"})
+
+    def weights(exponent: float) -> list[float]:
+        powers = [
+            [(1 + (n - mean) / (deviation or 1.0) / 9) ** exponent for n in of_group]
+            for of_group in lengths.values()
+            for mean in [sum(of_group) / len(of_group)]
+            for deviation in [(sum((n - mean) ** 2 for n in of_group) / len(of_group)) ** 0.5]
+        ]
+        totals = [sum(map(math.exp, of_group)) for of_group in powers]
+        return [
+            len(of_group) * math.exp(power) / total
+            for of_group, total in zip(powers, totals, strict=True)
+            for power in of_group
+        ]
+
+    exponent = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+    for place, sample in enumerate(samples):
+        weight = torch.as_tensor(step._length_weight(sample, samples, objective, exponent))
+        assert weight.item() == pytest.approx(weights(0.7)[place])
+        slope = (weights(0.7 + 1e-6)[place] - weights(0.7 - 1e-6)[place]) / 2e-6
+        assert torch.autograd.grad(weight, exponent)[0].item() == pytest.approx(slope, abs=1e-8)
+
+
+def test_routers_move_and_policies_differ_as_the_papers_say() -> None:
+    """Delta of RSPO (2510.23027 v2, eq. 5 and 6), and KL over the sets that sampling kept."""
+    prompt, count, layers, experts, top_k = 3, 4, 2, 5, 2
+    sets = [torch.tensor(ids) for ids in ([0, 2], [], [1, 2, 5], [3])]
+    sample: Any = SimpleNamespace(
+        response=torch.tensor([2, 4, 1, 3]),
+        learned=torch.arange(count),
+        logprobs=torch.zeros(count).double(),
+        first=prompt - 1,
+        kept=sets,
+        fields={"weight_version": 1},
+    )
+    now, then = random(0, layers, prompt + count - 1, experts), random(1, layers, 6, experts)
+    top = then.topk(top_k).indices
+    logits, others = random(2, count, 6).requires_grad_(), random(3, count, 6)
+    known = Known(sample.logprobs, sample.logprobs, 0.0, top, then.log_softmax(-1).gather(-1, top))
+    step = object.__new__(PolicyStep)
+    step.temperature, step.step = 0.6, 1
+    objective: Any = SimpleNamespace(
+        coefficient=1.0,
+        reference=SimpleNamespace(read=lambda sample, replay: Read(sample, others, now, top)),
+        settings={"kl": {"estimator": "full"}, "ratio": {"name": "rspo"}},
+    )
+    facts = step._facts(Read(sample, logits, now, now.topk(top_k).indices), known, objective)
+
+    movements, kls = [], []
+    for token, ids in enumerate(sets):
+        place = prompt - 1 + token  # of the token that predicts it
+        movements.append(
+            sum(
+                abs(math.log(now[layer, place].softmax(-1)[e] / then[layer, place].softmax(-1)[e]))
+                for layer in range(layers)
+                for e in then[layer, place].argsort(descending=True)[:top_k]
+            )
+            / (layers * top_k)
+        )
+        ids = ids if len(ids) else torch.arange(6)
+        mine, theirs = ((rows[token, ids] / 0.6).exp() for rows in (logits, others))
+        mine, theirs = mine / mine.sum(), theirs / theirs.sum()
+        kls.append((mine * (mine / theirs).log()).sum())
+    assert facts.router_movement is not None and facts.full_kl is not None
+    assert facts.router_movement.tolist() == pytest.approx(movements)
+    torch.testing.assert_close(facts.full_kl, torch.stack(kls))
+    gradient, slope = (
+        torch.autograd.grad(values.sum(), logits)[0] for values in (facts.full_kl, torch.stack(kls))
+    )
+    torch.testing.assert_close(gradient, slope)

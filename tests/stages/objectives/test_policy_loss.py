@@ -192,7 +192,7 @@ def test_the_gradient_is_the_derivative(ratio: str) -> None:
 @pytest.mark.parametrize("aggregation", ["sequence_mean", "token_mean"])
 @pytest.mark.parametrize("ratio", list(RATIOS))
 def test_a_token_is_learned_by_its_own_weight(ratio: str, aggregation: str) -> None:
-    """TIS and IcePop multiply each token's gradient (DeepSeek-V3.2; verl's GSPO).
+    """TIS and IcePop multiply each token's gradient (2510.18855; verl's GSPO).
 
     A masked token, of weight 0, has none; under a ratio per response too, if it is not refused.
     """
