@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from argparse import Namespace
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from pipeline.report.domain_scores import (
     demonstrated,
     described,
     errors,
+    has_references,
     notes,
     previewed,
     scored,
@@ -93,7 +95,7 @@ def domain_check(arguments: Namespace) -> None:
     if arguments.run is None:
         if arguments.stage or arguments.samples:
             raise UserError("--stage and --samples need --run")
-        wrong = _check_file(arguments)
+        verdict = _check_file(arguments)
     else:
         if tokenizer or not arguments.stage:
             raise UserError("--run needs --stage, and excludes --tokenizer: a run has its own")
@@ -105,18 +107,26 @@ def domain_check(arguments: Namespace) -> None:
         model = run.settings.model
         domain = load_domain(path, run.settings.rewards)
         pool, positions = run.settings.rewards, model.max_positions
-        wrong = _check(arguments, path.stem, domain, pool, model.tokenizer_keys, positions)
+        verdict = _check(arguments, path.stem, domain, pool, model.tokenizer_keys, positions)
         checkpoint = run.checkpoint_path(arguments.stage)
         with run.lock():
             check_not_queued(run)
             programs = common.PROGRAMS
             found = one_off.preview(run, settings, terminal(), programs, checkpoint, path.stem)
         print("", *previewed(found), "", sep="\n")
+    wrong, untested = verdict.wrong, verdict.untested
     if arguments.json:
-        print_json(arguments, {"valid": not wrong, "errors": wrong, "preview": found})
+        found = {"valid": not wrong, "errors": wrong, "untested": untested, "preview": found}
+        print_json(arguments, found)
     if wrong:
         print(table("", (), [(Cell("✗", "red"), error) for error in wrong]))
         raise UserError(f"{shown(path)}: its rewards (✗) do not tell right from wrong")
+    if untested:
+        say(
+            f"{shown(path)} is valid; whether a right answer earns more than a wrong one is "
+            f"untested, without reference answers: {', '.join(untested)}"
+        )
+        return
     say(f"{shown(path)} is valid, and its rewards tell right from wrong on these prompts")
 
 
@@ -150,8 +160,16 @@ def domain_new(arguments: Namespace) -> None:
     say(f"wrote {shown(path)}; check it with: braid domain check {shown(path)}")
 
 
-def _check_file(arguments: Namespace) -> list[str]:
-    """Print the domain of a file, or the domains of a run's; return where rewards are wrong.
+@dataclass(frozen=True)
+class _Verdict:
+    """Where rewards do not tell right from wrong, and the domains that have nothing right."""
+
+    wrong: list[str]
+    untested: list[str]
+
+
+def _check_file(arguments: Namespace) -> _Verdict:
+    """Print the domain of a file, or the domains of a run's; return what the rewards do.
 
     Raises:
         UserError: the file is a domain's and --domain names one, or a run's and has no such domain.
@@ -163,17 +181,19 @@ def _check_file(arguments: Namespace) -> list[str]:
             raise UserError(f"{shown(path)} is one domain; --domain needs a run's file")
         pool = RewardPoolSettings()
         domain = load_domain(path, pool)
-        return _check(arguments, path.stem, domain, pool, named or {"tokenizer": CHARACTERS})
+        return _check(arguments, path.stem, domain, pool, named)
     run = load(path, to_start=False)
     if absent := next((name for name in names if name not in run.domains), None):
         raise UserError(f"{shown(path)}: no domain {absent}; {hint(absent, run.domains)}")
-    wrong: list[str] = []
+    verdict = _Verdict([], [])
     for name in names or run.domains:
         say("", f"domain {name}")
         domain, model = run.domains[name], run.model
         found = (run.rewards, named or model.tokenizer_keys, model.max_positions)
-        wrong += _check(arguments, name, domain, *found)
-    return wrong
+        checked = _check(arguments, name, domain, *found)
+        verdict.wrong.extend(checked.wrong)
+        verdict.untested.extend(checked.untested)
+    return verdict
 
 
 def _check(
@@ -181,30 +201,33 @@ def _check(
     name: str,
     settings: DomainSettings,
     pool: RewardPoolSettings,
-    tokenizer: Mapping[str, Any],
+    tokenizer: Mapping[str, Any] | None,
     max_positions: int | None = None,
-) -> list[str]:
-    """Print a domain and its rewards' scores; return where they do not tell right from wrong.
+) -> _Verdict:
+    """Print a domain and its rewards' scores; return what these do.
 
-    `tokenizer` has the keys of a model's settings that are about it.
+    `tokenizer` has the keys of a model's settings that are about it; without one, lengths are in
+    characters.
     """
     differing = (f"  {line}" for line in dump_differing(settings).splitlines())
     say("settings that differ from the defaults:", *differing)
     job = {
         "domain": name,
         "settings": settings.model_dump(mode="json"),
-        **tokenizer,
+        **(tokenizer or {"tokenizer": CHARACTERS}),
         "pool": pool.model_dump(mode="json"),
         "prompts": arguments.prompts,
         "max_positions": max_positions,
     }
     found = one_off.answer_of("the check", "stages.domain_check", job)
-    say("", *described(settings, found["lengths"]))
+    unit = "tokens" if tokenizer else "characters"
+    say("", *described(settings, found["lengths"], unit))
     for number, prompt in enumerate(found["prompts"], start=1):
         asked, answer = short(prompt["prompt"]), short(prompt["answer"])
-        say("", f"{number}. {asked}, {prompt['tokens']} tokens; answer {answer}")
+        say("", f"{number}. {asked}, {prompt['tokens']} {unit}; answer {answer}")
         print(scored("", ((each["what"], each) for each in prompt["responses"]), "text"))
-    say("", *demonstrated(settings, found["demonstrations"]), "")
+    say("", *demonstrated(settings, found["demonstrations"], unit), "")
     for note in notes(name, settings, found["prompts"]):
         say(f"· {note}")
-    return [*unreadable(name, found["answers"]), *errors(name, settings, found["prompts"])]
+    wrong = [*unreadable(name, found["answers"]), *errors(name, settings, found["prompts"])]
+    return _Verdict(wrong, [] if has_references(found["prompts"]) else [name])

@@ -25,6 +25,7 @@ from pipeline.config.tokenizers import (
     argument_violation,
     directory_violation,
     outside_models,
+    size_violation,
     template_violation,
     tokenizer_violation,
 )
@@ -69,8 +70,11 @@ def violations(run: RunSettings) -> Found:
     if tokenizer and (problem := unusable_tokenizer(tokenizer)):
         yield "model.tokenizer", problem
         tokenizer = None
-    elif why := argument_violation(model):
-        yield "model.chat_template_arguments", why
+    else:
+        if why := argument_violation(model):
+            yield "model.chat_template_arguments", why
+        if why := size_violation(model):
+            yield "model.vocabulary_size", why
     shown_in = {
         name
         for block in run.stages.values()

@@ -68,6 +68,17 @@ def tokenizer_violation(path: Path, model: ModelSettings) -> str | None:
     return None
 
 
+def size_violation(model: ModelSettings) -> str | None:
+    """Return that the model's tokenizer has more ids than the model, or None."""
+    size = max(_tokens(model.tokenizer), default=-1) + 1
+    if model.tokenizer == CHARACTERS or size <= model.vocabulary_size:
+        return None
+    return (
+        f"{model.vocabulary_size} is less than the {size} ids of the tokenizer "
+        f"{_shown(model.tokenizer)}; use the model's own tokenizer, or a larger vocabulary"
+    )
+
+
 def template_cautions(settings: RunSettings) -> Iterator[tuple[str, str]]:
     """Yield each model outside the run with another chat template, as (dotted key, message)."""
     own = settings.model.tokenizer

@@ -400,7 +400,7 @@ def _validated(
 ) -> tuple[Root | None, list[Violation], int]:
     """Return the settings, or the first MOST_ERRORS violations and the number of further ones.
 
-    A missing key is an error only in a complete tree: else an unreadable file may define it.
+    Where the tree is not complete, an unreadable file may define a missing key.
     """
     # YAML has JSON's types, and only pydantic's strict mode for JSON accepts a list as a tuple and
     # a string as a path, but neither "3" nor true as a number.
@@ -419,12 +419,28 @@ def _validated(
         reported = [
             each
             for each in listed
-            if each["type"] not in MISSING or (complete and each["loc"] not in renamed)
+            if (complete or not _is_of_unread_file(root, tree, each))
+            and (each["type"] not in MISSING or each["loc"] not in renamed)
         ]
         first = reported[:MOST_ERRORS]
         found = [violation_of(root, tree, details) for details in first]
         found += (each for details in first for each in violations_below(root, tree, details))
         return None, found, len(reported) - len(first)
+
+
+def _is_of_unread_file(root: type[Settings], tree: Mapping, error: ErrorDetails) -> bool:
+    """Return whether a file that cannot be read may define a missing key, or a block's class.
+
+    A key that a class lacks is unknown only where the block itself says which class it is.
+    """
+    if error["type"] in MISSING:
+        return True
+    block, model = error["loc"][:-1], schema_of(root)
+    union = schema.type_at(model, block[:-1])
+    if error["type"] != "extra_forbidden" or not block or block[-1] not in schema.arms(union):
+        return False
+    node = find(tree, tuple(map(str, schema.without_arms(model, block))))
+    return isinstance(node, Mapping) and schema.tag(union) not in node.entries
 
 
 def _deleting_null(root: type[Settings], tree: Mapping, error: ErrorDetails) -> Key | None:

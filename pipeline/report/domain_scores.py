@@ -21,8 +21,13 @@ RANGES = 10  # of a distribution with more values than this
 Prompts = Sequence[dict[str, Any]]
 
 
-def described(settings: DomainSettings, lengths: dict[str, Any]) -> Iterator[str]:
-    """Yield the source of the prompts, their counts and their lengths."""
+def described(
+    settings: DomainSettings, lengths: dict[str, Any], unit: str = "tokens"
+) -> Iterator[str]:
+    """Yield the source of the prompts, their counts and their lengths.
+
+    `unit` is "characters" where the model's tokenizer is not known.
+    """
     prompts, response = settings.prompts, settings.sampling.max_response_tokens
     rows, held_out, for_gates = (lengths[key] for key in ("rows", "held_out", "for_gates"))
     if isinstance(prompts, ReasoningGymPromptSettings):
@@ -36,15 +41,23 @@ def described(settings: DomainSettings, lengths: dict[str, Any]) -> Iterator[str
     )
     if not isinstance(prompts, ReasoningGymPromptSettings):
         yield f"  a run's evaluation.problems is at most {held_out}, gate.problems {for_gates}"
-    yield f"  tokens of a prompt, by percentile: {_spread(lengths['tokens'])}"
+    yield f"  {unit} of a prompt, by percentile: {_spread(lengths['tokens'])}"
+    if unit != "tokens":
+        yield "  its tokens are counted with the model's tokenizer: --tokenizer DIRECTORY"
+        return
     yield (
         f"  the longest prompt and sampling.max_response_tokens = {response} are "
         f"{lengths['tokens']['100'] + response} tokens; engine.max_model_tokens must allow them"
     )
 
 
-def demonstrated(settings: DomainSettings, report: dict[str, Any] | None) -> Iterator[str]:
-    """Yield the source of a cold start's demonstrations, their counts, lengths and examples."""
+def demonstrated(
+    settings: DomainSettings, report: dict[str, Any] | None, unit: str = "tokens"
+) -> Iterator[str]:
+    """Yield the source of a cold start's demonstrations, their counts, lengths and examples.
+
+    `unit` is as in `described`.
+    """
     source = settings.demonstrations
     if report is None:
         yield "demonstrations: none; a run with a cold start needs them from files"
@@ -61,8 +74,8 @@ def demonstrated(settings: DomainSettings, report: dict[str, Any] | None) -> Ite
         yield "  those above model.max_positions tokens are too long: count them with --run"
     else:
         yield f"  {report['too_long']} of these are too long: more than {report['limit']} tokens"
-    yield f"  tokens of a demonstration, by percentile: {_spread(report['tokens'])}"
-    yield f"  {100 * report['learned']:.0f} % of tokens are trained on: the assistant's"
+    yield f"  {unit} of a demonstration, by percentile: {_spread(report['tokens'])}"
+    yield f"  {100 * report['learned']:.0f} % of {unit} are trained on: the assistant's"
     for asked, answered in report["examples"]:
         yield f"  {short(asked)} is answered {short(answered)}"
 
@@ -121,6 +134,11 @@ def errors(domain: str, settings: DomainSettings, prompts: Prompts) -> Iterator[
         )
 
 
+def has_references(prompts: Prompts) -> bool:
+    """Return whether the prompts have reference answers, which the rewards have scored."""
+    return any(each["what"] == "reference" for prompt in prompts for each in prompt["responses"])
+
+
 def notes(domain: str, settings: DomainSettings, prompts: Prompts) -> Iterator[str]:
     """Yield what is worth knowing and not an error."""
     judging, count = _judging(settings), len(prompts)
@@ -130,7 +148,7 @@ def notes(domain: str, settings: DomainSettings, prompts: Prompts) -> Iterator[s
             f"rewards of weight 0 failed on {len(failed)} responses, which keep the others' "
             f"rewards; the first: {failed[0][0]}"
         )
-    if not any(each["what"] == "reference" for each in responses):
+    if not has_references(prompts):
         yield "there are no reference answers: whether a right answer earns anything is untested"
     if not judging:
         yield "no reward judges the answer: evaluation counts as solved where every one is 1"

@@ -14,7 +14,7 @@ from pipeline.config.read import ConfigError
 from pipeline.config.validate import load
 from pipeline.run.lineage import changes, read_manifest, write_manifest
 from pipeline.run.run import Run
-from stages.data.tokenizer import load_tokenizer
+from stages.data.tokenizer import load_tokenizer, tokenizer_named
 from tests.byte_tokenizer import CHATML, save_tokenizer
 
 DATED = "{{ strftime_now('%d %b %Y') }} {{ style }}" + CHATML
@@ -112,6 +112,15 @@ def test_arguments_reach_the_template_and_unknown_ones_are_errors(
             configured(tmp_path, directory, f"model.chat_template_arguments={{{name}: 1}}")
     with pytest.raises(ConfigError, match="template of characters does not read style"):
         load(Path("configs/smoke.yaml"), ["model.chat_template_arguments={style: 1}"])
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_is_an_error_before_the_start(
+    tmp_path: Path, directory: Path
+) -> None:
+    size = tokenizer_named(str(directory)).vocabulary_size
+    assert configured(tmp_path, directory, f"model.vocabulary_size={size}")
+    with pytest.raises(ConfigError, match=rf"vocabulary_size: {size - 1} is less than the {size}"):
+        configured(tmp_path, directory, f"model.vocabulary_size={size - 1}")
 
 
 @pytest.mark.parametrize("style", [None, "terse"])

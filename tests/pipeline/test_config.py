@@ -319,6 +319,16 @@ def test_missing_files_are_reported_with_the_other_errors(config: Path) -> None:
     ]
 
 
+def test_a_missing_file_that_may_say_the_kind_of_a_block_is_the_only_error(config: Path) -> None:
+    prompts = "extends: none.yaml\n    prompts: {path: a.jsonl}"
+    edited(config, "prompts: {dataset: chain_sum}", prompts)
+    missing = "small.yaml:15: domains.sums.extends: no such file: none.yaml"
+    assert errors(config) == [missing]
+    edited(config, "{path: a.jsonl}", "{source: jsonl, pth: a.jsonl}")
+    wrong = 'small.yaml:16: domains.sums.prompts.pth: unknown key; did you mean "path"?'
+    assert errors(config) == [missing, wrong]
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [

@@ -184,6 +184,25 @@ def test_a_tokenizer_that_cannot_read_the_prompts_is_one_message(
     assert err.endswith("name the model's tokenizer: --tokenizer DIRECTORY\n")
 
 
+def test_rewards_without_reference_answers_are_untested_and_lengths_are_in_characters(
+    braid: Braid, tmp_path: Path
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"question": f"say {n}"}) + "\n" for n in range(40)))
+    domain = tmp_path / "said.yaml"
+    domain.write_text(
+        "prompts: {source: jsonl, path: rows.jsonl, prompt: question, answer: null}\n"
+        "rewards: {brief: {kind: overlong, max_tokens: 9, buffer_tokens: 3}}\n"
+        "optimizer: {learning_rate: 1e-3}\nloop: {steps: 2}\n"
+    )
+    code, out, err = braid("domain", "check", domain)
+    assert (code, err) == (0, "")
+    assert "  characters of a prompt, by percentile: 5 (0 %)" in out
+    assert "engine.max_model_tokens" not in out
+    untested = "a right answer earns more than a wrong one is untested, without reference answers"
+    assert out.splitlines()[-1].endswith(f"said.yaml is valid; whether {untested}: said")
+
+
 def test_a_models_responses_are_shown_for_what_they_teach(
     braid: Braid, config: Path, tmp_path: Path, runs: Path
 ) -> None:
