@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from parallel.engine.cpu_limits import check_cpu_engine
 from parallel.errors import UserError
 from parallel.files import write_atomically
 from parallel.settings import LayoutSettings
@@ -64,6 +65,8 @@ def prepare(wanted: Wanted, announce: Callable[[str], None]) -> Prepared:
     check_size(wanted)
     blocks = first_blocks(wanted)
     draft = _load(_new_run(wanted, blocks), wanted.output, to_start=False)
+    if wanted.gpus is None:
+        check_cpu_engine(draft.model)
     announce(f"reading the rows of {', '.join(wanted.domains)} ...")
     counts, chats = _read_all(wanted, draft)
     on_gpus = wanted.gpus is not None
