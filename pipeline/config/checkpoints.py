@@ -37,8 +37,8 @@ DTYPES = ("bfloat16", "float16", "half", "float32", "float", "float64", "double"
 MOST_BYTES = 1 << 26  # of a JSON file, far above any checkpoint's index
 # Of a model's settings, those in which a teacher may differ from its student.
 ANY_VALUE = (
-    *("initial_weights", "initialization", "precision", "tokenizer", "end_tokens"),
-    *("chat_template_arguments", "chat_template_date"),
+    *("initial_weights", "initialization", "precision", "head_precision", "tokenizer"),
+    *("end_tokens", "chat_template_arguments", "chat_template_date"),
 )
 # Keys of a config.json that transformers writes in several forms; the stage that loads compares.
 COMPUTED = ("rope_scaling", "mlp_only_layers", "sliding_window", "decoder_sparse_step")
@@ -90,10 +90,14 @@ def _other_model(settings: Path, model: ModelSettings) -> str | None:
     except RecursionError as error:
         return f"{shown(settings)}: cannot be read: {error!r}"
     for key, ours in model.model_dump(mode="json").items():
-        if key not in ANY_VALUE and theirs.get(key) != ours:
+        field = ModelSettings.model_fields[key]
+        # A run of an older version lacks later keys, whose defaults are what it did.
+        absent = None if field.is_required() else field.get_default(call_default_factory=True)
+        stated = theirs.get(key, absent)
+        if key not in ANY_VALUE and stated != ours:
             return (
-                f"{shown(settings)}: another model: model.{key} is {_as_json(theirs.get(key))}"
-                f" there and {json.dumps(ours)} here"
+                f"{shown(settings)}: another model: model.{key} is {_as_json(stated)} there and"
+                f" {json.dumps(ours)} here"
             )
     return None
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from parallel.files import newest_whole, whole_checkpoints
+from parallel.model.divergences import extrapolated
 from parallel.model.kept_logits import HiddenStates
 from parallel.model.vocabulary import HeadLogits
 from parallel.settings import LayoutSettings
@@ -123,3 +124,18 @@ def test_hidden_states_are_rounded_to_the_precision_they_are_kept_in(
         assert kept[1].load().hidden.shape == (0, 8)
         states.clear()
         assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("precise", "logits"), [(False, [256.0, 256.0]), (True, [256.0, 257.0])])
+def test_kept_logits_have_the_precision_of_their_head(
+    precise: bool, logits: list[float], tmp_path: Path
+) -> None:
+    """257 has 9 significant bits and bf16 8: an fp32 head alone tells the two ids apart."""
+    hidden = torch.tensor([[256.0, 1.0]]).bfloat16()
+    head = torch.tensor([[1.0, 0.0], [1.0, 1.0]]).bfloat16()
+    states = HiddenStates("host", None, tmp_path / "rank_0")
+    teacher = states.keep(HeadLogits(hidden, head, precise=precise)).load()
+    assert teacher.rows(slice(None)).tolist() == [logits]
+    start = HeadLogits(hidden, torch.zeros_like(head), precise=precise)  # all of its logits are 0
+    doubled = extrapolated(teacher, start, 2.0).rows(slice(None))
+    assert doubled.tolist() == [[2 * logit for logit in logits]]

@@ -172,9 +172,18 @@ def test_a_pair_stays_in_one_row_of_its_own_length() -> None:
     assert [part.row.tokens for part in parts] == [500] * 9
 
 
+def test_each_sequence_of_a_pair_is_padded_for_context_parallelism() -> None:
+    """A pair of 9 tokens each takes two slots of 16: three of them exceed 1.1 * 4 * 20 tokens."""
+    parts = split(of_lengths([9] * 18), RankPlace(context=4), 20, replay=False, together=2)
+    assert max(part.row.tokens for part in parts) <= 88
+
+
 def test_an_interleaved_pipeline_gets_whole_rounds() -> None:
     parts = split(samples(5, 3), RankPlace(round=4), token_budget=1, replay=False)
     assert sorted(len(part.samples) for part in parts) == [0, 0, 0, 1, 1, 1, 1, 1]
+    # Two rows would hold 180 tokens, but one of them 120 of three equal samples.
+    parts = split(of_lengths([60] * 3), RankPlace(round=2), token_budget=100, replay=False)
+    assert sorted(len(part.samples) for part in parts) == [0, 1, 1, 1]
 
 
 def test_a_rank_without_samples_runs_padding() -> None:

@@ -400,9 +400,16 @@ def test_without_gates_nothing_is_another_stage(config: Path, settings: RunSetti
         ("stages.experts.gate.domains=[words, sums]", set()),
         ("stages.merge.gate.min_kept=0.5", {"gates.merge"}),
         ("evaluation.problems=50", {"evaluate"}),
+        *(
+            (
+                f"evaluation.{value}",
+                {"evaluate", "gates.experts.sums", "gates.experts.words", "gates.merge"},
+            )
+            for value in ("temperature=0", "top_p=0.9", "top_k=20", "sampling_seed=3")
+        ),
         (
-            "evaluation.temperature=0",
-            {"evaluate", "gates.experts.sums", "gates.experts.words", "gates.merge"},
+            "domains.sums.evaluation.top_k=20",
+            {"gates.experts.sums", "gates.merge", "evaluate"},
         ),
         (
             "domains.sums.sampling.max_response_tokens=20",

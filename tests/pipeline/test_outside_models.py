@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 
 from parallel.files import CHECKSUMS
 from pipeline.config.validate import load
@@ -130,6 +131,35 @@ def test_a_run_of_another_model_is_refused(config: Path, other: RunDirectory) ->
     settings.write_settings()
     [said] = errors(config, taught_by(other.stage("experts.sums").path))
     assert said.endswith("another model: model.experts is 16 there and 8 here")
+
+
+@pytest.mark.parametrize(
+    ("there", "here"),
+    [
+        ("model.head_precision=model", "model.head_precision=fp32"),
+        ("model.precision=fp32", "model.precision=bf16"),
+        ("model.precision=bf16", "model.end_tokens=[1]"),
+    ],
+)
+def test_a_teacher_may_differ_in_what_is_not_its_weights(
+    there: str, here: str, config: Path, other: RunDirectory
+) -> None:
+    Run(other.path, load(config, ["name=other", there])).write_settings()
+    assert load(config, [taught_by(other.stage("experts.sums").path), here])
+
+
+@pytest.mark.parametrize("key", ["head_precision", "end_tokens", "architecture", "max_positions"])
+def test_a_run_from_before_a_key_has_its_default(
+    key: str, config: Path, other: RunDirectory
+) -> None:
+    recorded = yaml.safe_load(other.settings_file.read_text())
+    del recorded["model"][key]
+    other.settings_file.write_text(yaml.safe_dump(recorded))
+    path = other.stage("experts.sums").path
+    assert load(config, [taught_by(path)])
+    if key == "max_positions":  # whose default is 256
+        [said] = errors(config, taught_by(path), "model.max_positions=512")
+        assert said.endswith("another model: model.max_positions is 256 there and 512 here")
 
 
 def test_a_path_without_a_model_is_refused(config: Path, tmp_path: Path) -> None:

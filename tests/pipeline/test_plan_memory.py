@@ -14,6 +14,17 @@ from pipeline.run.graph import compile_graph
 from stages.settings import RunSettings
 from tests.pipeline.violations import MIXED, TRAINED, extending, with_mixed
 
+SMALL_ROWS = "optimizer: {learning_rate: 1e-4}, loop: {steps: 3, micro_batch_tokens: 10}"
+COLLECT = "{kind: sample, from: cold_start, prompts: 8, keep: {reward: 0.5}}"
+COLLECTED = (
+    "kind: sft, from: cold_start, data: {taken: {source: stage, stage: collect}},"
+    f" sequences_per_step: 32, {SMALL_ROWS}"
+)
+PAIRS = (
+    "kind: dpo, from: cold_start,"
+    f" data: {{files: {{source: jsonl, path: pairs.jsonl, max_tokens: 90}}}}, {SMALL_ROWS}"
+)
+
 ONE_MODEL = 4 * (167_008 + 4 * 4 * 27_648)  # the dense weights and half of the experts, in fp32
 
 
@@ -94,6 +105,22 @@ def test_a_stage_holds_the_models_it_compares_with(config: Path) -> None:
             ),
             {"cold_start": 90},
         ),
+        # No response that a stage collected is longer than the engine allows.
+        (
+            (
+                "engine.max_model_tokens=198",
+                f"stages={{collect: {COLLECT}, tuned: {{{COLLECTED}}}}}",
+            ),
+            {"tuned": 198},
+        ),
+        # The two of a pair are in one row, each in a slot of whole pieces: 2 x 4 x 12 tokens.
+        (
+            (
+                "layout={ranks: 4, context: 4}",
+                f"stages={{tuned: {{{PAIRS}}}}}",
+            ),
+            {"tuned": 2 * 96},
+        ),
     ],
 )
 def test_rows_are_planned_as_the_trainer_cuts_them(
@@ -158,6 +185,27 @@ def test_the_plan_reports_what_fits(config: Path, capsys: pytest.CaptureFixture[
     start = next(i for i, line in enumerate(parted) if line.startswith("merge, by pipeline rank"))
     assert parted[start + 2].split()[:3] == ["0", "2", "embedding"]
     assert parted[start + 3].split()[:4] == ["1", "2", "output", "layer"]
+
+
+def test_the_response_log_is_of_all_steps_until_a_checkpoint(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A token has two experts of four layers, 2 bytes each, and three numbers of 4 bytes."""
+    overrides = [
+        "domains.sums.sampling={prompts_per_step: 64, group_size: 16}",  # of 64 tokens at most
+        "domains.sums.loop={steps: 6, checkpoint_every: 3}",
+        "domains.words.loop.checkpoint_every=1",
+        "stages.merge.loop.checkpoint_every=1",
+    ]
+    step = 64 * 16 * 64 * (4 * 2 * 2 + 3 * 4)
+    assert (human(step), human(3 * step)) == ("1.75 MiB", "5.25 MiB")
+    assert cli.main(["plan", str(config), "--memory", *overrides]) == 0
+    out = capsys.readouterr().out
+    assert "responses of a step of experts.sums, in rank 0's host memory: at most 1.75 MiB" in out
+    assert "its response log on disk until a checkpoint: at most 5.25 MiB" in out
+    overrides.append("logging.response_log=false")
+    assert cli.main(["plan", str(config), "--memory", *overrides]) == 0
+    assert "response log" not in capsys.readouterr().out
 
 
 def test_the_references_of_all_domains_are_held(config: Path) -> None:

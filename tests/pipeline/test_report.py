@@ -239,6 +239,17 @@ def test_a_new_field_of_a_report_is_left_out_until_it_is_allowed() -> None:
     assert known == {"samples": {"sft": {"columns": {"step": [1]}}}}
 
 
+def test_a_damaged_file_is_named_and_nothing_after_it(tmp_path: Path) -> None:
+    """A message that begins with the content of a file may end in the name of none."""
+    file = tmp_path / "metrics.jsonl"
+    file.touch()
+    texts = [f"{file}: line 3: {SECRET}", f"{SECRET}.json: not a number", SECRET]
+    named = f"{file}: damaged {redaction.LEFT_OUT}"
+    assert redact({"damaged": texts}, []) == {
+        "damaged": [named, redaction.LEFT_OUT, redaction.LEFT_OUT]
+    }
+
+
 def test_a_setting_that_is_a_sentence_is_left_out() -> None:
     settings = {"rubric": "Is it so?", "path": "data/a.jsonl", "每": "好", "steps": [3, None, "x"]}
     left_out = redaction.LEFT_OUT

@@ -42,11 +42,20 @@ from tests.pipeline.violations import edited, errors, judge, own, rewards
             "stages.merge.optimizer.precision_aware: requires model.precision: bf16",
         ),
         (
+            "stages.merge.optimizer={precision_aware: true, betas: [0.9, 0.999]}"
+            "\tmodel.precision=bf16",
+            "stages.merge.optimizer.precision_aware: keeps Adam's second moment in bf16, whose",
+        ),
+        (
             "stages.merge.optimizer.cpu_offload=0.5\tlayout.distributed_optimizer=false",
             "stages.merge.optimizer.cpu_offload: requires layout.distributed_optimizer: true",
         ),
         (
             "stages.merge.gate={samples_per_problem: 4}\tevaluation.temperature=0",
+            "stages.merge.gate.samples_per_problem: 4 greedy answers to a problem are identical",
+        ),
+        (
+            "stages.merge.gate={samples_per_problem: 4}\tdomains.sums.evaluation.temperature=0",
             "stages.merge.gate.samples_per_problem: 4 greedy answers to a problem are identical",
         ),
         ("evaluation.top_k=81", "evaluation.top_k: 81 is more than model.vocabulary_size = 80"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -179,6 +180,13 @@ def test_probes_continue_the_first_half_of_prompts() -> None:
         prompt[: math.ceil(len(prompt) / 2)] for prompt in whole
     ]
     assert all(len(prompt) > 2 for prompt in whole)
+
+
+def test_probes_are_short() -> None:
+    engines = FakeEngines()
+    with mock.patch.object(engines, "request", wraps=engines.request) as request:
+        buffer(engines, "sums").probes(4, "probe 1", longest=3)
+    assert request.call_args.args[1].max_response_tokens == 3
 
 
 def test_probes_leave_their_prompts_in_the_stream() -> None:

@@ -63,6 +63,9 @@ FENCED_DOCSTRING = '```python\ndef f():\n    """\n    ```\n    f()\n    ```\n   
         *((f"So:\n```{name}\nprint(1)\n```\n", "print(1)\n") for name in NAMES),
         ("So:\r\n```python\r\nif 1:\r\n  print(1)\r\n```\r\n", "if 1:\n  print(1)\n"),
         ("~~~~python\nprint(1)\n~~~~", "print(1)\n"),
+        # CommonMark: a closing fence is at least as long as its opening one.
+        ("```python\nprint(1)\n````\nprints\n```\n1\n```", "print(1)\n"),
+        ("````python\nprint(1)\n```\n````", "print(1)\n```\n"),
         # In a list, with the code at the fence's indentation or below it.
         ("1. So:\n   ```python\n   if 1:\n     print(1)\n   ```", "if 1:\n  print(1)\n"),
         ("- So:\n  ```python\nif 1:\n  print(1)\n  ```", "if 1:\n  print(1)\n"),

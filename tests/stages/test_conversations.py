@@ -36,7 +36,7 @@ from stages.data.tokenizer import (
     TokenizerError,
     tokenizer_named,
 )
-from tests.byte_tokenizer import CHATML, save_glm, save_tokenizer
+from tests.byte_tokenizer import CHATML, GLM, save_glm, save_tokenizer
 
 # As those that strip the reasoning of earlier turns.
 FORGETFUL = CHATML.replace(
@@ -250,6 +250,24 @@ def test_glm_ends_a_turn_with_the_role_of_whoever_speaks_next(
     ids = [int(token) for token in (*sample.prompt, *sample.response)]
     assert tokenizer.decode_prompt(ids[:-1]) == whole
     assert ids[-1] == sample.response[sample.learned][-1]
+
+
+def test_a_call_that_only_the_tools_name_is_not_shown(tmp_path: Path) -> None:
+    template = "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}" + CHATML
+    tokenizer = tokenizer_named(str(save_tokenizer(tmp_path, template)))
+    asked = [*chat("weather?"), {"role": "assistant", "content": "", "tool_calls": CALL}]
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    with pytest.raises(TokenizerError, match="does not show the call of weather"):
+        conversation_sample(tokenizer, asked, "math", tools=tools)
+
+
+def test_the_role_after_a_turn_that_has_its_end_token_is_not_learned(tmp_path: Path) -> None:
+    """A rollout stops at the first end token, so it never samples the one that follows."""
+    ended = "{% if m.role == 'assistant' %}<|endoftext|>{% endif %}{% for call"
+    (save_glm(tmp_path) / "chat_template.jinja").write_text(GLM.replace("{% for call", ended))
+    tokenizer = tokenizer_named(str(tmp_path))
+    sample = conversation_sample(tokenizer, chat("hi", "hello", "bye", "see you"), "math")
+    assert learned(tokenizer, sample) == "hello<|endoftext|>see you<|endoftext|>"
 
 
 def test_only_learned_tokens_are_predicted_and_counted() -> None:

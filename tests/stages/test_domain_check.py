@@ -12,6 +12,7 @@ from parallel.settings import CHARACTERS
 from stages.domain_check import checked
 from stages.rewards.reward import RewardError
 from stages.settings import DomainCheckJob
+from tests.byte_tokenizer import CHATML, save_tokenizer
 
 ROWS = 20
 
@@ -57,3 +58,19 @@ def test_two_timeouts_are_scores(tmp_path: Path) -> None:
     found = checked(job(tmp_path, slow=2))
     rewards = [each["reward"] for row in found["prompts"] for each in row["responses"]]
     assert len(rewards) > 2 * ROWS and None not in rewards
+
+
+def test_prompts_are_those_of_the_run_s_date_and_arguments(tmp_path: Path) -> None:
+    template = "{{ strftime_now('%d %b %Y') }} {{ style }}" + CHATML
+    folder = save_tokenizer(tmp_path / "tokenizer", template)
+    template_keys = {
+        "tokenizer": str(folder),
+        "chat_template_arguments": {"style": "terse"},
+        "chat_template_date": "2026-02-03",
+    }
+    given = job(tmp_path, slow=0).model_dump(mode="json")
+    rows = ({"prompt": [{"role": "user", "content": str(n)}], "answer": "1"} for n in range(9))
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    report = checked(DomainCheckJob.model_validate({**given, **template_keys, "prompts": 1}))
+    [shown] = report["prompts"]
+    assert shown["prompt"].startswith("03 Feb 2026 terse<|im_start|>user\n")

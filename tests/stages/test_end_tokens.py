@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -12,7 +13,11 @@ from parallel.errors import UserError
 from parallel.settings import CHARACTERS, ModelSettings
 from stages.data.demonstrations import closing_token
 from stages.data.end_tokens import end_tokens, generation_ids
+from stages.data.problem import Problem
 from stages.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_named
+from stages.domains import SamplingSettings
+from stages.objectives.groups import groups_of
+from stages.sampling.engines import StageEngines
 from tests.byte_tokenizer import CHATML, save_glm, save_tokenizer
 from tests.pipeline.checkpoint_headers import SMALL
 
@@ -75,6 +80,15 @@ def test_a_file_that_does_not_say_them_is_an_error(glm: Path, tmp_path: Path) ->
     with pytest.raises(UserError, match=r"initial_weights: no such directory: .*gone.*restore it"):
         ends(model(glm, initial_weights=tmp_path / "gone"))
     assert generation_ids(tmp_path / "gone", CHARACTERS) is None
+
+
+def test_engines_are_asked_to_stop_at_each_of_them() -> None:
+    engines = mock.Mock(log=None)
+    engines.tokenizer.end_tokens, engines._encode.return_value = (0, 3, 1), [5]
+    groups = groups_of([Problem("sums", 0, "1+1", "2", {})], 1, 0)
+    StageEngines.request(engines, groups, SamplingSettings(max_response_tokens=8))
+    [task] = engines.scheduler.submit.call_args.args[0]
+    assert task.question.sampling.end_tokens == (0, 3, 1)
 
 
 @pytest.mark.parametrize("by_name", [False, True])

@@ -81,6 +81,12 @@ def test_one_ahead_samples_a_batch_by_the_previous_weights(tmp_path: Path) -> No
     assert stage.state()["begun"] == {"sums": []}  # nothing is begun that no step would train on
 
 
+def test_groups_that_wait_for_a_later_step_need_probes(tmp_path: Path) -> None:
+    """Their tokens are of older weights, so they cannot show that a weight sync was wrong."""
+    stage, _ = expert(tmp_path, FakeEngine(), mode="sync", oversampling=1.5, max_staleness=2)
+    assert stage.probes
+
+
 @pytest.mark.parametrize("bound", [1, 2])
 def test_continuous_stays_within_its_bound_and_accounts_for_every_prompt(
     bound: int, tmp_path: Path

@@ -124,6 +124,13 @@ def test_other_markers_or_none_may_be_set() -> None:
     assert score("judge", "?", "<think>so</think>seven", thought_markers=[]) == 0
 
 
+def test_a_program_after_thoughts_is_not_in_the_fence_that_the_prompt_opens() -> None:
+    """The thoughts have continued what the prompt opened; the answer has its own fence."""
+    answer = "It prints 7:\n```python\nprint(7)\n```"
+    assert score("code", "Print 7.\n```python\n", f"<think>so</think>\n{answer}") == 1
+    assert score("code", "Print 7.\n```python\n", "print(7)\n```") == 1
+
+
 def test_a_length_in_tokens_counts_the_thoughts_too() -> None:
     settings = TypeAdapter(RewardSettings).validate_python(
         {"kind": "length", "at_most": 4, "thought_markers": [["<think>", "</think>"]]}
