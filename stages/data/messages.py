@@ -148,8 +148,8 @@ def _calls(calls: Any, where: str, sparse: bool) -> list[dict[str, Any]]:
     return read
 
 
-def _json_violation(value: Any) -> str | None:
-    """Return why a template could not write a value as JSON, or None.
+def _json_violation(value: Any) -> str:
+    """Return why a template could not write a value as JSON; "" where it can.
 
     Python reads NaN, 1e999 and half of a surrogate pair from JSON, and pyarrow a date.
     """
@@ -157,7 +157,7 @@ def _json_violation(value: Any) -> str | None:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, TypeError, RecursionError) as error:
         return str(error)
-    return None
+    return ""
 
 
 def _nested(tool: Tool) -> Tool:
