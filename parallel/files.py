@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import os
 import stat
 from collections.abc import Iterable, Iterator
@@ -148,17 +149,23 @@ def _open_no_link(path: str, flags: int) -> int:
 
 
 def keep_steps(log: Path, last: int) -> None:
-    """Drop the lines of steps after `last` from a log of JSON lines, each with its `step`."""
+    """Drop the lines of steps after `last` from a log of JSON lines, each with its `step`.
+
+    Damaged lines are dropped too, such as the one that a killed process was writing.
+    """
     if not log.exists():
         return
-    kept = []
-    for line in log.read_text().splitlines():
-        try:
-            if json.loads(line)["step"] <= last:
-                kept.append(line + "\n")
-        except json.JSONDecodeError:
-            break  # the line a killed process was writing
-    write_atomically(log, "".join(kept))
+    with open_file(log) as lines, replacing(log) as file:
+        file.writelines(line.rstrip(b"\n") + b"\n" for line in lines if _step_of(line) <= last)
+
+
+def _step_of(line: bytes) -> float:
+    """Return the step of a log's line, infinity where it is damaged."""
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, RecursionError, LookupError, TypeError):
+        return math.inf
+    return step if isinstance(step, int) else math.inf
 
 
 def is_file_name(name: object) -> bool:

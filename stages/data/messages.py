@@ -88,6 +88,8 @@ def _tools(row: Row, column: str | None) -> tuple[Tool, ...]:
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         why = "is not a list of tools, or JSON text of one; tools: null leaves the column out"
         raise RowError(f"{column!r} {why}")
+    if why := _json_violation(tools):
+        raise RowError(f"{column!r} has tools that are not JSON: {why}; write values of JSON")
     nested = [tool if "function" in tool else _nested(tool) for tool in tools]
     if not all(tool_name(tool) for tool in nested):
         raise RowError(f"{column!r} has a tool without a name; tools: null leaves the column out")
@@ -138,9 +140,24 @@ def _calls(calls: Any, where: str, sparse: bool) -> list[dict[str, Any]]:
         if not isinstance(arguments, dict):
             why = "has arguments that are not an object"
             raise RowError(f"{where} whose call of {function['name']!r} {why}")
+        if why := _json_violation(arguments):
+            call_name = f"{where} whose call of {function['name']!r}"
+            raise RowError(f"{call_name} has arguments that are not JSON: {why}")
         function = {**function, "arguments": arguments}
         read.append({**call, "function": function} if "function" in call else function)
     return read
+
+
+def _json_violation(value: Any) -> str:
+    """Return why a template could not write a value as JSON; "" where it can.
+
+    Python reads NaN, 1e999 and half of a surrogate pair from JSON, and pyarrow a date.
+    """
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, TypeError, RecursionError) as error:
+        return str(error)
+    return ""
 
 
 def _nested(tool: Tool) -> Tool:

@@ -7,6 +7,7 @@ loads.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import date, datetime, time
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parallel.errors import UserError
+from parallel.files import read_text
 from parallel.settings import CHARACTERS as CHARACTERS_NAME
 from parallel.settings import END_TOKEN, PAD_TOKEN, TOKENIZER_SIZE, ModelSettings
 from stages.data.chat_template import TemplateError, render_chat
@@ -36,7 +38,7 @@ CHAT_TEMPLATE = (
 )
 
 TOKENIZER_FILE = "tokenizer.json"
-SHOWN = 60  # characters of a text in an error
+SHOWN, SHOWN_MESSAGES = 60, 300  # characters of a text, and of messages, in an error
 # Composed characters only: Qwen's normalizer is NFC, which changes decomposed ones.
 ROUND_TRIPS = (
     "What is the sum of the two numbers?",
@@ -204,6 +206,11 @@ class HuggingFaceTokenizer:
                 " tokenizer_config.json to the token that ends a response"
             )
         self._tokenizer = loaded
+        if loaded.eos_token_id in _added_by_name(directory, loaded):
+            raise TokenizerError(
+                f"model.tokenizer: {directory} has no token {loaded.eos_token!r}, which the"
+                " eos_token of its tokenizer_config.json names; name the token that ends a response"
+            )
         self.end_tokens: tuple[int, ...] = (loaded.eos_token_id,)
         padded = loaded.pad_token_id is not None
         self.pad_token: int = loaded.pad_token_id if padded else loaded.eos_token_id
@@ -261,7 +268,7 @@ class HuggingFaceTokenizer:
             )
             return str(text)
 
-        if not (self._tokenizer.chat_template and self._tokenizer.get_chat_template()):
+        if not self._tokenizer.chat_template:
             raise TokenizerError(
                 f"model.tokenizer: {self._directory} has no chat template, which chat messages"
                 " need; add the model's chat_template.jinja (gpt-oss and newer models publish it as"
@@ -272,7 +279,7 @@ class HuggingFaceTokenizer:
         except Exception as error:  # a template is a program, which may raise anything
             raise TokenizerError(
                 f"model.tokenizer: the chat template of {self._directory} rejects"
-                f" {list(messages)!r}: {error}"
+                f" {_shortened(list(messages), SHOWN_MESSAGES)}: {str(error) or repr(error)}"
             ) from error
 
     def save(self, directory: Path) -> None:
@@ -331,8 +338,29 @@ def _loaded(directory: Path) -> PreTrainedTokenizerFast:
         ) from error
 
 
-def _shortened(text: str) -> str:
-    return repr(text if len(text) <= SHOWN else f"{text[:SHOWN]}...")
+def _added_by_name(directory: Path, loaded: PreTrainedTokenizerFast) -> set[int]:
+    """Return the ids that transformers gave to special tokens that no file of the directory has.
+
+    It adds such a token behind the vocabulary, where the model may have rows that nobody trained.
+    """
+    from tokenizers import Tokenizer
+
+    if not (directory / TOKENIZER_FILE).is_file():
+        return set()
+    in_file = Tokenizer.from_file(str(directory / TOKENIZER_FILE)).get_vocab()
+    try:
+        config = json.loads(read_text(directory / "tokenizer_config.json"))
+        listed = {token["content"] for token in config.get("added_tokens_decoder", {}).values()}
+    except FileNotFoundError:
+        listed = set()
+    added = loaded.added_tokens_decoder.items()
+    return {number for number, token in added if token.content not in in_file.keys() | listed}
+
+
+def _shortened(value: object, most: int = SHOWN) -> str:
+    """Return a value as Python shows it, cut to about `most` characters."""
+    shown = repr(value)
+    return shown if len(shown) <= most else f"{shown[:most]}..."
 
 
 # Ids are below `vocabulary_size`, and a response ends with one of `end_tokens`.

@@ -10,7 +10,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-FENCE = re.compile(r"(?P<indent>[ \t]*)(?P<mark>`{3,}|~{3,})[ \t]*(?P<info>[^`]*)")
+# Two parts that match the same blanks would take quadratic time where a backtick follows.
+FENCE = re.compile(r"(?P<indent>[ \t]*)(?P<mark>`{3,}|~{3,})(?P<info>[^`]*)")
 PYTHON = re.compile(r"i?py(thon)?[\d.]*|\S+\.py")
 # A closing fence that is indented by more than this beyond its opening one is text, as in the
 # docstring of a function.

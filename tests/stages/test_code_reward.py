@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from time import process_time
 from typing import Any
 
 import pytest
@@ -83,6 +84,15 @@ FENCED_DOCSTRING = '```python\ndef f():\n    """\n    ```\n    f()\n    ```\n   
 )
 def test_the_program_is_the_last_fence_or_everything(response: str, program: str) -> None:
     assert extract_program(response) == program
+
+
+@pytest.mark.parametrize("blank", [" ", "\t"])
+@pytest.mark.parametrize("mark", ["```", "~~~"])
+def test_blanks_after_a_fence_take_linear_time(mark: str, blank: str) -> None:
+    response = f"{mark}{blank * 20_000}`"
+    begun = process_time()
+    assert extract_program(response) == response
+    assert process_time() - begun < 2.0  # quadratic where two parts may match a blank
 
 
 def test_the_prompt_may_open_the_fence() -> None:

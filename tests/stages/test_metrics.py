@@ -44,6 +44,19 @@ def test_resuming_drops_later_steps_and_a_half_written_line(tmp_path: Path) -> N
     assert [(line["step"], line["loss"]) for line in lines] == [(1, 1.0), (2, 2.0), (3, 30.0)]
 
 
+@pytest.mark.parametrize(
+    "damaged",
+    [b"[1]", b"5", b'{"loss": 1.0}', b'{"step": "2"}', b"\xff\xfe", b"\0\0\0", b"[" * 100_000, b""],
+)
+def test_resuming_drops_a_damaged_line_and_no_other(tmp_path: Path, damaged: bytes) -> None:
+    log = tmp_path / "metrics.jsonl"
+    log.write_bytes(b'{"step": 1}\n' + damaged + b'\n{"step": 2}\n{"step": 3}\n')
+    keep_steps(log, 2)
+    assert log.read_bytes() == b'{"step": 1}\n{"step": 2}\n'
+    keep_steps(tmp_path / "none.jsonl", 2)
+    assert not (tmp_path / "none.jsonl").exists()
+
+
 def test_sums_are_divided_by_their_own_global_count() -> None:
     part = {
         "ratio": MetricSum(torch.tensor(3.0), "sequences"),

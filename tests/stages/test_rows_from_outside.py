@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +229,24 @@ def test_every_turn_of_a_public_form_is_learned(
             {"messages": [user("a"), assistant("", tool_calls=[called("[1]")])]},
             {},
             "call of 'weather' has arguments that are not an object",
+        ),
+        *(
+            (
+                {"messages": [user("a"), assistant("", tool_calls=[called(arguments)])]},
+                {},
+                "number 2, whose call of 'weather' has arguments that are not JSON: ",
+            )
+            for arguments in (
+                '{"a": NaN}',
+                '{"a": 1e999}',
+                '{"a": "\\ud800"}',
+                {"a": [math.inf]},
+            )
+        ),
+        (
+            {"messages": [user("a"), assistant("b")], "tools": '[{"name": "f", "a": NaN}]'},
+            {},
+            "'tools' has tools that are not JSON: ",
         ),
         (
             {"messages": [user("a"), assistant("b")], "tools": ["weather"]},

@@ -151,6 +151,47 @@ def test_an_unusable_tokenizer_is_an_error(words: Path, tmp_path: Path) -> None:
         load_tokenizer(model(endless))
 
 
+def test_an_end_token_that_only_the_config_names_is_an_error(tmp_path: Path) -> None:
+    config = save_tokenizer(tmp_path, CHATML) / "tokenizer_config.json"
+    stated = json.loads(config.read_text()) | {"eos_token": "<|nobody|>"}
+    config.write_text(json.dumps(stated))
+    with pytest.raises(
+        TokenizerError, match=r"no token '<\|nobody\|>', which the eos_token of its"
+    ):
+        load_tokenizer(model(tmp_path, 310))
+    # As published checkpoints list tokens that tokenizer.json lacks.
+    listed = {"310": {"content": "<|nobody|>", "special": True}}
+    config.write_text(json.dumps(stated | {"added_tokens_decoder": listed}))
+    tokenizer = load_tokenizer(model(tmp_path, 311))
+    assert tokenizer.decode_prompt([tokenizer.end_token]) == "<|nobody|>"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ raise_exception('no way') }}", r"\.\.\.: no way$"),
+        ("{{ 'a' * 10 ** 15 }}", r"\.\.\.: MemoryError\(\)$"),
+    ],
+)
+def test_a_template_s_error_is_short_and_says_why(
+    tmp_path: Path, template: str, message: str
+) -> None:
+    tokenizer = load_tokenizer(model(save_tokenizer(tmp_path, template), 300))
+    with pytest.raises(TokenizerError, match=message) as error:
+        tokenizer.render([{"role": "user", "content": "long " * 100_000}], generation_prompt=True)
+    assert len(str(error.value)) < 1000
+
+
+def test_several_templates_without_a_default_are_an_error(tmp_path: Path) -> None:
+    config = save_tokenizer(tmp_path, CHATML) / "tokenizer_config.json"
+    (tmp_path / "chat_template.jinja").unlink()
+    templates = [{"name": "tool_use", "template": CHATML}]
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": templates}))
+    tokenizer = load_tokenizer(model(tmp_path, 300))
+    with pytest.raises(TokenizerError, match=r"^model\.tokenizer: .*no default specified"):
+        tokenizer.render(CHAT, generation_prompt=True)
+
+
 @pytest.mark.parametrize("name", ["LlamaTokenizerFast", "BertTokenizer", "GPT2Tokenizer"])
 @pytest.mark.parametrize("beside", ["nothing", "qwen3_moe"])
 def test_tokenizer_json_decides_whatever_class_the_config_names(
