@@ -22,11 +22,14 @@ from queue import SimpleQueue
 
 from pipeline.commands.common import positive
 
-from . import contact, mechanics, models, wiring
+from . import contact, joints, mechanics, models, wiring
 from .mutant import Mutant
 
 REPOSITORY = Path(__file__).parents[2]
-MUTANTS = [*wiring.MUTANTS, *mechanics.MUTANTS, *models.MUTANTS, *contact.MUTANTS]
+MUTANTS = [
+    *(*wiring.MUTANTS, *mechanics.MUTANTS, *models.MUTANTS),
+    *(*contact.MUTANTS, *joints.MUTANTS),
+]
 # Directories that `python -m tools.vendor` fills.
 VENDORED = ("pipeline/report/page/web/vendor", "tests/browser/vendor", "tests/vendor")
 NOTICED_SHARE = 0.95

@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutants import contact, mechanics, models, wiring
+from tests.mutants.__main__ import MUTANTS
 from tests.mutants.mutant import Mutant, StaleMutant
 from tests.runs import REPOSITORY
-
-MUTANTS = [*wiring.MUTANTS, *mechanics.MUTANTS, *models.MUTANTS, *contact.MUTANTS]
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
