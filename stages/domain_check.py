@@ -41,13 +41,13 @@ from stages.data.settings import (
     PromptSettings,
     ReasoningGymPromptSettings,
 )
+from stages.data.thoughts import answer_after
 from stages.data.tokenizer import Tokenizer, TokenizerError, tokenizer_named
 from stages.domains import DomainSettings
 from stages.rewards.kinds.math import MathReward
 from stages.rewards.kinds.reasoning_gym import ReasoningGymReward
 from stages.rewards.pool import RewardPool
 from stages.rewards.reward import AnswerReward, Grade, Response
-from stages.rewards.thoughts import answer_after
 from stages.row_check import MOST_SLOW, answer_report
 from stages.settings import DomainCheckJob
 

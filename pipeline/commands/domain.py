@@ -162,7 +162,7 @@ def domain_new(arguments: Namespace) -> None:
 
 @dataclass(frozen=True)
 class _Verdict:
-    """Where rewards do not tell right from wrong, and the domains that have nothing right."""
+    """The errors of rewards, and the domains without a right answer to test them with."""
 
     wrong: list[str]
     untested: list[str]

@@ -20,9 +20,9 @@ from parallel.files import read_text
 from parallel.settings import CHARACTERS, END_TOKEN, PAD_TOKEN, ModelSettings
 from pipeline.config.unroll import Blocks, is_path
 from pipeline.text import shown
+from stages.data.thoughts import KNOWN
 from stages.data.tokenizer import CHARACTERS as LETTERS
 from stages.data.tokenizer import END, PAD
-from stages.rewards.thoughts import KNOWN
 from stages.settings import RunSettings
 
 TOKENIZER_FILE, CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"

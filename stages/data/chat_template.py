@@ -15,9 +15,7 @@ from typing import Any
 Message = dict[str, Any]
 Tool = dict[str, Any]
 SHOWN = 60  # characters of a content in an error
-# That open and close thoughts in the templates of DeepSeek, GLM, Qwen and most others.
-THINK = ("<think>", "</think>")
-# That open and close a call of a tool in those of GLM, Qwen and Hermes.
+# That open and close a call of a tool in the templates of GLM, Qwen and Hermes.
 TOOL_CALL = ("<tool_call>", "</tool_call>")
 
 # Renders messages, with tools or without any.
@@ -70,17 +68,6 @@ def tool_name(tool: Tool) -> str:
     function = tool.get("function")
     name = function.get("name") if isinstance(function, dict) else tool.get("name")
     return name if isinstance(name, str) else ""
-
-
-def calls_tools(message: Message) -> bool:
-    """Return whether a turn ends with a call of a tool, written into its content or beside it.
-
-    As text a call is the end of what follows the thoughts: vLLM's parsers read no call in those,
-    and templates write calls after the content.
-    """
-    opening, closing = TOOL_CALL
-    answer = str(message.get("content") or "").rpartition(THINK[1])[2].strip()
-    return bool(message.get("tool_calls")) or (opening in answer and answer.endswith(closing))
 
 
 def _forms(messages: Sequence[Message]) -> Iterator[list[Message]]:

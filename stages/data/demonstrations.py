@@ -15,7 +15,7 @@ from random import Random
 import numpy as np
 
 from parallel.sample import Sample
-from stages.data.chat_template import THINK, calls_tools
+from stages.data.chat_template import TOOL_CALL
 from stages.data.compact_forms import FORMATS
 from stages.data.index import (
     Order,
@@ -42,6 +42,7 @@ from stages.data.settings import (
     ConversationFileSettings,
     GeneratedDemonstrationSettings,
 )
+from stages.data.thoughts import THINK
 from stages.data.tokenizer import Tokenizer, TokenizerError
 
 SHOWN = 60  # characters of a rendering in an error
@@ -229,7 +230,7 @@ def closing_token(tokenizer: Tokenizer, messages: Sequence[Message]) -> int:
     that begins no turn with an end token, or rejects the turn, leaves the first of
     `tokenizer.end_tokens`.
     """
-    role = "tool" if calls_tools(messages[-1]) else "user"
+    role = "tool" if _calls_tools(messages[-1]) else "user"
     try:
         before, after = (
             [token for token in tokenizer.encode(text) if token in tokenizer.end_tokens]
@@ -241,6 +242,17 @@ def closing_token(tokenizer: Tokenizer, messages: Sequence[Message]) -> int:
     except TokenizerError:
         return tokenizer.end_token
     return after[len(before)] if len(after) > len(before) else tokenizer.end_token
+
+
+def _calls_tools(message: Message) -> bool:
+    """Return whether a turn ends with a call of a tool, written into its content or beside it.
+
+    As text a call is the end of what follows the thoughts: vLLM's parsers read no call in those,
+    and templates write calls after the content.
+    """
+    opening, closing = TOOL_CALL
+    answer = str(message.get("content") or "").rpartition(CLOSING)[2].strip()
+    return bool(message.get("tool_calls")) or (opening in answer and answer.endswith(closing))
 
 
 def _thinking_turn(tokenizer: Tokenizer, prompt: str, message: Message) -> str:

@@ -23,7 +23,7 @@ from pydantic_core import PydanticCustomError
 from parallel.errors import UserError, valid_text
 from parallel.settings import MOST, Mebibytes, Settings
 from stages.data.problem import DomainError, Problem
-from stages.rewards.thoughts import KNOWN, Markers, split_thoughts
+from stages.data.thoughts import KNOWN, Markers, split_thoughts
 
 Seconds = Annotated[float, Field(gt=0, le=MOST)]
 Unfinished = Literal["zero", "score"]

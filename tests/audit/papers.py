@@ -19,7 +19,7 @@ FLOOR = 1e-6  # beside a standard deviation, verl's epsilon
 
 
 @dataclass(frozen=True)
-class Response:
+class PublishedResponse:
     """One response's n tokens, each [n], log-probabilities in nats; `policy` has gradient."""
 
     policy: Tensor
@@ -30,7 +30,9 @@ class Response:
     movement: Tensor
 
 
-def policy_losses(response: Response, objective: dict[str, Any], corrected: bool) -> Tensor:
+def policy_losses(
+    response: PublishedResponse, objective: dict[str, Any], corrected: bool
+) -> Tensor:
     """Return the loss of every token [n]; their mean is the objective of the response, negated."""
     losses = -_objective(response, objective["ratio"])
     if corrected:
@@ -40,7 +42,7 @@ def policy_losses(response: Response, objective: dict[str, Any], corrected: bool
     return losses
 
 
-def _objective(response: Response, ratio: dict[str, Any]) -> Tensor:
+def _objective(response: PublishedResponse, ratio: dict[str, Any]) -> Tensor:
     new, old, count = response.policy.exp(), response.old.exp(), len(response.policy)
     advantages, name = response.advantages, ratio["name"]
     if name == "cispo":  # 2506.13585, eq. 4 and 5
@@ -66,7 +68,7 @@ def _objective(response: Response, ratio: dict[str, Any]) -> Tensor:
     return torch.where(advantages < 0, torch.maximum(least, ratio["dual_clip"] * advantages), least)
 
 
-def correction(response: Response, settings: dict[str, Any]) -> Tensor:
+def correction(response: PublishedResponse, settings: dict[str, Any]) -> Tensor:
     """Return pi_old / mu [n], truncated (TIS) or 0 outside its range (IcePop, 2510.18855).
 
     By sequence it is the geometric mean, slime's `geometric`; verl's `sequence` is the product.
@@ -80,13 +82,13 @@ def correction(response: Response, settings: dict[str, Any]) -> Tensor:
     return torch.where(outside, torch.zeros_like(ratios), ratios)
 
 
-def off_policy_mask(response: Response, delta: float) -> Tensor:
+def off_policy_mask(response: PublishedResponse, delta: float) -> Tensor:
     """Return M [n] of DeepSeek-V3.2 (2512.02556), whose pi_old is the engine's."""
     apart = torch.log(response.engine.exp() / response.policy.detach().exp()).mean()
     return 1.0 - ((response.advantages < 0) & (apart > delta)).double()
 
 
-def kl_estimates(response: Response, estimator: str, sampled: Tensor) -> Tensor:
+def kl_estimates(response: PublishedResponse, estimator: str, sampled: Tensor) -> Tensor:
     """Return Schulman's estimates [n]; `unbiased_k3` is DeepSeek-V3.2's, over what sampled."""
     quotient = response.reference.exp() / response.policy.exp()
     if estimator == "k1":
@@ -98,7 +100,7 @@ def kl_estimates(response: Response, estimator: str, sampled: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Graded:
+class PublishedRewards:
     """A response's group, length in tokens, reward, weighted parts, and (end, reward) of steps."""
 
     group: int
@@ -108,7 +110,7 @@ class Graded:
     steps: Sequence[tuple[int, float]] = ()
 
 
-def advantages(batch: Sequence[Graded], settings: dict[str, Any]) -> list[np.ndarray]:
+def advantages(batch: Sequence[PublishedRewards], settings: dict[str, Any]) -> list[np.ndarray]:
     """Return the advantages [length] of every response of one domain."""
     name, ddof = settings["name"], int(settings.get("std") == "sample")
     rewards = np.array([response.reward for response in batch])
@@ -130,7 +132,7 @@ def advantages(batch: Sequence[Graded], settings: dict[str, Any]) -> list[np.nda
 
 
 def _of_group(
-    responses: Sequence[Graded], rewards: np.ndarray, settings: dict[str, Any], ddof: int
+    responses: Sequence[PublishedRewards], rewards: np.ndarray, settings: dict[str, Any], ddof: int
 ) -> Any:
     name = settings["name"]
     if name in ("dr_grpo", "reinforce_pp_baseline"):  # 2503.20783; 2501.03262
@@ -154,7 +156,7 @@ def _of_group(
     return scores
 
 
-def _of_steps(responses: Sequence[Graded], ddof: int) -> list[np.ndarray]:
+def _of_steps(responses: Sequence[PublishedRewards], ddof: int) -> list[np.ndarray]:
     """Return process supervision's (2402.03300, section 4.1.3): steps that end at t or later."""
     rewards = np.array([reward for response in responses for _, reward in response.steps])
     deviation = rewards.std(ddof=ddof) + FLOOR
@@ -170,7 +172,7 @@ def _standard(values: np.ndarray, ddof: int) -> np.ndarray:
 
 
 def _whitened(
-    batch: Sequence[Graded], scores: np.ndarray, settings: dict[str, Any], ddof: int
+    batch: Sequence[PublishedRewards], scores: np.ndarray, settings: dict[str, Any], ddof: int
 ) -> list[np.ndarray]:
     """Return scores by the batch's mean and deviation; over tokens as verl's masked_whiten."""
     lengths = [response.length for response in batch]

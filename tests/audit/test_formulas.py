@@ -87,7 +87,7 @@ def losses(
         reference_logprobs=reference[None],
     )
     ours = policy_loss(tokens, Totals(1, TOKENS), settings, settings.kl.coefficient).loss
-    response = papers.Response(policy, old, engine, reference, advantages, movement)
+    response = papers.PublishedResponse(policy, old, engine, reference, advantages, movement)
     published = papers.policy_losses(response, settings.model_dump(), corrected).mean()
     estimates = papers.kl_estimates(response, settings.kl.estimator, engine if stale else old)
     published = published + settings.kl.coefficient * estimates.mean()
@@ -189,7 +189,7 @@ def test_advantages(given: dict[str, Any]) -> None:
     audited = audited_advantages(samples, settings.model_dump(), {"sums": WEIGHTS})
     published = papers.advantages(
         [
-            papers.Graded(
+            papers.PublishedRewards(
                 sample.group,
                 len(sample.response),
                 sample.fields["reward"],

@@ -109,7 +109,7 @@ MUTANTS = [
     ),
     Mutant(
         "a resumed run takes today's date",
-        "pipeline/commands/common.py",
+        "pipeline/run/select.py",
         "        day = _recorded_date(run)\n",
         "        day = date.today()\n",
         "tests/pipeline/test_chat_template_settings.py"
@@ -117,7 +117,7 @@ MUTANTS = [
     ),
     Mutant(
         "a prompt that ends with <think> opens nothing",
-        "stages/rewards/thoughts.py",
+        "stages/data/thoughts.py",
         "return prompt.rstrip().endswith(opening)",
         "return False",
         "tests/stages/test_thoughts.py"

@@ -152,7 +152,7 @@ MUTANTS = [
     ),
     Mutant(
         "thoughts end at the first marker",
-        "stages/rewards/thoughts.py",
+        "stages/data/thoughts.py",
         ".rpartition(closing)",
         ".partition(closing)",
         "tests/stages/test_thoughts.py::test_thoughts_are_opened_by_the_prompt_or_the_response",
@@ -232,7 +232,7 @@ MUTANTS = [
     Mutant(
         "a call written as text ends as a conversation",
         "stages/data/demonstrations.py",
-        'role = "tool" if calls_tools(messages[-1]) else "user"',
+        'role = "tool" if _calls_tools(messages[-1]) else "user"',
         'role = "tool" if messages[-1].get("tool_calls") else "user"',
         "tests/stages/test_conversations.py"
         "::test_glm_ends_a_turn_with_the_role_of_whoever_speaks_next",

@@ -93,6 +93,7 @@ WITHOUT_TORCH = {
     "stages.data.reasoning_gym_options",
     "stages.data.messages",
     "stages.data.row_forms",
+    "stages.data.thoughts",
     "stages.data.tokenizer",
     "stages.rewards.reward",
     "stages.rewards.kinds.judge",

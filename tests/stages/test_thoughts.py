@@ -11,11 +11,11 @@ from pydantic import TypeAdapter
 
 from parallel.settings import CHARACTERS
 from stages.data.problem import Problem
+from stages.data.thoughts import split_thoughts
 from stages.domain_check import checked
 from stages.rewards.kinds import KINDS, RewardSettings
 from stages.rewards.kinds.judge import Judge
 from stages.rewards.reward import AnswerReward, Response, RewardContext, make
-from stages.rewards.thoughts import split_thoughts
 from stages.settings import DomainCheckJob
 
 CALL = {"name": "weather", "arguments": {"city": "Oslo"}}

@@ -11,8 +11,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from stages.data.thoughts import Markers
 from stages.rewards.reward import AnswerReward, Pattern, Response, Reward, Unfinished, register
-from stages.rewards.thoughts import Markers
 
 LETTERS = re.compile(r"[^\W\d_]+")
 # Scripts that Unicode names otherwise, and scripts without spaces between words, in which every

@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from parallel.settings import Tokens
+from stages.data.thoughts import Markers
 from stages.rewards.reward import (
     AnswerReward,
     Response,
@@ -18,7 +19,6 @@ from stages.rewards.reward import (
     Unfinished,
     register,
 )
-from stages.rewards.thoughts import Markers
 
 Length = Annotated[int, Field(ge=0, le=1_000_000_000)]
 

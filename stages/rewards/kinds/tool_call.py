@@ -14,8 +14,9 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from stages.data.chat_template import THINK, TOOL_CALL
+from stages.data.chat_template import TOOL_CALL
 from stages.data.problem import Problem
+from stages.data.thoughts import THINK
 from stages.rewards.fences import unfenced
 from stages.rewards.json_values import (
     DEEPEST,

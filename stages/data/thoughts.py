@@ -11,11 +11,10 @@ from typing import Annotated
 
 from pydantic import Field
 
-from stages.data.chat_template import THINK
-
 Marker = Annotated[str, Field(pattern=r"\S")]
 Markers = tuple[Marker, Marker]  # that open and close thoughts
 
+THINK: Markers = ("<think>", "</think>")  # DeepSeek, GLM, Qwen and most others
 KNOWN: tuple[Markers, ...] = (
     THINK,
     ("[THINK]", "[/THINK]"),  # Magistral
