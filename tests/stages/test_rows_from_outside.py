@@ -322,7 +322,7 @@ def test_a_question_with_other_tools_is_no_repetition(tmp_path: Path) -> None:
     # Both sets of tools and none: three problems on one side of the split.
     index = prompt_index(JsonlPromptSettings(path=path), "own")
     assert index.counts.duplicates == 1
-    problems = [problem_at(index, tokenizer, number, number) for number in range(3)]
+    problems = [problem_at(index, tokenizer, number, number)[0] for number in range(3)]
     assert [problem.tools for problem in problems] == [(WEATHER,), (other,), ()]
     assert len({problem.key for problem in problems}) == 3
     bare = hashlib.sha256(b"Rain?").hexdigest()  # as before there were tools
