@@ -117,8 +117,8 @@ def conversation_samples(
 
     With `given`, that number of assistant turns is only in the first prompt. There is one sample
     where the template renders earlier turns as it rendered them when they were the last; where it
-    rewrites them, as Qwen3's drops their thoughts, a further sample begins, whose prompt is what a
-    rollout would read at that turn.
+    rewrites them, as Qwen3's drops their thoughts, or leaves out their end token, a further sample
+    begins, whose prompt is what a rollout would read at that turn.
     Raises TokenizerError as `segments`.
     """
     return [
@@ -208,8 +208,9 @@ def segments(
             continue
         prompt = tokenizer.render(messages[:place], generation_prompt=True, tools=tools)
         answered = tokenizer.render(messages[: place + 1], generation_prompt=False, tools=tools)
-        if samples and prompt.startswith(text):
-            texts = [*samples.pop()[0], prompt[len(text) :]]
+        following = prompt[len(text) :] if samples and prompt.startswith(text) else None
+        if following is not None and _ends(tokenizer, samples[-1][0][-1], following):
+            texts = [*samples.pop()[0], following]
         else:
             texts = [prompt]
         try:
@@ -220,6 +221,16 @@ def segments(
                 raise
         samples.append(([*texts, turn], messages[: place + 1]))
     return samples
+
+
+def _ends(tokenizer: Tokenizer, turn: str, following: str) -> bool:
+    """Return whether an end token is in a turn, or begins what follows it before the next one.
+
+    Two turns with no text between are one. DeepSeek-V3's template ends no turn of a single tool
+    call: a sample of its own, completed with the end token, teaches that.
+    """
+    ids = [*tokenizer.encode(turn), *tokenizer.encode(following)[:1]]
+    return not following or not set(ids).isdisjoint(tokenizer.end_tokens)
 
 
 def closing_token(tokenizer: Tokenizer, messages: Sequence[Message]) -> int:

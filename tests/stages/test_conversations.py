@@ -228,10 +228,6 @@ AS_TEXT = "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Oslo</arg_val
             chat("how?", f"Write {AS_TEXT}.", "no", f"<think>{AS_TEXT}</think>no"),
             f"Write {AS_TEXT}.<|user|><think>{AS_TEXT}</think>no<|user|>",
         ),
-        (  # a role that is no end token ends no turn
-            [*chat("hi", "hello"), {"role": "system", "content": "so"}, *chat("ok", "done")],
-            "hellodone<|user|>",
-        ),
     ],
 )
 def test_glm_ends_a_turn_with_the_role_of_whoever_speaks_next(
@@ -250,6 +246,19 @@ def test_glm_ends_a_turn_with_the_role_of_whoever_speaks_next(
     ids = [int(token) for token in (*sample.prompt, *sample.response)]
     assert tokenizer.decode_prompt(ids[:-1]) == whole
     assert ids[-1] == sample.response[sample.learned][-1]
+
+
+def test_a_turn_that_no_end_token_follows_is_a_sample_with_one(tmp_path: Path) -> None:
+    tokenizer = tokenizer_named(str(save_glm(tmp_path)))
+    messages = [*chat("hi", "hello"), {"role": "system", "content": "so"}, *chat("ok", "done")]
+    first, second = conversation_samples(tokenizer, messages, "math")
+    assert [learned(tokenizer, sample) for sample in (first, second)] == [
+        "hello<|user|>",
+        "done<|user|>",
+    ]
+    # A rollout reads the conversation as the template writes it, without that end.
+    asked = tokenizer.decode_prompt(second.prompt.tolist())
+    assert asked == tokenizer.render(messages[:-1], generation_prompt=True)
 
 
 def test_a_call_that_only_the_tools_name_is_not_shown(tmp_path: Path) -> None:

@@ -137,6 +137,15 @@ def test_deepseek_shows_calls_whose_content_is_null_and_whose_arguments_are_text
     )
 
 
+def test_deepseek_learns_to_end_a_turn_of_one_call_which_its_template_leaves_open() -> None:
+    tokenizer = published("deepseek_v3")
+    (_, call), (asked, answer) = learned(tokenizer, conversation_samples(tokenizer, CALLS, "math"))
+    assert call.endswith('```json\n{"city": "Oslo"}\n```<｜tool▁call▁end｜><｜end▁of▁sentence｜>')
+    # What an engine would read after the tool: the template writes no end token there.
+    assert "```<｜tool▁call▁end｜><｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>rain" in asked
+    assert answer == "It rains.<｜end▁of▁sentence｜>"
+
+
 @pytest.mark.parametrize(
     ("name", "tools", "message"),
     [
