@@ -30,6 +30,7 @@ IN_A_ROW = (
     "stages.experts.domains=[sums]",
     "stages.merge.teachers={sums: experts.sums, words: experts.words}",
 )
+OF_SUMS = ("gates.experts.sums", "gates.merge")  # gates that ask problems of the domain
 
 
 @pytest.fixture
@@ -401,20 +402,11 @@ def test_without_gates_nothing_is_another_stage(config: Path, settings: RunSetti
         ("stages.merge.gate.min_kept=0.5", {"gates.merge"}),
         ("evaluation.problems=50", {"evaluate"}),
         *(
-            (
-                f"evaluation.{value}",
-                {"evaluate", "gates.experts.sums", "gates.experts.words", "gates.merge"},
-            )
+            (f"evaluation.{value}", {"evaluate", "gates.experts.words", *OF_SUMS})
             for value in ("temperature=0", "top_p=0.9", "top_k=20", "sampling_seed=3")
         ),
-        (
-            "domains.sums.evaluation.top_k=20",
-            {"gates.experts.sums", "gates.merge", "evaluate"},
-        ),
-        (
-            "domains.sums.sampling.max_response_tokens=20",
-            {"experts.sums", "gates.experts.sums", "gates.merge", "evaluate"},
-        ),
+        ("domains.sums.evaluation.top_k=20", {"evaluate", *OF_SUMS}),
+        ("domains.sums.sampling.max_response_tokens=20", {"experts.sums", "evaluate", *OF_SUMS}),
     ],
 )
 def test_a_change_of_a_gate_touches_it_alone(
