@@ -95,8 +95,8 @@ MUTANTS = [
     Mutant(
         "turns are joined after a prompt that the template has rewritten",
         "stages/data/demonstrations.py",
-        "if samples and prompt.startswith(text):",
-        "if samples:",
+        "if samples and prompt.startswith(text) else None",
+        "if samples else None",
         "tests/stages/test_conversations.py"
         "::test_a_template_that_rewrites_earlier_turns_gives_each_turn_its_own_prompt",
     ),

@@ -268,4 +268,12 @@ MUTANTS = [
         "tests/pipeline/test_domain_commands.py"
         "::test_rewards_without_reference_answers_are_untested_and_lengths_are_in_characters",
     ),
+    Mutant(
+        "a turn that the template leaves open is not taught to end",
+        "stages/data/demonstrations.py",
+        "if following is not None and _ends(tokenizer, samples[-1][0][-1], following):",
+        "if following is not None:",
+        "tests/stages/test_real_tokenizers.py"
+        "::test_deepseek_learns_to_end_a_turn_of_one_call_which_its_template_leaves_open",
+    ),
 ]
