@@ -10,6 +10,7 @@ from parallel.engine.fleet import Fleet, put_to_sleep
 from parallel.engine.wire import Sampling, Wake
 from parallel.settings import EngineSettings, LayoutSettings, ModelSettings
 from tests.engine.drawing import as_samples, request
+from tests.engine.engine_cases import TRIES
 from tests.engine.refit_cases import fleet, mismatch, policy
 
 WEIGHTS = Wake("weights")
@@ -19,9 +20,25 @@ LONG = Sampling(temperature=1.0, max_tokens=200, end_tokens=(1,))
 def refit_in_flight(
     addresses: tuple[Path, ...], model: str, layout: str, engine: str, versions: list[int]
 ) -> dict[str, Any]:
-    """Refit repeatedly while one member alone samples, once after each ended response."""
+    """Refit repeatedly while one member alone samples, once after each ended response.
+
+    On a busy machine all may have ended before the last refit: it is tried again.
+    """
     trained, engines = policy(model, layout), fleet(addresses, model, layout, engine)
     losses = engines.losses
+    for _ in range(TRIES):
+        seen = broadcast(_versions_seen(trained, engines, model, versions))
+        if seen == versions:
+            break
+    return {
+        "versions": seen,
+        "losses": engines.losses - losses,
+        "mismatch": mismatch(trained, engines, versions[-1]),
+    }
+
+
+def _versions_seen(trained: Any, engines: Fleet, model: str, versions: list[int]) -> list[int]:
+    """Return the weight versions of the tokens that are sampled; none but on rank 0."""
     trained.start_fresh(versions[0])
     engines.refit(trained, versions[0])
     stream = engines.live()[0].generate(request(LONG)) if is_main() else iter(())
@@ -30,18 +47,14 @@ def refit_in_flight(
         drawn += [next(stream)] if is_main() else []
         trained.start_fresh(version)
         engines.refit(trained, version)
+    if not is_main():
+        return []
     drawn += stream
     seen: set[int] = set()
-    if is_main():
-        settings = ModelSettings.model_validate_json(model)
-        for each in as_samples(drawn, request(LONG), settings):
-            assert each.versions is not None
-            seen |= set(each.versions.tolist())
-    return {
-        "versions": sorted(broadcast(seen)),
-        "losses": engines.losses - losses,
-        "mismatch": mismatch(trained, engines, versions[-1]),
-    }
+    for sample in as_samples(drawn, request(LONG), ModelSettings.model_validate_json(model)):
+        assert sample.versions is not None
+        seen |= set(sample.versions.tolist())
+    return sorted(seen)
 
 
 def turn(
