@@ -335,6 +335,15 @@ def test_a_domain_s_own_reference_is_of_no_other_domain(tmp_path: Path) -> None:
     assert {"kl/sums", "kl/words"} < first.keys()
 
 
+def test_a_kl_coefficient_follows_the_kl_of_its_own_domain(tmp_path: Path) -> None:
+    """1909.08593, section 2.2: up by 2 % above its target, and down by 2 % below."""
+    kl = {"coefficient": 0.5, "target": 1.0}
+    stage = mixed(tmp_path, sums={**PENALISED, "kl": kl}, words={"kl": kl})
+    stage.objectives.after_update({"kl": 5.0, "kl/sums": 0.5, "kl/words": 9.5})
+    found = {objective.name: objective.kl_coefficient for objective in stage.objectives}
+    assert found == pytest.approx({"sums": 0.5 * 0.98, "words": 0.5 * 1.02})
+
+
 def test_a_resumed_stage_repeats_an_undisturbed_one(tmp_path: Path) -> None:
     objectives = {
         "sums": {
