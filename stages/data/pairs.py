@@ -23,7 +23,7 @@ from stages.data.index import (
     usable,
 )
 from stages.data.messages import Row, RowError, tools_of
-from stages.data.problem import ASSISTANT, DataError, Tool, content_key
+from stages.data.problem import ASSISTANT, SPLIT_DIGITS, DataError, Tool, content_key
 from stages.data.row_forms import Turns, column_of, pair_of
 from stages.data.rows import ROWS
 from stages.data.settings import ToolFileSettings
@@ -138,7 +138,9 @@ class CollectedPairs:
                 if isinstance(row, RowError):
                     raise row
                 problem, reward = row["problem"], row["reward"]
-                if reward is not None and int(problem[:16], base=16) >= below:  # null: it failed
+                if (
+                    reward is not None and int(problem[:SPLIT_DIGITS], base=16) >= below
+                ):  # null: it failed
                     found.setdefault((row["domain"], problem), _Extremes()).add(at, reward)
         except (OSError, RowError) as error:
             raise DataError(self._key, f"{file}: {error}") from error
