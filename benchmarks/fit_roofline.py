@@ -19,7 +19,7 @@ import numpy as np
 from scipy.optimize import least_squares
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from parallel.roofline.hardware import REACHED, Efficiencies
+from parallel.estimates.roofline.hardware import REACHED, Efficiencies
 from tests.parallel.published_steps import H100, PublishedStep
 
 PULL = 0.15  # of a factor e off a guess, beside a step that is a factor e off

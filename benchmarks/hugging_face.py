@@ -51,7 +51,7 @@ def measure(model: ModelSettings = MODEL) -> dict[str, Any]:
     with alone(), tempfile.TemporaryDirectory() as directory:
         from parallel.hugging_face.weights import load_weights
         from parallel.model.policy import Policy
-        from stages.export import export
+        from stages.kinds.export.work import export
 
         policy = Policy(model, LayoutSettings())
         policy.start_fresh(seed=0)

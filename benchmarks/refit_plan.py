@@ -26,8 +26,8 @@ from typing import Any
 
 from machine import measured
 
-from parallel.boxes import Box
 from parallel.settings import LayoutSettings, ModelSettings
+from parallel.weights.boxes import Box
 from parallel.weights.needs import engine_violations, needed
 from parallel.weights.planner import Bucket, EngineSizes, OutgoingMessage, Plan
 

@@ -119,7 +119,7 @@ def server_memory(launcher: int) -> int:
     total = 0
     for entry in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
         try:
-            if b"parallel.forkserver" in Path(f"/proc/{entry}/cmdline").read_bytes():
+            if b"parallel.machine.forkserver" in Path(f"/proc/{entry}/cmdline").read_bytes():
                 lines = Path(f"/proc/{entry}/smaps_rollup").read_text().splitlines()
                 total += next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
         except OSError:

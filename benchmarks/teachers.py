@@ -94,7 +94,7 @@ def write_teachers(directory: str) -> dict[str, Any]:
 def merge_steps(directory: str, count: int, resident: str, states: str) -> dict[str, Any]:
     """Take steps of a merge with `count` teachers on samples that are always the same number."""
     from parallel.model.policy import TrainedPolicy
-    from stages.teachers import Teachers
+    from stages.kinds.distill.teachers import Teachers
 
     job = _job(directory, count, resident, states)
     optimizer = OptimizerSettings(learning_rate=1e-5)
@@ -132,8 +132,8 @@ def load_model(directory: str) -> dict[str, Any]:
 
 def merge_weights(directory: str, count: int, method: str) -> dict[str, Any]:
     """Run a stage that merges the weights of `count` models, which started from the first."""
-    from stages import merge_weights
-    from stages.kinds.merge_weights import MergeWeightsSettings
+    from stages.kinds.merge_weights import work as merge_weights
+    from stages.kinds.merge_weights.settings import MergeWeightsSettings
     from stages.settings import StageJob
 
     paths = {f"model_{n}": Path(directory) / str(n) / "step_1" for n in range(count)}
@@ -167,7 +167,7 @@ def _peak_mebibytes() -> float:
 
 
 def _job(directory: str, count: int, resident: str, states: str) -> Any:
-    from stages.kinds.distill import DistillSettings
+    from stages.kinds.distill.settings import DistillSettings
     from stages.settings import StageJob
 
     domains = [f"domain_{n}" for n in range(count)]

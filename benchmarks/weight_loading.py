@@ -21,10 +21,10 @@ import msgspec
 import torch
 from machine import measured
 
-from parallel.boxes import Box
 from parallel.engine.core import Core
 from parallel.engine.wire import Refit
 from parallel.settings import EngineJob, EngineSettings, LayoutSettings, ModelSettings
+from parallel.weights.boxes import Box
 from parallel.weights.planner import Bucket, EngineSizes, Plan
 
 ROUNDS = 3

@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_para
 from torch import Tensor
 
 from parallel import micro_batches
-from parallel.device import device
+from parallel.machine.device import device
 from parallel.micro_batches import slot_tokens
 from parallel.model import vocabulary
 from parallel.model.vocabulary import HeadLogits, KeptLogits

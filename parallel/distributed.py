@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from parallel.checkpoint.reader import patch_megatron
 from parallel.cpu import megatron
-from parallel.device import backend
+from parallel.machine.device import backend
+from parallel.machine.slots import local_device
 from parallel.settings import LayoutSettings
-from parallel.slots import local_device
 
 # The variables that torch.distributed reads, and srun's names of them.
 SRUN = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS"}

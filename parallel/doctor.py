@@ -54,22 +54,22 @@ def _torch() -> Found:
 
 
 def _transformer_engine() -> Found:
-    from parallel import cuda_packages
+    from parallel.machine import cuda_packages
 
     error = cuda_packages.transformer_engine_error()
     return {} if error is None else {"error": error}
 
 
 def _apex() -> Found:
-    from parallel import cuda_packages
+    from parallel.machine import cuda_packages
 
     return {"kind": cuda_packages.apex()}
 
 
 def _megatron() -> Found:
     """Import megatron-core, and with it mbridge and transformers."""
-    from parallel import device
     from parallel.cpu import megatron
+    from parallel.machine import device
 
     megatron.activate()
     optimizers: Any = import_module("megatron.core.optimizer")

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from parallel.network import LOOPBACK
+from parallel.machine.network import LOOPBACK
 
 # Every integer has an upper bound, far above any model or machine: a mistyped digit is an error at
 # once, not an endless loop or a full memory.
@@ -327,7 +327,7 @@ class EngineJob(Settings):
     member: int = 0
     address: Path
     meeting: Path | None = Field(None, description="where the first of several members publishes")
-    interface: str = Field(LOOPBACK, description="interface to listen on, see parallel.network")
+    interface: str = Field(LOOPBACK, description="interface to listen on, see machine/network.py")
     nodes: Count = Field(1, description="over which it spreads; each runs one process of this job")
     seed: int
     gpu_memory_bytes: int | None = Field(None, description="per GPU; null: what is free")

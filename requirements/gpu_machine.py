@@ -20,7 +20,7 @@ REPOSITORY = Path(__file__).parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
 from parallel.errors import UserError  # noqa: E402
-from parallel.gpus import driver_error, visible_gpus  # noqa: E402
+from parallel.machine.gpus import driver_error, visible_gpus  # noqa: E402
 
 CUDA = 13  # of the torch in gpu.txt
 FREE_GIB = 15  # the environment takes 10, its downloads the rest

@@ -13,10 +13,10 @@ import sys
 import warnings
 from pathlib import Path
 
-from parallel.capabilities import rank_environment
-from parallel.determinism import set_up_rank
 from parallel.errors import UserError, report_error, report_notice
 from parallel.files import write_atomically
+from parallel.machine.capabilities import rank_environment
+from parallel.machine.determinism import set_up_rank
 from parallel.settings import ModelSettings
 from parallel.timeline import heartbeat, open_timeline, phase
 from stages.kinds import MODULES
@@ -63,7 +63,7 @@ def run_rank(job: StageJob) -> None:
 
 def warn_of_fallbacks() -> None:
     """Print one notice if CUDA packages are missing or do not work here."""
-    from parallel.device import fallbacks
+    from parallel.machine.device import fallbacks
 
     if found := fallbacks():
         report_notice("; ".join(found))
@@ -74,8 +74,8 @@ def warn_of_engines(model: ModelSettings) -> None:
 
     Only a notice: the user may want no later stage.
     """
-    from parallel.device import device
     from parallel.engine.cpu_limits import unsupported
+    from parallel.machine.device import device
 
     if device().type == "cpu" and (why := unsupported(model)):
         report_notice(f"stages that sample will fail on a CPU: {why}")
@@ -86,9 +86,9 @@ def empty_devices(job: StageJob) -> None:
 
     Collective. Raises UserError for settings with which engines could not leave later.
     """
-    from parallel.device import device
     from parallel.distributed import on_main
     from parallel.engine.fleet import put_to_sleep
+    from parallel.machine.device import device
 
     engine = job.settings.engine
     if not engine.sleeps_on(device().type):
@@ -101,8 +101,8 @@ def empty_devices(job: StageJob) -> None:
 
 def record_memory(job: StageJob) -> None:
     """Write the peak memory of the attempt's largest rank beside the attempt's logs. Collective."""
-    from parallel.device import peak_memory
     from parallel.distributed import is_main, max_over_ranks
+    from parallel.machine.device import peak_memory
 
     peaks = {name: int(max_over_ranks(value)) for name, value in peak_memory().items()}
     if is_main():

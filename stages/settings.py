@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 from pydantic import Field
 
 from parallel.errors import UserError
-from parallel.network import LOOPBACK
+from parallel.machine.network import LOOPBACK
 from parallel.settings import (
     MOST,
     Count,
@@ -27,8 +27,8 @@ from parallel.settings import (
 from stages.directory import StageDirectory
 from stages.domains import DomainSettings, PolicySettings, PromptRolloutSettings, SamplingSettings
 from stages.kinds import AnyStageSettings, Kind
-from stages.kinds.evaluate import EvaluationSettings
-from stages.kinds.grpo import GrpoSettings
+from stages.kinds.evaluate.settings import EvaluationSettings
+from stages.kinds.grpo.settings import GrpoSettings
 from stages.kinds.kind import StageSettings
 from stages.kinds.rules import At, under
 from stages.rewards.reward import RewardPoolSettings

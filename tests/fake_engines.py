@@ -25,7 +25,7 @@ from parallel.engine.wire import (
 )
 from parallel.settings import EngineSettings, LayoutSettings, ModelSettings
 from stages.domains import DomainSettings
-from stages.kinds.grpo import GrpoSettings
+from stages.kinds.grpo.settings import GrpoSettings
 from stages.rewards.reward import RewardPoolSettings
 from stages.settings import LoggingSettings, RunSettings, StageJob
 

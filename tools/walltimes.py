@@ -12,10 +12,10 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from parallel.roofline.hardware import GPUS
+from parallel.estimates.roofline.hardware import GPUS
 from pipeline.config.validate import load
-from pipeline.report.budget import walltimes
-from pipeline.report.simulation import (
+from pipeline.estimate.budget import walltimes
+from pipeline.estimate.simulation import (
     FILLED,
     HOUR,
     PER_NODE,

@@ -23,13 +23,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from parallel.boxes import Box, intersect, within
 from parallel.checkpoint import state as checkpoint_state
 from parallel.checkpoint.reader import CheckpointReader
 from parallel.files import CheckpointError
 from parallel.hugging_face import weights as hugging_face_weights
 from parallel.hugging_face.files import DTYPES, WeightFiles
 from parallel.model.policy import Policy
+from parallel.weights.boxes import Box, intersect, within
 
 BUFFER_BYTES = 32 << 20  # of a read; a single row may need more
 

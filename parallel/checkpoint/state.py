@@ -36,11 +36,11 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import distributed as dist
 
-from parallel.boxes import boxes
 from parallel.distributed import layout_sizes
 from parallel.model.host_state import allocate
 from parallel.model.offload import STATE
 from parallel.model.policy import Policy, TrainedPolicy
+from parallel.weights.boxes import boxes
 
 # Makes megatron-core write a state that any layout can load. Always pass a copy: megatron-core
 # writes its process groups into it.

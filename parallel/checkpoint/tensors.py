@@ -26,13 +26,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from parallel.boxes import Box, intersect, within
 from parallel.checkpoint import state as checkpoint_state
 from parallel.checkpoint.reader import CheckpointReader
 from parallel.distributed import gather, layout_sizes
 from parallel.files import CheckpointError, unreadable
 from parallel.model.policy import Policy
 from parallel.settings import LayoutSettings, ModelSettings
+from parallel.weights.boxes import Box, intersect, within
 from parallel.weights.holdings import held
 from parallel.weights.names import plain_name, tensors
 

@@ -28,8 +28,8 @@ import torch
 import torch.distributed as dist
 
 from parallel.cpu import gloo, transformer_engine
-from parallel.cuda_packages import hide
-from parallel.device import CPU, has_apex, layer_specs
+from parallel.machine.cuda_packages import hide
+from parallel.machine.device import CPU, has_apex, layer_specs
 
 SCOPED_PACKAGES = ("megatron", "mbridge")
 # Imported before the names are replaced, so that what a stage uses is covered.

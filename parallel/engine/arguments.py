@@ -13,15 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from parallel.determinism import engine_environment
 from parallel.engine.cpu_limits import unsupported
 from parallel.engine.environment import has_gpus, process_environment
 from parallel.engine.lockstep import member_environment
-from parallel.engine.memory import BATCHED_TOKENS, CACHE_BLOCK, cache_bytes, engine_memory
 from parallel.engine.nodes import meeting_point, node_rank
 from parallel.errors import UserError
-from parallel.gpus import Gpu, visible_gpus
-from parallel.network import address_of
+from parallel.estimates.engine_memory import BATCHED_TOKENS, CACHE_BLOCK, cache_bytes, engine_memory
+from parallel.machine.determinism import engine_environment
+from parallel.machine.gpus import Gpu, visible_gpus
+from parallel.machine.network import address_of
 from parallel.settings import EngineJob
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}

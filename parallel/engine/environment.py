@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from parallel.gpus import built_for_cpu
+from parallel.machine.gpus import built_for_cpu
 
 GPU_FILE = Path("/dev/nvidiactl")  # the driver's: torch is not imported here
 

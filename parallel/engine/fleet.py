@@ -15,14 +15,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parallel.device import device, gpu_ordinals, synchronize
 from parallel.distributed import any_rank, broadcast, gather, host_store, is_main, on_main
 from parallel.engine.client import EngineClient, EngineError, EngineRefused
 from parallel.engine.topology import Topology, TrainerPlace
 from parallel.engine.wire import EngineDescription, Join, Refit, Refitted, Wake, model_digest
 from parallel.errors import report_notice
+from parallel.machine.device import device, gpu_ordinals, synchronize
+from parallel.machine.network import LOOPBACK, address_of
 from parallel.model.policy import Policy
-from parallel.network import LOOPBACK, address_of
 from parallel.settings import EngineSettings, LayoutSettings, ModelSettings
 from parallel.weights.executor import Outbox, add_fingerprints
 from parallel.weights.mapping import (

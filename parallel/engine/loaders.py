@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel.boxes import Box
+from parallel.weights.boxes import Box
 
 VIEWS = {
     Tensor.narrow,

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from parallel.engine.nodes import MeetingPoint, published
 from parallel.errors import UserError
 from parallel.files import write_atomically
-from parallel.network import address_of
+from parallel.machine.network import address_of
 from parallel.settings import EngineJob
 
 POLL_SECONDS = 0.05

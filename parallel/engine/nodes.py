@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from parallel.errors import UserError
 from parallel.files import write_atomically
-from parallel.network import address_of
+from parallel.machine.network import address_of
 from parallel.settings import EngineJob
 
 POLL_SECONDS = 0.2

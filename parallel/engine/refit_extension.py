@@ -20,13 +20,13 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
-from parallel.boxes import Box
-from parallel.device import gpu_ordinals, synchronize
 from parallel.engine.expert_stacks import ExpertStack, expert_stacks
 from parallel.engine.loaders import Copy, Unread, copy_nothing
 from parallel.engine.sampling_masks import empty_whole_masks
 from parallel.engine.wire import EnginePlace, Join, RankReport, Refit
+from parallel.machine.device import gpu_ordinals, synchronize
 from parallel.settings import LayoutSettings, ModelSettings
+from parallel.weights.boxes import Box
 from parallel.weights.executor import Inbox, add_fingerprints, fingerprint, wire_dtype
 from parallel.weights.mapping import host_identity
 from parallel.weights.names import bucket, loaded_tensors

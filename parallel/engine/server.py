@@ -29,7 +29,6 @@ from parallel.engine.arguments import own_gpus
 from parallel.engine.core import IDLE_SECONDS, Core
 from parallel.engine.follower import LostWorkers, follow
 from parallel.engine.lockstep import OutOfStep
-from parallel.engine.memory import engine_share
 from parallel.engine.nodes import node_rank
 from parallel.engine.wire import (
     BEAT,
@@ -47,8 +46,9 @@ from parallel.engine.wire import (
     model_digest,
 )
 from parallel.errors import report_error, valid_text
-from parallel.gpus import built_for_cpu, wait_for_memory
-from parallel.network import address_of
+from parallel.estimates.engine_memory import engine_share
+from parallel.machine.gpus import built_for_cpu, wait_for_memory
+from parallel.machine.network import address_of
 from parallel.settings import EngineJob
 from parallel.timeline import open_timeline, phase
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from parallel.boxes import Box
 from parallel.families import fp8_blocks
 from parallel.files import read_text
+from parallel.weights.boxes import Box
 
 
 class BlockScales:

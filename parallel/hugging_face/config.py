@@ -8,7 +8,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 
-from parallel.device import DTYPES
 from parallel.families import (
     FAMILIES,
     Qwen35MoeArchitecture,
@@ -17,6 +16,7 @@ from parallel.families import (
     text_configuration,
 )
 from parallel.hugging_face.stored import mtp_pattern
+from parallel.machine.device import DTYPES
 from parallel.settings import END_TOKEN, PAD_TOKEN, ModelSettings
 
 

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from parallel.boxes import Box, within
 from parallel.errors import UserError
 from parallel.files import HUGGING_FACE, WEIGHTS_INDEX, is_file_name, naming, unindexed_weights
 from parallel.hugging_face import mxfp4
@@ -30,6 +29,7 @@ from parallel.hugging_face.stored import (
     unreadable,
 )
 from parallel.hugging_face.text_model import StackError, text_tensors
+from parallel.weights.boxes import Box, within
 
 PART_BYTES = 8 << 20  # of a part of a tensor; 1 MiB at a time reads a disk at half its speed
 DTYPES = dict(zip(FLOATS, (torch.float32, torch.bfloat16, torch.float16), strict=True))

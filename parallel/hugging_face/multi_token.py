@@ -11,11 +11,11 @@ from collections.abc import Iterator
 
 import torch
 
-from parallel.device import DTYPES as PRECISIONS
 from parallel.families import FAMILIES
 from parallel.hugging_face.config import TensorSpec
 from parallel.hugging_face.files import DTYPES, WeightFiles, WeightsError
 from parallel.hugging_face.stored import mtp_errors, mtp_pattern, mtp_tensors
+from parallel.machine.device import DTYPES as PRECISIONS
 from parallel.settings import ModelSettings
 
 

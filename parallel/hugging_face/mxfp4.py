@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from parallel.boxes import Box
+from parallel.weights.boxes import Box
 
 BLOCKS, SCALES = "_blocks", "_scales"
 INPUTS = 32  # that share a scale

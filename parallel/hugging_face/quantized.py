@@ -18,9 +18,9 @@ from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32,
 from modelopt.torch.quantization.calib import MseCalibrator
 from torch import Tensor
 
-from parallel.boxes import Box, within
 from parallel.hugging_face.config import TensorSpec
 from parallel.hugging_face.files import WeightFiles
+from parallel.weights.boxes import Box, within
 from parallel.weights.quantizable import FusedTensors, module_name
 
 Format = Literal["fp8", "nvfp4", "int8", "int4"]

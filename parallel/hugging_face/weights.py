@@ -15,8 +15,6 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 
-from parallel.boxes import Box, within
-from parallel.device import device
 from parallel.distributed import broadcast, gather, is_main, layout_sizes
 from parallel.families import is_readable
 from parallel.files import read_text
@@ -29,7 +27,9 @@ from parallel.hugging_face.config import (
 )
 from parallel.hugging_face.files import WeightFiles, WeightsError, is_finite
 from parallel.hugging_face.stored import mtp_errors, mtp_tensors
+from parallel.machine.device import device
 from parallel.settings import LayoutSettings, ModelSettings
+from parallel.weights.boxes import Box, within
 from parallel.weights.holdings import held, owners
 from parallel.weights.names import is_precise, plain_name, stored_tensors, tensors
 from parallel.weights.stacks import Stack

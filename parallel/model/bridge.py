@@ -10,8 +10,6 @@ from mbridge.core import LLMBridge
 from mbridge.models import DeepseekV3Bridge, Qwen3MoEBridge
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 
-from parallel.capabilities import check_capabilities, this_machine, transformer_flags
-from parallel.device import DTYPES, device
 from parallel.families import (
     Glm4MoeArchitecture,
     GptOssArchitecture,
@@ -20,6 +18,8 @@ from parallel.families import (
     architecture,
 )
 from parallel.hugging_face.config import hugging_face_config
+from parallel.machine.capabilities import check_capabilities, this_machine, transformer_flags
+from parallel.machine.device import DTYPES, device
 from parallel.settings import LayoutSettings, ModelSettings
 
 # megatron-core's names of YaRN's parameters, and gpt-oss's.

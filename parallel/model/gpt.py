@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch.nn import functional
 
 from parallel.cpu.attention import PackedAttention
-from parallel.device import device, layer_specs
+from parallel.machine.device import device, layer_specs
 from parallel.model.delta_net import DeltaNetSubmodules, GatedDeltaNet, GatedSelfAttention
 from parallel.model.parameters import split_dimension
 from parallel.model.routing import Router

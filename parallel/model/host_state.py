@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel.device import device
+from parallel.machine.device import device
 from parallel.model.offload import HostMemory, aligned
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

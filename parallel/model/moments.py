@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from parallel.device import device
 from parallel.distributed import layout_sizes
+from parallel.machine.device import device
 from parallel.model.policy import Policy
 from parallel.settings import LayoutSettings
 from parallel.weights.holdings import held

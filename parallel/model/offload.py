@@ -18,9 +18,9 @@ from typing import Any, Literal
 
 import torch
 
-from parallel.device import device, forget_error
 from parallel.errors import UserError, report_notice
-from parallel.gpus import wait_for_memory
+from parallel.machine.device import device, forget_error
+from parallel.machine.gpus import wait_for_memory
 from parallel.settings import EngineSettings
 
 Part = Literal["weights", "gradients", "optimizer"]

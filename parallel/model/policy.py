@@ -25,9 +25,9 @@ from torch.nn import functional
 
 from parallel import families
 from parallel.batch import MicroBatch, Responses
-from parallel.capabilities import check_optimizer, data_parallel_flags, this_machine
-from parallel.device import device
 from parallel.hugging_face import weights as hugging_face_weights
+from parallel.machine.capabilities import check_optimizer, data_parallel_flags, this_machine
+from parallel.machine.device import device
 from parallel.model import routing
 from parallel.model.bridge import build_bridge
 from parallel.model.gpt import build_chunks

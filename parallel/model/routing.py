@@ -29,7 +29,7 @@ from megatron.core.transformer.moe.router_replay import RouterReplay, RouterRepl
 from torch import Tensor
 
 from parallel.batch import MicroBatch, PackedRow
-from parallel.device import device
+from parallel.machine.device import device
 from parallel.settings import RoutingLossSettings
 
 SMALLEST = 1e-30  # probability, before its logarithm

@@ -25,7 +25,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from parallel.device import LOSS_CHUNK_BYTES, device
+from parallel.machine.device import LOSS_CHUNK_BYTES, device
 from parallel.model.head import head_logits
 
 # Replaces -inf: its exponential is 0 too, but its differences and products are finite.

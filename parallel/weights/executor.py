@@ -13,9 +13,9 @@ from math import prod
 
 import torch
 
-from parallel.boxes import Box, intersect, within
-from parallel.device import DTYPES
+from parallel.machine.device import DTYPES
 from parallel.settings import LayoutSettings, ModelSettings
+from parallel.weights.boxes import Box, intersect, within
 from parallel.weights.holdings import held
 from parallel.weights.mapping import SharedMemory, mapped
 from parallel.weights.names import is_precise

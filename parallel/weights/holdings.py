@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Literal, NamedTuple
 
-from parallel.boxes import Box, along
 from parallel.layout_rules import chunk_layers
 from parallel.settings import LayoutSettings, ModelSettings
+from parallel.weights.boxes import Box, along
 from parallel.weights.names import EMBEDDING, HEAD, ModelWeights, Part, Weight, tensor_prefix
 
 

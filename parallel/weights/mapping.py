@@ -15,8 +15,8 @@ from typing import Annotated, Any
 import msgspec
 import torch
 
-from parallel.device import gpu_ordinals
 from parallel.errors import UserError
+from parallel.machine.device import gpu_ordinals
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from parallel.boxes import Box, along
 from parallel.layout_rules import divisors, one_of
 from parallel.settings import ModelSettings
+from parallel.weights.boxes import Box, along
 from parallel.weights.names import ModelWeights, Part, Units, Weight, tensor_prefix
 
 

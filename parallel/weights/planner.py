@@ -15,8 +15,8 @@ from itertools import accumulate
 from math import prod
 from typing import NamedTuple
 
-from parallel.boxes import Box, intersect
 from parallel.settings import LayoutSettings, ModelSettings
+from parallel.weights.boxes import Box, intersect
 from parallel.weights.holdings import Layout, Shard
 from parallel.weights.names import ModelWeights, tensor_prefix
 from parallel.weights.needs import needed_of

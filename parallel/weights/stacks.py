@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from parallel.boxes import Box
+from parallel.weights.boxes import Box
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from pathlib import Path
 from parallel.errors import UserError
 from pipeline.commands import common
 from pipeline.commands.common import RUN, Argument, command
-from pipeline.run.bundle import has_finished, write_bundle
-from pipeline.run.reproduce import bundle_at, compare
+from pipeline.run.bundle.reproduce import bundle_at, compare
+from pipeline.run.bundle.writer import has_finished, write_bundle
 from pipeline.run.run import check_renamed
 from pipeline.text import say, shown
 

@@ -23,11 +23,11 @@ from pipeline.config.validate import (
     load_unfinished,
     located,
 )
+from pipeline.estimate.gpu_memory import GpusOf, gpus_here, gpus_of
 from pipeline.launch.placement import Programs
-from pipeline.report.gpu_memory import GpusOf, gpus_here, gpus_of
 from pipeline.run.answers import MeasuredModel, measured_models
+from pipeline.run.bundle.reproduce import bundle_at
 from pipeline.run.directory import TRUST_OPTION, RunDirectory, check_owner
-from pipeline.run.reproduce import bundle_at
 from pipeline.run.run import Run
 from pipeline.run.select import (
     RunFork,

@@ -13,8 +13,8 @@ from pipeline.commands.common import (
     measured,
     print_json,
 )
-from pipeline.report.comparison import compare, comparison_json
-from pipeline.report.comparison_text import comparison_text
+from pipeline.report.compare.comparison import compare, comparison_json
+from pipeline.report.compare.comparison_text import comparison_text
 from pipeline.run.answers import measured_models
 
 

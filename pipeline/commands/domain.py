@@ -24,8 +24,9 @@ from pipeline.config.validate import (
     load_domain,
     load_with_domain,
 )
+from pipeline.estimate.capacity import check_capacity
+from pipeline.estimate.gpu_memory import gpus_here
 from pipeline.launch import one_off
-from pipeline.report.capacity import check_capacity
 from pipeline.report.domain_scores import (
     demonstrated,
     described,
@@ -37,10 +38,9 @@ from pipeline.report.domain_scores import (
     short,
     unreadable,
 )
-from pipeline.report.gpu_memory import gpus_here
-from pipeline.report.tables import Cell, table, terminal
 from pipeline.run.graph import Stage
 from pipeline.slurm.queue import check_not_queued
+from pipeline.tables import Cell, table, terminal
 from pipeline.text import say, shown
 from stages.domains import DomainSettings
 from stages.rewards.reward import RewardPoolSettings
@@ -219,7 +219,7 @@ def _check(
         "prompts": arguments.prompts,
         "max_positions": max_positions,
     }
-    found = one_off.answer_of("the check", "stages.domain_check", job)
+    found = one_off.answer_of("the check", "stages.domain_tools.domain_check", job)
     unit = "tokens" if tokenizer else "characters"
     say("", *described(settings, found["lengths"], unit))
     for number, prompt in enumerate(found["prompts"], start=1):

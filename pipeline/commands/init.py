@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel.errors import UserError
-from parallel.roofline.hardware import GIB, GPUS
+from parallel.estimates.roofline.hardware import GIB, GPUS
 from pipeline.commands import common
 from pipeline.commands.common import JSON, Argument, command, print_json
 from pipeline.commands.init_inputs import (
@@ -34,11 +34,8 @@ from pipeline.config.cluster import FORMS, WALLTIME, ClusterSettings, seconds_of
 from pipeline.config.read import CONFIGS
 from pipeline.config.tokenizers import has_thoughts
 from pipeline.config.validate import load_cluster
-from pipeline.report.budget import MARGIN
-from pipeline.report.new_run import Prepared, prepare
-from pipeline.report.run_blocks import Wanted
-from pipeline.report.run_file import profile_text
-from pipeline.report.simulation import (
+from pipeline.estimate.budget import MARGIN
+from pipeline.estimate.simulation import (
     FILLED,
     PER_NODE,
     Assumptions,
@@ -46,6 +43,9 @@ from pipeline.report.simulation import (
     sheets_of_kinds,
     simulation_text,
 )
+from pipeline.new_run.new_run import Prepared, prepare
+from pipeline.new_run.run_blocks import Wanted
+from pipeline.new_run.run_file import profile_text
 from pipeline.run.graph import compile_graph
 from pipeline.text import say, shown
 

@@ -16,10 +16,10 @@ from parallel.families import architecture
 from parallel.files import naming, write_atomically
 from parallel.settings import ModelSettings
 from pipeline.config.checkpoints import ANY_VALUE, has_weights, weights_violation
-from pipeline.config.described import model_of
 from pipeline.config.read import CONFIGS, Reader, find, plain
 from pipeline.config.rules import DOMAIN_NAME, DOMAIN_RULE
-from pipeline.report.capacity import check_searched
+from pipeline.estimate.capacity import check_searched
+from pipeline.new_run.described import model_of
 from pipeline.text import shown
 
 MODELS, DOMAINS = CONFIGS / "models", CONFIGS / "domains"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel.errors import UserError
-from parallel.gpus import usable_gpus
+from parallel.machine.gpus import usable_gpus
 from pipeline.commands import common
 from pipeline.commands.common import (
     CONFIG,
@@ -30,15 +30,15 @@ from pipeline.config.quantized import loss_gate_cautions
 from pipeline.config.read import ConfigError
 from pipeline.config.rules import policy_cautions
 from pipeline.config.validate import dump_resolved, load_cluster
+from pipeline.estimate.capacity import check_capacity
+from pipeline.estimate.gpu_memory import unchecked
+from pipeline.estimate.memory import memory_report
+from pipeline.estimate.stage_memory import stage_memory
 from pipeline.launch.runner import machine_shares
 from pipeline.report import drawing, explain
 from pipeline.report import status as report
-from pipeline.report.capacity import check_capacity
-from pipeline.report.difference import difference, difference_lines
+from pipeline.report.compare.difference import difference, difference_lines
 from pipeline.report.doctor import probe, section_table, sections
-from pipeline.report.gpu_memory import unchecked
-from pipeline.report.memory import memory_report
-from pipeline.report.stage_memory import stage_memory
 from pipeline.report.time_left import estimate
 from pipeline.run.directory import RunDirectory
 from pipeline.run.edits import edit_json, edit_lines, edit_of

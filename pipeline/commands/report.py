@@ -12,10 +12,10 @@ from parallel.errors import UserError
 from parallel.files import write_atomically
 from pipeline.commands import common
 from pipeline.commands.common import Argument, command
-from pipeline.report.tables import human
 from pipeline.run.directory import RUNS_AS, exposure
 from pipeline.run.run import Run
 from pipeline.slurm.queue import states_now
+from pipeline.tables import human
 from pipeline.text import say, shown
 
 DEMO_FILE = Path("braid-demo.html")

@@ -25,22 +25,21 @@ from pipeline.commands.common import (
     print_json,
     whole,
 )
+from pipeline.estimate.capacity import check_capacity
+from pipeline.estimate.gpu_memory import gpus_here
 from pipeline.launch import one_off
 from pipeline.launch.launcher import JobFailed
 from pipeline.launch.processes import Stopped
 from pipeline.launch.runner import machine_shares, run_stages
 from pipeline.report import status as report
-from pipeline.report.capacity import check_capacity
 from pipeline.report.explain import dry_run
-from pipeline.report.gpu_memory import gpus_here
-from pipeline.report.tables import Cell, table, terminal
 from pipeline.run import gates
+from pipeline.run.bundle.reproduce import compare, foreseen
 from pipeline.run.directory import TRUST_OPTION, check_owner, warn_of_readers
 from pipeline.run.edits import moved_lines
 from pipeline.run.gates import GateStopped
 from pipeline.run.graph import Stage
 from pipeline.run.metrics import Models
-from pipeline.run.reproduce import compare, foreseen
 from pipeline.run.run import Run
 from pipeline.run.select import (
     MAY_CHANGE,
@@ -50,6 +49,7 @@ from pipeline.run.select import (
     unfinished,
 )
 from pipeline.slurm.queue import check_not_queued
+from pipeline.tables import Cell, table, terminal
 from pipeline.text import say, shown, visible, warn
 
 AUDITED = ("sft", "grpo", "distill", "dpo", "sample", "gate", "evaluate")

@@ -15,8 +15,8 @@ from parallel.errors import UserError
 from pipeline.commands import common
 from pipeline.commands.common import JSON, RUN, TRUST, Argument, command, print_json
 from pipeline.launch.one_off import regrade
-from pipeline.report.health import symptoms
-from pipeline.report.overview import (
+from pipeline.report.view.health import symptoms
+from pipeline.report.view.overview import (
     Overview,
     health_lines,
     metric_by_stage,
@@ -24,10 +24,10 @@ from pipeline.report.overview import (
     overview_json,
     stage_table,
 )
-from pipeline.report.tables import table
-from pipeline.report.waits import waits, waits_table
+from pipeline.report.view.waits import waits, waits_table
 from pipeline.run.run import Run
 from pipeline.slurm.queue import states_now
+from pipeline.tables import table
 from pipeline.text import shown, warn
 
 SECONDS = 2.0  # between two looks at a run that is followed
@@ -257,7 +257,7 @@ def _show_metric(arguments: Namespace, run: Run) -> None:
 
 
 def _show_experts(arguments: Namespace, run: Run) -> None:
-    from pipeline.report.experts import expert_table, owned_by_domain
+    from pipeline.report.view.experts import expert_table, owned_by_domain
 
     if arguments.stage is None:
         raise UserError("--experts is about a stage: name a STAGE")
@@ -292,7 +292,7 @@ def _print_run(arguments: Namespace, run: Run, overview: Overview) -> None:
 
 def _show_samples(arguments: Namespace, run: Run) -> None:
     # pyarrow takes a fifth of a second to import, which no other command should wait for.
-    from pipeline.report.listing import Listing, listing_json, print_samples
+    from pipeline.report.view.listing import Listing, listing_json, print_samples
     from pipeline.run.samples import Query, StageSamples
 
     grading = partial(regrade, run, arguments.stage, trusted=arguments.trust_run)
@@ -321,8 +321,8 @@ def _asked(arguments: Namespace) -> dict[str, Any]:
 
 
 def _show_outcomes(arguments: Namespace, run: Run) -> None:
-    from pipeline.report.listing import print_outcomes
-    from pipeline.report.versus import outcomes, outcomes_json
+    from pipeline.report.view.listing import print_outcomes
+    from pipeline.report.view.versus import outcomes, outcomes_json
 
     names = (arguments.model, arguments.versus)
     first, second = (common.measured(arguments, run, name) for name in names)

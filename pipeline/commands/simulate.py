@@ -7,15 +7,15 @@ from dataclasses import asdict
 from functools import partial
 
 from parallel.errors import UserError
-from parallel.roofline.hardware import GPUS
+from parallel.estimates.roofline.hardware import GPUS
 from pipeline.commands import common
 from pipeline.commands.common import CONFIG, CONFIG_HELP, JSON, Argument, command, print_json
 from pipeline.config.rules import violations
 from pipeline.config.validate import load_cluster
-from pipeline.report.capacity import check_capacity, check_searched
-from pipeline.report.layout_search import best_layouts, node_of, search_json, search_text
-from pipeline.report.memory import memory_report
-from pipeline.report.simulation import (
+from pipeline.estimate.capacity import check_capacity, check_searched
+from pipeline.estimate.layout_search import best_layouts, node_of, search_json, search_text
+from pipeline.estimate.memory import memory_report
+from pipeline.estimate.simulation import (
     FILLED,
     PER_NODE,
     Assumptions,
@@ -25,7 +25,7 @@ from pipeline.report.simulation import (
     simulation_json,
     simulation_text,
 )
-from pipeline.report.stage_memory import stage_memory
+from pipeline.estimate.stage_memory import stage_memory
 from pipeline.run.graph import compile_graph
 
 SHOWN, TRIED = 5, 200  # layouts that the search proposes, of the fastest ones

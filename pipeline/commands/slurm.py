@@ -23,10 +23,9 @@ from pipeline.commands.common import (
 )
 from pipeline.config.cluster import READ_BY_JOBS, ClusterSettings
 from pipeline.config.validate import differing_keys, load_cluster, load_started
+from pipeline.estimate.capacity import check_capacity
+from pipeline.estimate.gpu_memory import gpus_of, unchecked
 from pipeline.report import status as report
-from pipeline.report.capacity import check_capacity
-from pipeline.report.gpu_memory import gpus_of, unchecked
-from pipeline.report.tables import terminal
 from pipeline.run.directory import RunDirectory, check_owner, warn_of_readers
 from pipeline.run.edits import moved_lines
 from pipeline.run.gates import check_stopped
@@ -44,6 +43,7 @@ from pipeline.slurm import queue
 from pipeline.slurm import submit as submitting
 from pipeline.slurm.queue import SlurmError, adopt, job_numbers, queue_of
 from pipeline.slurm.stage import run_stage, stage_of_task
+from pipeline.tables import terminal
 from pipeline.text import say, shown, warn
 
 IN_FLIGHT: tuple[State, ...] = ("submitted", "running")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from pipeline.config.unroll import Blocks, Unrolled, is_path
-from stages.kinds.distill import domain_of
+from stages.kinds.distill.settings import domain_of
 from stages.settings import RunSettings
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from parallel.engine.memory import CACHE_BLOCK, cached_tokens
+from parallel.estimates.engine_memory import CACHE_BLOCK, cached_tokens
 from parallel.settings import EngineSettings, ModelSettings
 from parallel.weights.needs import engine_violations
 from pipeline.config.unroll import Blocks, policies
-from stages.kinds.grpo import GrpoSettings
+from stages.kinds.grpo.settings import GrpoSettings
 from stages.kinds.kind import KINDS
 from stages.kinds.rules import under
 from stages.objectives.surrogate import ImportanceSettings

@@ -38,11 +38,11 @@ from stages.data.settings import (
 )
 from stages.directory import COLLECTION, StageDirectory
 from stages.domains import DomainSettings
-from stages.kinds.distill import DistillSettings
-from stages.kinds.merge_data import CollectedDataSettings
-from stages.kinds.merge_weights import MergeWeightsSettings
-from stages.kinds.mixture import MixtureStageSettings, StageSourceSettings
-from stages.kinds.sft import SftSettings
+from stages.kinds.distill.merge_data_settings import CollectedDataSettings
+from stages.kinds.distill.settings import DistillSettings
+from stages.kinds.merge_weights.settings import MergeWeightsSettings
+from stages.kinds.mixture_settings import MixtureStageSettings, StageSourceSettings
+from stages.kinds.sft.settings import SftSettings
 from stages.rewards.kinds.judge import JudgeReward
 from stages.rewards.kinds.python import PythonReward
 from stages.settings import RunSettings

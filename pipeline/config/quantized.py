@@ -8,8 +8,8 @@ from statistics import NormalDist
 
 from pipeline.config.unroll import Blocks
 from stages.guards.settings import LossGateSettings
-from stages.kinds.export import ExportSettings
-from stages.kinds.quantize import QuantizeSettings
+from stages.kinds.export.settings import ExportSettings
+from stages.kinds.quantize.settings import QuantizeSettings
 from stages.settings import RunSettings
 from stages.statistics import Z_95, Answers, paired_difference
 

@@ -19,7 +19,7 @@ from stages.data.settings import (
     FilePromptSettings,
     FileSettings,
 )
-from stages.kinds.dpo import FilePairSettings
+from stages.kinds.dpo.settings import FilePairSettings
 from stages.rewards.reward import RewardBase
 
 MOST_ROWS, MOST_BYTES = 10_000, 16 << 20  # that are checked: a fraction of a second

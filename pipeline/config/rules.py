@@ -38,10 +38,10 @@ from stages.data.settings import (
 )
 from stages.domains import DomainSettings, PolicySettings
 from stages.guards.settings import GainGateSettings
-from stages.kinds.evaluate import EvaluationSettings
-from stages.kinds.grpo import GrpoSettings
+from stages.kinds.evaluate.settings import EvaluationSettings
+from stages.kinds.grpo.settings import GrpoSettings
 from stages.kinds.rules import At, policy_rules, too_few, under
-from stages.kinds.sft import SftSettings
+from stages.kinds.sft.settings import SftSettings
 from stages.objectives.advantages.gae import GaeSettings
 from stages.objectives.loss import ObjectiveSettings
 from stages.objectives.surrogate import ImportanceSettings

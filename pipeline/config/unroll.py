@@ -17,13 +17,13 @@ from itertools import chain
 
 from parallel.errors import hint
 from stages.domains import PolicySettings
-from stages.kinds.distill import DistillSettings, domain_of
-from stages.kinds.dpo import BestWorstPairSettings, DpoSettings
-from stages.kinds.grpo import GrpoSettings
+from stages.kinds.distill.self_teacher_settings import SELF
+from stages.kinds.distill.settings import DistillSettings, domain_of
+from stages.kinds.dpo.settings import BestWorstPairSettings, DpoSettings
+from stages.kinds.grpo.settings import GrpoSettings
 from stages.kinds.kind import KINDS, Found, Inputs, StageSettings
 from stages.kinds.rules import At
-from stages.kinds.sample import SampleSettings
-from stages.kinds.self_teacher import SELF
+from stages.kinds.sample.settings import SampleSettings
 from stages.objectives.loss import ObjectiveSettings
 from stages.settings import RunSettings
 

@@ -13,9 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from parallel.errors import UserError
+from parallel.estimates.phases import engine_gpu_bytes
 from parallel.files import touch, write_atomically
-from parallel.gpus import visible_gpus
-from parallel.phases import engine_gpu_bytes
+from parallel.machine.gpus import visible_gpus
 from parallel.settings import EngineJob
 from pipeline.launch.heartbeats import Heartbeats
 from pipeline.launch.placement import Placement, Programs

@@ -18,8 +18,8 @@ from rich.console import Console
 from parallel.engine.cpu_limits import check_cpu_engine
 from parallel.errors import UserError, hint
 from parallel.files import write_atomically
-from parallel.gpus import usable_gpus
-from parallel.slots import share_gpus
+from parallel.machine.gpus import usable_gpus
+from parallel.machine.slots import share_gpus
 from pipeline.config.rules import answer_rules, evaluation_rules
 from pipeline.launch.launcher import Launcher, run_to_the_end
 from pipeline.launch.placement import Programs, ThisMachine
@@ -32,7 +32,7 @@ from pipeline.run.run import Run
 from pipeline.text import say, shown
 from stages.directory import StageDirectory
 from stages.domains import DomainEvaluationSettings
-from stages.kinds.evaluate import EvaluationSettings
+from stages.kinds.evaluate.settings import EvaluationSettings
 from stages.settings import RunSettings, StageJob
 
 DIRECTORIES = {"evaluate": "evaluations", "preview": "previews", "export": "exports"}
@@ -327,5 +327,7 @@ def regrade(
             for row in rows
         ],
     }
-    found: list[dict[str, Any]] = answer_of("the grading", "stages.regrade", job, check)
+    found: list[dict[str, Any]] = answer_of(
+        "the grading", "stages.domain_tools.regrade", job, check
+    )
     return found

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Protocol
 
 from parallel.engine.environment import GPU_FILE, process_environment
-from parallel.forkserver import PR_SET_CHILD_SUBREAPER, prctl
-from parallel.network import LOOPBACK, address_of, environment_of
-from parallel.on_gpus import RANK
+from parallel.machine.forkserver import PR_SET_CHILD_SUBREAPER, prctl
+from parallel.machine.network import LOOPBACK, address_of, environment_of
+from parallel.machine.on_gpus import RANK
+from parallel.machine.slots import VISIBLE, MachineGpus, gpu_environment, own_first, share_cores
 from parallel.settings import EngineSettings
-from parallel.slots import VISIBLE, MachineGpus, gpu_environment, own_first, share_cores
 from pipeline.launch.processes import Child, PendingFork, Process, RequestFork, kill, python_module
 
 # The module that a command runs with `python -m`, and the module that imports all it needs.
@@ -56,7 +56,7 @@ class ForkServer:
         with theirs:
             self.process = Child(
                 f"fork server of {module}",
-                [sys.executable, "-m", "parallel.forkserver", descriptor, PRELOADS[module]],
+                [sys.executable, "-m", "parallel.machine.forkserver", descriptor, PRELOADS[module]],
                 log,
                 ENVIRONMENT | OWN_ENVIRONMENT[module],
                 keep=[theirs.fileno()],
@@ -132,7 +132,7 @@ class ForkServers:
 
 
 class Placement(Protocol):
-    """A place to start the processes of a job; they listen on `interface`: `parallel.network`.
+    """A place to start the processes of a job; they listen on `interface` (machine/network.py).
 
     Each engine spreads over `nodes_per_engine` nodes; `on_gpus` means that processes have GPUs.
     """
@@ -232,7 +232,7 @@ class ThisMachine:
 
 def on_gpus(command: Sequence[str], slots: str, caches: str = "") -> list[str]:
     """Return a Python command that starts on slots of the visible GPUs: `parallel.on_gpus`."""
-    return [command[0], "-m", "parallel.on_gpus", slots, caches, *command[1:]]
+    return [command[0], "-m", "parallel.machine.on_gpus", slots, caches, *command[1:]]
 
 
 def free_port() -> int:

@@ -15,8 +15,8 @@ from rich.console import Console
 from parallel.engine.cpu_limits import check_cpu_engine
 from parallel.errors import UserError
 from parallel.files import read_text
-from parallel.gpus import usable_gpus
-from parallel.slots import MachineGpus, share_cores, share_gpus
+from parallel.machine.gpus import usable_gpus
+from parallel.machine.slots import MachineGpus, share_cores, share_gpus
 from pipeline.launch.launcher import JobFailed, Launcher, Work
 from pipeline.launch.placement import ForkServers, Programs, ThisMachine
 from pipeline.launch.processes import POLL_SECONDS, Signals, Stopped

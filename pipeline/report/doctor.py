@@ -19,10 +19,10 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from parallel.errors import UserError
-from parallel.gpus import driver_error, type_error, visible_gpus
+from parallel.machine.gpus import driver_error, type_error, visible_gpus
 from pipeline.config.cluster import ClusterSettings
 from pipeline.launch.placement import GPU_FILE
-from pipeline.report.tables import Cell, human, table
+from pipeline.tables import Cell, human, table
 from pipeline.text import say, signal_name
 from stages.rewards.sandbox import SandboxError
 from stages.rewards.sandbox import check as check_sandbox

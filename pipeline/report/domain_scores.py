@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from pipeline.report.tables import table
+from pipeline.tables import table
 from pipeline.text import shown, visible
 from stages.data.settings import (
     FileDemonstrationSettings,

@@ -25,7 +25,7 @@ from typing import Any
 from pipeline.config.unroll import GATE, Blocks, Unrolled, is_path
 from stages.guards.settings import GateSettings, MergeGateSettings
 from stages.keys import NEUTRAL_KEYS, flatten, leaves, matches
-from stages.kinds.distill import DistillSettings, domain_of
+from stages.kinds.distill.settings import DistillSettings, domain_of
 from stages.kinds.kind import KINDS, StageKind, with_domains
 from stages.settings import RunSettings
 

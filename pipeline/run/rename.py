@@ -26,7 +26,7 @@ from pipeline.run.lineage import MANIFEST
 from pipeline.run.run import Run
 from pipeline.text import reason, shown
 from stages.directory import StageDirectory
-from stages.kinds.grpo import OWN_REFERENCES
+from stages.kinds.grpo.settings import OWN_REFERENCES
 from stages.settings import RunSettings
 
 KL_REFERENCE = "objective.kl.reference"

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from parallel.errors import UserError
+from parallel.machine.slots import check_engine_size, engine_slots, nodes_needed
 from parallel.settings import EngineSettings, LayoutSettings
-from parallel.slots import check_engine_size, engine_slots, nodes_needed
 from pipeline.config.cluster import ClusterSettings
 
 SLOTS_OF_A_NODE = "the cluster's ranks_per_node"

@@ -11,8 +11,8 @@ from itertools import takewhile
 from rich.console import Console
 
 from parallel.errors import UserError
-from parallel.gpus import visible_gpus
-from parallel.slots import check_gpu_count
+from parallel.machine.gpus import visible_gpus
+from parallel.machine.slots import check_gpu_count
 from pipeline.config.cluster import ClusterSettings
 from pipeline.config.validate import load_cluster
 from pipeline.launch.launcher import SAVE_SECONDS, JobFailed, Launcher, run_to_the_end

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from parallel.engine.environment import process_environment
 from parallel.errors import NOTICE_MARK, STATUS_DESCRIPTOR, UserError
-from parallel.network import address_of, environment_of
-from parallel.on_gpus import RANK
+from parallel.machine.network import address_of, environment_of
+from parallel.machine.on_gpus import RANK
 from pipeline.config.cluster import ClusterSettings, ContainerSettings
 from pipeline.launch.placement import free_port, on_gpus
 from pipeline.launch.processes import (

@@ -13,7 +13,7 @@ from pathlib import Path
 from parallel.engine.cpu_limits import check_cpu_engine
 from parallel.errors import UserError
 from parallel.files import write_atomically
-from parallel.slots import check_engine_size
+from parallel.machine.slots import check_engine_size
 from pipeline.config.cluster import ClusterSettings
 from pipeline.config.unroll import GATE
 from pipeline.config.validate import place_in_cluster

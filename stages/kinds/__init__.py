@@ -1,4 +1,4 @@
-"""The kinds of stages: every module of this package, and those that other packages bring.
+"""The kinds of stages: a room for each of this package, and those that other packages bring.
 
 An installed package brings kinds by naming modules under the entry point `braid.stages`. Never
 imports torch.
@@ -19,8 +19,9 @@ from stages.kinds.kind import KINDS, StageSettings
 
 ENTRY_POINT = "braid.stages"
 
-for _module in iter_modules(__path__):
-    import_module(f"{__name__}.{_module.name}")
+for _room in iter_modules(__path__):
+    if _room.ispkg:
+        import_module(f"{__name__}.{_room.name}.settings")
 for _entry in sorted(entry_points(group=ENTRY_POINT), key=lambda each: each.name):
     try:
         _entry.load()
@@ -41,4 +42,4 @@ else:
     ]
 # What `python -m stages.main` runs: the kinds, and the preview of a domain outside a run.
 MODULES: dict[str, str] = {name: kind.work for name, kind in KINDS.items()}
-MODULES["preview"] = "stages.preview"
+MODULES["preview"] = "stages.domain_tools.preview"

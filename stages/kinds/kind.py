@@ -1,6 +1,6 @@
 """A kind of stage: its settings, what it reads, what it starts from and what it leaves.
 
-A kind is declared in one file of this package, or of a package that names its module under the
+A kind is declared in `settings.py` of its room, or in a package that names its module under the
 entry point `braid.stages`. The graph, validation, staleness, the plan, submission and the reference
 of the settings come from the declaration. Never imports torch.
 """

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from parallel.batch import MicroBatch
-from parallel.device import device
 from parallel.distributed import sum_over_data
+from parallel.machine.device import device
 from parallel.sample import Sample
 from stages.data.problem import Problem
 from stages.objectives.graded import AdvantageBase, Graded, compute_advantages

@@ -9,8 +9,8 @@ import torch
 
 from parallel.batch import MicroBatch, Responses
 from parallel.checkpoint import load
-from parallel.device import device
 from parallel.distributed import gather, sum_over_data
+from parallel.machine.device import device
 from parallel.model.policy import Policy, TrainedPolicy, ValueModel, values
 from parallel.sample import Sample
 from stages.objectives.advantages.gae import GaeSettings, clipped_value_loss, gae

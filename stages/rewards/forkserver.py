@@ -25,7 +25,7 @@ from multiprocessing.reduction import recv_handle
 from pathlib import Path
 from typing import NoReturn
 
-from parallel.forkserver import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
+from parallel.machine.forkserver import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
 from stages.data.problem import DomainError, Problem
 from stages.rewards.reward import (
     REGISTERED,

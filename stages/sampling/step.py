@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -17,9 +17,15 @@ from parallel.distributed import broadcast, is_main, scatter
 from parallel.mismatch import bounds_of
 from parallel.model.policy import TrainedPolicy
 from parallel.sample import Sample
+from parallel.settings import OptimizerSettings
 from parallel.timeline import phase
-from stages.domains import DomainSettings, PolicySettings, RolloutSettings
-from stages.kinds.distill import DistillSettings
+from stages.domains import (
+    DomainSettings,
+    LoopSettings,
+    RolloutSettings,
+    RoutingSettings,
+    SamplingSettings,
+)
 from stages.metrics import batch_metrics, mean_of_updates, token_efficiency
 from stages.objectives.groups import Batch, Group
 from stages.objectives.surrogate import (
@@ -75,6 +81,19 @@ class Update:
     checked: bool = False
 
 
+class TrainingBlocks(Protocol):
+    """The blocks that a stage states of how its policy samples and trains."""
+
+    @property
+    def sampling(self) -> SamplingSettings: ...
+    @property
+    def routing(self) -> RoutingSettings: ...
+    @property
+    def optimizer(self) -> OptimizerSettings: ...
+    @property
+    def loop(self) -> LoopSettings: ...
+
+
 class OnPolicyStage(ABC):
     """A stage whose policy learns from its own samples; a subclass is one way to learn.
 
@@ -84,7 +103,7 @@ class OnPolicyStage(ABC):
     def __init__(
         self,
         job: StageJob,
-        settings: PolicySettings | DistillSettings,
+        settings: TrainingBlocks,
         rollout: RolloutSettings,
         domains: Mapping[str, DomainSettings],
         updates: int,

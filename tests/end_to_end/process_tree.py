@@ -122,7 +122,7 @@ def _log(process: TreeProcess) -> str | None:
 # the run was started with.
 KILLED: dict[str, Finder] = {
     "launcher": _of("pipeline.cli"),
-    "fork server": _of("parallel.forkserver"),
+    "fork server": _of("parallel.machine.forkserver"),
     "rank 0": _rank(0),
     "rank 1": _rank(1),
     "engine": _of("parallel.engine.server"),

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from parallel.files import whole_checkpoints
 from pipeline.config.validate import load
-from pipeline.run.bundle import finished_output
+from pipeline.run.bundle.writer import finished_output
 from pipeline.run.directory import RunDirectory
 from pipeline.run.run import Run
 

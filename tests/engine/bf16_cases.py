@@ -93,7 +93,7 @@ def trained_steps(
     directory: Path, address: Path, model: str, engine: str, mode: str
 ) -> list[dict[str, float]]:
     """Train an expert for two steps on a real engine's samples; return their metrics."""
-    from stages.grpo import Expert
+    from stages.kinds.grpo.work import Expert
 
     reward = {"kind": "python", "function": "tests.stages.small_rewards:characters"}
     domain = toy_domain(

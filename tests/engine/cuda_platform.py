@@ -20,8 +20,8 @@ from typing import Any
 from parallel.engine import arguments
 from parallel.engine.environment import COMMON
 from parallel.engine.lockstep import member_environment
-from parallel.gpus import Gpu
 from parallel.hugging_face.config import hugging_face_config
+from parallel.machine.gpus import Gpu
 from parallel.settings import EngineJob
 
 GIB = 1 << 30

@@ -12,9 +12,9 @@ import pytest
 
 from parallel.engine import arguments, environment
 from parallel.engine.arguments import engine_arguments, own_gpus
-from parallel.engine.memory import engine_memory
 from parallel.errors import UserError
-from parallel.gpus import Gpu
+from parallel.estimates.engine_memory import engine_memory
+from parallel.machine.gpus import Gpu
 from parallel.settings import EngineJob
 from tests.awaiting import PATIENCE_SECONDS
 from tests.engine.engine_settings import ENGINE, MODEL

@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel.boxes import Box
 from parallel.engine import fleet, refit_extension
 from parallel.engine.client import EngineError
 from parallel.engine.fleet import AllLost, Fleet
@@ -32,6 +31,7 @@ from parallel.engine.wire import (
     model_digest,
 )
 from parallel.settings import EngineSettings, LayoutSettings
+from parallel.weights.boxes import Box
 from parallel.weights.executor import Inbox
 from parallel.weights.mapping import host_identity
 from parallel.weights.needs import needed

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from parallel.boxes import Box
 from parallel.hugging_face.config import hugging_face_config
 from parallel.settings import ModelSettings
+from parallel.weights.boxes import Box
 from parallel.weights.names import loaded_tensors
 from parallel.weights.needs import needed
 from parallel.weights.stacks import Member

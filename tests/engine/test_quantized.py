@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 from parallel.checkpoint import load
 from parallel.model.policy import Policy
 from parallel.settings import LayoutSettings
-from stages import quantize
-from stages.export import export
-from stages.kinds.quantize import QuantizeSettings
+from stages.kinds.export.work import export
+from stages.kinds.quantize import work as quantize
+from stages.kinds.quantize.settings import QuantizeSettings
 from tests.awaiting import PATIENCE_SECONDS
 from tests.engine.engine_settings import MODELS
 from tests.fake_engines import toy_domain, toy_job, toy_run

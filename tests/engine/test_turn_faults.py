@@ -14,8 +14,8 @@ from parallel import distributed
 from parallel.engine import arguments, fleet, server
 from parallel.engine.client import EngineError, EngineRefused, longest_wait
 from parallel.engine.fleet import Fleet, put_to_sleep
-from parallel.engine.memory import engine_share
-from parallel.gpus import Gpu
+from parallel.estimates.engine_memory import engine_share
+from parallel.machine.gpus import Gpu
 from parallel.settings import EngineJob, EngineSettings, LayoutSettings
 from tests.awaiting import PATIENCE_SECONDS
 from tests.engine.engine_settings import ENGINE, MODEL
@@ -185,7 +185,7 @@ def test_an_engine_starts_when_its_gpus_have_room(
         return [here, other]
 
     monkeypatch.setattr(arguments, "visible_gpus", gpus)
-    monkeypatch.setattr("parallel.gpus.POLL_SECONDS", 0.001)
+    monkeypatch.setattr("parallel.machine.gpus.POLL_SECONDS", 0.001)
     server.wait_for_room(engine_job(8 * GIB))
     assert free == [least]
     hasty = ENGINE.model_copy(update={"start_timeout_seconds": 1})

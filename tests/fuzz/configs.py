@@ -26,9 +26,9 @@ from parallel.settings import ModelSettings
 from pipeline.config.cluster import ClusterSettings
 from pipeline.config.read import ConfigError
 from pipeline.config.validate import dump_resolved, load, load_cluster, load_domain
-from pipeline.report.memory import memory_report
-from pipeline.report.tables import terminal
+from pipeline.estimate.memory import memory_report
 from pipeline.run.graph import compile_graph
+from pipeline.tables import terminal
 from stages.domains import DomainSettings
 from stages.rewards.reward import RewardPoolSettings
 from stages.settings import RunSettings

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from parallel.memory import training_memory
+from parallel.estimates.memory import training_memory
+from parallel.estimates.tensor_sizes import parameter_count
 from parallel.settings import LayoutSettings, ModelSettings
-from parallel.tensor_sizes import parameter_count
 from tests.gpu.findings import Finding
 from tests.gpu.losses import synchronize
 from tests.gpu.models import QWEN3_30B_LAYERS, TINY, qwen3_30b, samples, trained_policy

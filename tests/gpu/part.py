@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
-from parallel.determinism import set_up_rank
+from parallel.machine.determinism import set_up_rank
 from tests.gpu.bundle import PACKAGES, unusable
 from tests.gpu.findings import Finding, PartResult, write
 

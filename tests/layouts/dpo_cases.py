@@ -66,7 +66,7 @@ def job_of(data: str, output: str, layout: LayoutSettings, micro: int, reference
 
 def open_stage(job: Any) -> Any:
     from parallel.checkpoint import load
-    from stages.dpo import Dpo
+    from stages.kinds.dpo.work import Dpo
 
     stage = Dpo(job)
     load.weights(stage.policy, job.parent)
@@ -126,7 +126,7 @@ def cached(data: str, output: str) -> dict[str, Any]:
     from unittest import mock
 
     from parallel.model.policy import Policy
-    from stages import reference_logprobs
+    from stages.kinds.dpo import reference_logprobs
 
     one = LayoutSettings()
     passes: list[int] = []

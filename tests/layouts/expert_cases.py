@@ -103,8 +103,8 @@ def expert(layout: LayoutSettings, directory: str, objectives: dict[str, dict[st
     """Return an expert whose policy has seed 0 and whose reference has seed 1."""
     from parallel.checkpoint import load
     from stages.domains import DomainSettings
-    from stages.grpo import Expert
-    from stages.kinds.grpo import GrpoSettings
+    from stages.kinds.grpo.settings import GrpoSettings
+    from stages.kinds.grpo.work import Expert
     from stages.settings import RunSettings, StageJob
 
     training = {

@@ -117,10 +117,10 @@ def pretend() -> None:
     _setup_privateuseone_for_python_backend(NAME)
     # torch.tensor(values, device=GPU) is then made on the CPU, and moved.
     torch._C._set_only_lift_cpu_tensors(True)
-    import parallel.device
+    import parallel.machine.device
 
-    parallel.device.device = lambda: GPU
-    parallel.device.LOSS_CHUNK_BYTES[NAME] = 1 << 14
+    parallel.machine.device.device = lambda: GPU
+    parallel.machine.device.LOSS_CHUNK_BYTES[NAME] = 1 << 14
     from parallel.cpu import megatron
 
     megatron.CPU = GPU

@@ -90,8 +90,8 @@ def install() -> None:
                 if hasattr(module, function):
                     setattr(module, function, lambda answer=answer: answer)
 
-    from parallel import device
     from parallel.cpu import megatron
+    from parallel.machine import device
 
     megatron.SCOPED_PACKAGES = (*megatron.SCOPED_PACKAGES, "transformer_engine")
     has_cuda = torch.cuda.is_available
@@ -150,7 +150,7 @@ def rank_of(layout: Any, rank: int) -> Iterator[None]:
 
 def errors_of_names(policy: Any, model: Any, layout: Any, rank: int) -> list[str]:
     """Return the differences between a rank's tensors and the plan's, in name, size and dtype."""
-    from parallel.device import DTYPES
+    from parallel.machine.device import DTYPES
     from parallel.weights.holdings import held
     from parallel.weights.names import is_precise
 

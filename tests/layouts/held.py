@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from parallel.memory import RankMemory
+from parallel.estimates.memory import RankMemory
 from parallel.settings import LayoutSettings, ModelSettings, OptimizerSettings
 from tests.layouts.cases import MODEL, batches, build, cross_entropy, samples, train
 

@@ -116,7 +116,7 @@ SMALL_SHARDS = 20_000  # bytes: several files
 
 def export(layout: LayoutSettings, model: str, output: str) -> None:
     """Export a random model, equal under every layout."""
-    from stages import export
+    from stages.kinds.export import work as export
 
     export.export(_random(layout, model), Path(output), SMALL_SHARDS)
 
@@ -132,7 +132,7 @@ def export_checkpoint(
     layout: LayoutSettings, model: str, checkpoint: str, output: str, start: str | None = None
 ) -> None:
     """Run the export stage under another layout than the checkpoint's, of a run from `start`."""
-    from stages import export
+    from stages.kinds.export import work as export
     from stages.settings import RunSettings, StageJob
 
     ours = MODELS[model].model_copy(update={"initial_weights": Path(start) if start else None})
@@ -164,8 +164,8 @@ def input_moments(layout: LayoutSettings, model: str) -> dict[str, list[float]]:
 
 def import_checkpoint(layout: LayoutSettings, model: str, source: str, directory: str) -> None:
     """Run the import stage, which writes `directory`/checkpoints/step_0."""
-    from stages import import_weights as initial
-    from stages.kinds.evaluate import EvaluationSettings
+    from stages.kinds.evaluate.settings import EvaluationSettings
+    from stages.kinds.import_weights import work as initial
     from stages.settings import RunSettings, StageJob
 
     settings = RunSettings.model_construct(
@@ -315,7 +315,7 @@ def gradient_error(layout: LayoutSettings, model: str, directory: str) -> tuple[
 def export_other_weights(layout: LayoutSettings, output: str) -> str:
     """Return the error of an export whose files are whole but not the policy's."""
     from parallel.hugging_face.files import WeightsError
-    from stages import export
+    from stages.kinds.export import work as export
 
     policy = _random(layout, "qwen3_moe")
     stream = policy.weights

@@ -34,7 +34,7 @@ def save_extreme(model: str, directory: str, norm: str, value: float) -> None:
 
 def export_model(model: str, name: str, directory: str) -> None:
     """Export the same model to `directory`/NAME_exported."""
-    from stages import export
+    from stages.kinds.export import work as export
 
     policy = _model(LayoutSettings(), model, name)
     export.export(policy, Path(directory) / f"{name}_exported")
@@ -42,7 +42,7 @@ def export_model(model: str, name: str, directory: str) -> None:
 
 def merge(layout: LayoutSettings, model: str, output: str, **given: Any) -> None:
     """Run the stage with a block and its models; it writes `output`/checkpoints/step_0."""
-    from stages import merge_weights
+    from stages.kinds.merge_weights import work as merge_weights
 
     merge_weights.run(_job(layout, model, output, **given))
 
@@ -54,8 +54,8 @@ def recalibrated_routers(
     from parallel.checkpoint import load
     from parallel.checkpoint.tensors import places
     from parallel.model.policy import Policy
-    from stages.merge_weights import WeightMerge, recalibrate_routers
-    from stages.router_recalibration import router_name
+    from stages.kinds.merge_weights.router_recalibration import router_name
+    from stages.kinds.merge_weights.work import WeightMerge, recalibrate_routers
 
     own = {"routers": "recalibrated", "recalibration": {"samples": samples}}
     job = _job(layout, model, "", paths=paths, **own)
@@ -67,7 +67,7 @@ def recalibrated_routers(
 
 
 def _job(layout: LayoutSettings, model: str, output: str, **given: Any) -> Any:
-    from stages.kinds.merge_weights import MergeWeightsSettings
+    from stages.kinds.merge_weights.settings import MergeWeightsSettings
     from stages.settings import RunSettings, StageJob
     from tests.fake_engines import toy_domain
 

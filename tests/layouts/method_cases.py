@@ -29,8 +29,8 @@ METHODS: dict[str, dict[str, Any]] = {
 
 def taught(settings: Any, responses: Any) -> Any:
     """Return what the method compares; mu is as near to the policy as an engine's."""
+    from stages.kinds.distill.teaching import TaughtTokens
     from stages.objectives.surrogate import correction_weights
-    from stages.objectives.teaching import TaughtTokens
 
     part, logprobs = responses.batch, responses.logprobs()
     mu = logprobs.detach() + part.engine_logprobs / 10
@@ -61,7 +61,7 @@ def models(layout: LayoutSettings) -> list[Any]:
 def accumulated(name: str, trained: list[Any], drawn: list[Sample], count: int) -> float:
     """Accumulate the gradients of a method; return its loss."""
     from parallel.distributed import sum_over_data
-    from stages.objectives.distillation import MethodSettings
+    from stages.kinds.distill.losses import MethodSettings
     from stages.objectives.loss import Totals
 
     policy, teacher, start = trained

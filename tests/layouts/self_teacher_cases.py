@@ -36,9 +36,9 @@ def accumulated(trained: list[Any], count: int) -> float:
 
     from parallel.distributed import sum_over_data
     from parallel.model.kept_logits import HiddenStates
-    from stages.kinds.self_teacher import SelfTeacherSettings
+    from stages.kinds.distill.self_teacher import SelfTeacher
+    from stages.kinds.distill.self_teacher_settings import SelfTeacherSettings
     from stages.objectives.loss import Totals
-    from stages.self_teacher import SelfTeacher
 
     policy, teacher, _ = trained
     job: Any = None  # an average of its own would read it

@@ -17,7 +17,7 @@ def train(
     Each step has the samples of a stage resumed after step 1, and those of the running stage.
     """
     from parallel.distributed import is_main
-    from stages.export import export
+    from stages.kinds.export.work import export
 
     stage = _stage(layout, data, tokenizer)
     metrics = [stage.step(1)]
@@ -35,8 +35,8 @@ def train(
 
 def _stage(layout: LayoutSettings, data: str, tokenizer: str) -> Any:
     """Return the cold start of one domain with prompts and conversations in files."""
+    from stages.kinds.sft.work import Sft
     from stages.settings import RunSettings, StageJob
-    from stages.sft import Sft
 
     loop, optimizer = {"steps": 4}, {"learning_rate": 1e-2}
     demonstrations = {

@@ -18,7 +18,7 @@ import torch
 
 from parallel.sample import Sample
 from parallel.settings import LayoutSettings, ModelSettings
-from stages.kinds.distill import DistillSettings
+from stages.kinds.distill.settings import DistillSettings
 from stages.settings import LoggingSettings, RunSettings, StageJob
 from tests.layouts.cases import MODEL, SGD, batches, build, distillation, samples
 from tests.layouts.checkpoint_cases import save
@@ -125,8 +125,8 @@ def micro_batches(own: dict[str, list[Sample]]) -> list[Any]:
 
 def gradients(policy: Any, of: StageJob) -> tuple[float, list[torch.Tensor], int]:
     """Return the loss of two steps, their gradients, and the bytes of kept hidden states."""
+    from stages.kinds.distill.teachers import Teachers
     from stages.objectives.loss import Totals, token_mean
-    from stages.teachers import Teachers
 
     settings = of.own
     assert isinstance(settings, DistillSettings)
@@ -160,7 +160,7 @@ class Taught:
     """A stage that brings a student to its teachers, as a merge does, without engines."""
 
     def __init__(self, of: StageJob) -> None:
-        from stages.teachers import Teachers
+        from stages.kinds.distill.teachers import Teachers
 
         assert isinstance(of.own, DistillSettings)
         self.policy = build(of.settings.layout, SGD, 0)

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from parallel.estimates.memory import training_memory
 from parallel.layout_rules import layout_violations
-from parallel.memory import training_memory
 from parallel.settings import LayoutSettings, ModelSettings
 from parallel.weights.planner import EngineSizes, Plan
 from pipeline.config.validate import load

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from parallel.memory import training_memory
+from parallel.estimates.memory import training_memory
 from parallel.settings import LayoutSettings
 from tests.layouts import host_state_cases as cases
 from tests.layouts.cases import ADAM, MODEL

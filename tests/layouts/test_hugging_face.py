@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
-from parallel.device import DTYPES
 from parallel.files import WEIGHTS_INDEX
 from parallel.hugging_face.files import WeightFiles
+from parallel.machine.device import DTYPES
 from parallel.settings import LayoutSettings
 from pipeline.config.checkpoints import weights_violation
 from tests.layouts.cases import SPREAD

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from parallel.memory import training_memory
+from parallel.estimates.memory import training_memory
 from parallel.settings import LayoutSettings, OptimizerSettings
 from tests.layouts.cases import ADAM, CORE, MATRIX, MODEL, SGD
 from tests.layouts.held import held, kept_for_backward

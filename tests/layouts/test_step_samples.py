@@ -60,8 +60,8 @@ def distribute(kind: str) -> tuple[int, int, list[str]]:
 
 def _stage(kind: str) -> Any:
     """Return a stage of a kind, as far as it deals samples."""
-    from stages.distill import Merge
-    from stages.grpo import Expert
+    from stages.kinds.distill.work import Merge
+    from stages.kinds.grpo.work import Expert
     from stages.objectives.domain_objective import StageObjectives
     from stages.objectives.loss import ObjectiveSettings
 

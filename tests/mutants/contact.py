@@ -102,7 +102,7 @@ MUTANTS = [
     ),
     Mutant(
         "the tools of a pair are not shown",
-        "stages/data/pairs.py",
+        "stages/kinds/dpo/pairs.py",
         "Pair(prompt, chosen, rejected, tools)",
         "Pair(prompt, chosen, rejected)",
         "tests/stages/test_rows_from_outside.py::test_prompts_and_pairs_show_their_tools",

@@ -22,21 +22,21 @@ MUTANTS = [
     ),
     Mutant(
         "a pair is planned as one sequence",
-        "pipeline/report/stage_memory.py",
+        "pipeline/estimate/stage_memory.py",
         "unit *= 2  # the two",
         "unit *= 1  # the two",
         "tests/pipeline/test_plan_memory.py::test_rows_are_planned_as_the_trainer_cuts_them",
     ),
     Mutant(
         "collected rows are planned at max_positions",
-        "pipeline/report/stage_memory.py",
+        "pipeline/estimate/stage_memory.py",
         "longest = min(longest, settings.engine.max_model_tokens)",
         "longest = settings.model.max_positions",
         "tests/pipeline/test_plan_memory.py::test_rows_are_planned_as_the_trainer_cuts_them",
     ),
     Mutant(
         "the response log is planned for one step",
-        "pipeline/report/memory.py",
+        "pipeline/estimate/memory.py",
         "(step * loop.checkpoint_every, step, stage.name)",
         "(step * 1, step, stage.name)",
         "tests/pipeline/test_plan_memory.py"
@@ -88,7 +88,7 @@ MUTANTS = [
     ),
     Mutant(
         "another top_k leaves a gate as it is",
-        "stages/kinds/evaluate.py",
+        "stages/kinds/evaluate/settings.py",
         '("temperature", "top_p", "top_k", "sampling_seed")',
         '("temperature", "top_p", "sampling_seed")',
         "tests/pipeline/test_gates.py::test_a_change_of_a_gate_touches_it_alone",
@@ -166,7 +166,7 @@ MUTANTS = [
     ),
     Mutant(
         "the simulation forgets pi_old's pass",
-        "pipeline/report/simulation.py",
+        "pipeline/estimate/simulation.py",
         "frozen += pi_old_passes(stage, settings, updates)",
         "frozen += 0",
         "tests/pipeline/test_simulate.py::test_pi_old_costs_a_pass_only_where_it_is_computed",
@@ -181,7 +181,7 @@ MUTANTS = [
     ),
     Mutant(
         "an export of several end tokens states none",
-        "stages/export.py",
+        "stages/kinds/export/work.py",
         "if stated is None and len(tokenizer.end_tokens) == 1:",
         "if stated is None:",
         "tests/stages/test_export.py::test_an_export_stops_where_the_policy_was_trained_to",
@@ -239,7 +239,7 @@ MUTANTS = [
     ),
     Mutant(
         "a model that thinks gets the room of others",
-        "pipeline/report/run_blocks.py",
+        "pipeline/new_run/run_blocks.py",
         "max(2 * length.value, LEAST_OF_THINKING)",
         "length.value",
         "tests/pipeline/test_init.py"

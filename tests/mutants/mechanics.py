@@ -42,14 +42,14 @@ MUTANTS = [
     ),
     Mutant(
         "a failed grade is solved in an evaluation",
-        "stages/evaluate.py",
+        "stages/kinds/evaluate/work.py",
         "is_right(each, rewards) for each in graded(group)",
         "each.reward is None or is_right(each, rewards) for each in group.samples",
         "tests/stages/test_evaluate.py",
     ),
     Mutant(
         "gates are decided on the problems that are reported",
-        "stages/evaluate.py",
+        "stages/kinds/evaluate/work.py",
         '"gate" if job.kind == "gate" else "held_out"',
         '"held_out"',
         "tests/stages/test_evaluate.py",
@@ -140,7 +140,7 @@ MUTANTS = [
     ),
     Mutant(
         "sampling_seed is ignored",
-        "stages/evaluate.py",
+        "stages/kinds/evaluate/work.py",
         'purpose = f"{self.settings.sampling_seed}/{start}"',
         'purpose = f"0/{start}"',
         "tests/stages/test_evaluate.py",
@@ -189,7 +189,7 @@ MUTANTS = [
     ),
     Mutant(
         "engines fill one node before the next",
-        "parallel/slots.py",
+        "parallel/machine/slots.py",
         "        first = index // width * ranks\n        start = index % width * nodes\n",
         "        first = index % of_a_node * ranks\n        start = index // of_a_node * nodes\n",
         "tests/parallel/test_phases.py tests/pipeline/test_slurm_jobs.py",
@@ -210,7 +210,7 @@ MUTANTS = [
     ),
     Mutant(
         "one domain alone is compared with the GPUs",
-        "pipeline/report/capacity.py",
+        "pipeline/estimate/capacity.py",
         "alike = {(stage.kind, stage.block, stage.domain): stage",
         "alike = {stage.kind: stage",
         "tests/pipeline/test_capacity.py",
@@ -224,7 +224,7 @@ MUTANTS = [
     ),
     Mutant(
         "a user's variables change a deterministic rank",
-        "parallel/determinism.py",
+        "parallel/machine/determinism.py",
         "os.environ.update(RANK_ENVIRONMENT)",
         "os.environ.update({**RANK_ENVIRONMENT, **os.environ})",
         "tests/parallel/test_determinism.py",

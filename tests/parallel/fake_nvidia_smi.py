@@ -20,4 +20,4 @@ def put_nvidia_smi(
     program.write_text(f"#!/bin/sh\ncat <<'END'\n{prints}\nEND\nexit {status}\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{directory}:/usr/bin:/bin")
-    monkeypatch.setattr("parallel.gpus.built_for_cpu", lambda: False)
+    monkeypatch.setattr("parallel.machine.gpus.built_for_cpu", lambda: False)

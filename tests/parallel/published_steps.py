@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from parallel.roofline.hardware import GPUS, Efficiencies
-from parallel.roofline.step import StepSeconds, step_seconds
-from parallel.roofline.work import StepWorkload
+from parallel.estimates.roofline.hardware import GPUS, Efficiencies
+from parallel.estimates.roofline.step import StepSeconds, step_seconds
+from parallel.estimates.roofline.work import StepWorkload
+from parallel.estimates.tensor_sizes import BYTES, parameter_count
 from parallel.settings import EngineSettings, LayoutSettings
-from parallel.tensor_sizes import BYTES, parameter_count
 from tests.layouts.real_models import real_model
 
 # NeMo-RL gathers the whole model in a weight sync, which Braid does not: bytes of it a second.

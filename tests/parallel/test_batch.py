@@ -7,7 +7,7 @@ import pytest
 
 from parallel.batch import RankPlace, collate, split
 from parallel.cpu.attention import _grids
-from parallel.device import device
+from parallel.machine.device import device
 from parallel.micro_batches import most_row_tokens
 from parallel.sample import Sample
 

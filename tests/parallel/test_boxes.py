@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from parallel.boxes import boxes
+from parallel.weights.boxes import boxes
 
 
 @pytest.mark.parametrize("shape", [(7,), (3, 4), (4, 1), (1, 5), (2, 3, 4), (2, 1, 3, 2)])

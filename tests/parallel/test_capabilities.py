@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from parallel import activations, capabilities, device
-from parallel.capabilities import (
+from parallel.errors import UserError
+from parallel.estimates import activations
+from parallel.layout_rules import optimizer_violations
+from parallel.machine import capabilities, device
+from parallel.machine.capabilities import (
     Machine,
     check_capabilities,
     check_optimizer,
@@ -18,8 +21,6 @@ from parallel.capabilities import (
     this_machine,
     transformer_flags,
 )
-from parallel.errors import UserError
-from parallel.layout_rules import optimizer_violations
 from parallel.settings import LayoutSettings, ModelSettings, OptimizerSettings
 from tests.layouts.hugging_face_cases import FAMILIES
 

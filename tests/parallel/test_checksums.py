@@ -7,7 +7,7 @@ from functools import reduce
 import pytest
 import torch
 
-from parallel.boxes import Box
+from parallel.weights.boxes import Box
 from parallel.weights.executor import CHUNK, add_fingerprints, fingerprint
 
 DTYPES = {"fp32": (torch.float32, torch.int32), "bf16": (torch.bfloat16, torch.int16)}

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from parallel import device
+from parallel.machine import device
 from stages.main import warn_of_fallbacks
 from tests.runs import REPOSITORY
 

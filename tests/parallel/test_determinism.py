@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
-from parallel import determinism
+from parallel.machine import determinism
 from parallel.model import bridge
 from parallel.settings import LayoutSettings
 from pipeline.config.validate import load

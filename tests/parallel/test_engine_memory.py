@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from parallel.engine.memory import (
+from parallel.errors import UserError
+from parallel.estimates.engine_memory import (
     COMMUNICATOR_BYTES,
     CONTEXT_BYTES,
     GIB,
@@ -23,7 +24,6 @@ from parallel.engine.memory import (
     engine_share,
     engine_weights,
 )
-from parallel.errors import UserError
 from parallel.settings import EngineSettings, ModelSettings
 from parallel.weights.names import is_precise
 from parallel.weights.needs import needed

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from parallel import gpus
 from parallel.errors import UserError
-from parallel.gpus import driver_error, type_error, visible_gpus, wait_for_memory
+from parallel.machine import gpus
+from parallel.machine.gpus import driver_error, type_error, visible_gpus, wait_for_memory
 from tests.parallel.fake_nvidia_smi import GPU_LINES, put_nvidia_smi
 
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from parallel.boxes import Box
 from parallel.files import WEIGHTS_INDEX, unindexed_weights
 from parallel.hugging_face.config import TensorSpec, hugging_face_config, ignored_tensors
 from parallel.hugging_face.files import WeightFiles, WeightsError
 from parallel.hugging_face.text_model import StackError, text_tensors
 from parallel.hugging_face.weights import ModelFiles, fill_parts
 from parallel.hugging_face.writer import verify, write
+from parallel.weights.boxes import Box
 from parallel.weights.names import stored_tensors, tensors
 from tests.layouts.hugging_face_cases import FAMILIES
 from tests.pipeline.checkpoint_headers import SMALL

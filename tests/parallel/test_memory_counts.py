@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from parallel import memory
-from parallel.engine import memory as engine_memory
-from parallel.memory import RankMemory
+from parallel.estimates import engine_memory, memory
+from parallel.estimates.memory import RankMemory
+from parallel.estimates.tensor_sizes import parameter_count
 from parallel.settings import EngineSettings, LayoutSettings, ModelSettings
-from parallel.tensor_sizes import parameter_count
 from parallel.weights.names import tensors
 from tests.pipeline.checkpoint_headers import SMALL
 

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from parallel.boxes import Box
 from parallel.distributed import host_store
 from parallel.settings import LayoutSettings, ModelSettings
 from parallel.weights import executor, planner
+from parallel.weights.boxes import Box
 from parallel.weights.executor import IN_FLIGHT, Inbox, Outbox
 from parallel.weights.mapping import share
 from parallel.weights.needs import needed

@@ -9,12 +9,12 @@ import torch
 from pydantic import ValidationError
 from transformers import AutoConfig
 
+from parallel.estimates.tensor_sizes import parameter_count
 from parallel.families import FAMILIES, architecture, family_violations
 from parallel.hugging_face.config import contradictions, expected_tensors, hugging_face_config
 from parallel.model.parameters import initialize
 from parallel.model.policy import Policy
 from parallel.settings import InitializationSettings, LayoutSettings, ModelSettings
-from parallel.tensor_sizes import parameter_count
 from tests.layouts.real_models import real_model
 
 pytestmark = pytest.mark.usefixtures("one_rank")

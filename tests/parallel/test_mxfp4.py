@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from parallel.boxes import within
 from parallel.hugging_face.config import TensorSpec
 from parallel.hugging_face.files import WeightFiles
 from parallel.hugging_face.weights import ModelFiles, fill_parts
+from parallel.weights.boxes import within
 from tests.layouts.hugging_face_cases import MODELS
 
 NAME, SHAPE = "mlp.experts.down_proj", (3, 64, 6)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from parallel import on_gpus
 from parallel.errors import UserError
-from parallel.on_gpus import CACHES, cache_environment, cores_near
+from parallel.machine import on_gpus
+from parallel.machine.on_gpus import CACHES, cache_environment, cores_near
 from tests.parallel.test_gpus import put_nvidia_smi
 from tests.parallel.test_slots import gpus
 
@@ -23,7 +23,7 @@ def task(
     slots: str, caches: str = "", code: int = 0, **environment: str
 ) -> tuple[dict[str, str], str]:
     """Run a program as `on_gpus` would; return its environment and everything printed."""
-    command = [sys.executable, "-m", "parallel.on_gpus", slots, caches, "-c", SHOW]
+    command = [sys.executable, "-m", "parallel.machine.on_gpus", slots, caches, "-c", SHOW]
     found = subprocess.run(
         command,
         env={"PATH": "/usr/bin:/bin", "PYTHONPATH": os.environ["PYTHONPATH"], **environment},

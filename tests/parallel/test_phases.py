@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from parallel.activations import forward_activations, routed_bytes
-from parallel.engine.memory import GIB, RESERVE_BYTES, engine_share
-from parallel.memory import RankMemory, training_memory
-from parallel.phases import (
+from parallel.estimates.activations import forward_activations, routed_bytes
+from parallel.estimates.engine_memory import GIB, RESERVE_BYTES, engine_share
+from parallel.estimates.memory import RankMemory, training_memory
+from parallel.estimates.phases import (
     EngineOnGpus,
     PhaseMemory,
     RankModels,

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from parallel.roofline.hardware import GPUS, REACHED
-from parallel.roofline.rollout import decode_seconds
-from parallel.roofline.training import training_seconds
-from parallel.roofline.weight_sync import sync_seconds, synced_bytes
-from parallel.roofline.work import StepWorkload
+from parallel.estimates.roofline.hardware import GPUS, REACHED
+from parallel.estimates.roofline.rollout import decode_seconds
+from parallel.estimates.roofline.training import training_seconds
+from parallel.estimates.roofline.weight_sync import sync_seconds, synced_bytes
+from parallel.estimates.roofline.work import StepWorkload
+from parallel.estimates.tensor_sizes import parameter_count
 from parallel.settings import EngineSettings, LayoutSettings
-from parallel.tensor_sizes import parameter_count
 from tests.layouts.real_models import QWEN3_30B
 from tests.parallel.published_steps import H100
 

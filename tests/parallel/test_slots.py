@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from parallel import gpus as gpus_module
 from parallel.errors import UserError
-from parallel.gpus import Gpu, usable_gpus
-from parallel.settings import EngineSettings, LayoutSettings
-from parallel.slots import (
+from parallel.machine import gpus as gpus_module
+from parallel.machine.gpus import Gpu, usable_gpus
+from parallel.machine.slots import (
     Cores,
     EngineSlots,
     MachineGpus,
@@ -23,6 +22,7 @@ from parallel.slots import (
     share_cores,
     share_gpus,
 )
+from parallel.settings import EngineSettings, LayoutSettings
 from tests.parallel.test_gpus import put_nvidia_smi
 
 

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from parallel.boxes import Box, intersect
-from parallel.device import DTYPES
 from parallel.families import FAMILIES
 from parallel.hugging_face.config import expected_tensors, hugging_face_config, settings_of
+from parallel.machine.device import DTYPES
 from parallel.settings import LayoutSettings, ModelSettings
 from parallel.weights import planner
+from parallel.weights.boxes import Box, intersect
 from parallel.weights.holdings import Layout, held, owners
 from parallel.weights.names import (
     EMBEDDING,

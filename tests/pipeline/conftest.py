@@ -91,7 +91,7 @@ def run(tmp_path: Path) -> RunDirectory:
 @pytest.fixture(autouse=True)
 def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hide this machine's GPUs: the fakes need none, and a test that wants some puts them there."""
-    monkeypatch.setattr("parallel.gpus.built_for_cpu", lambda: True)
+    monkeypatch.setattr("parallel.machine.gpus.built_for_cpu", lambda: True)
 
 
 @pytest.fixture

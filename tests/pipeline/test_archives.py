@@ -15,8 +15,8 @@ import pytest
 from parallel.errors import UserError
 from pipeline.config.validate import load
 from pipeline.run import archive as archives
-from pipeline.run.bundle import write_bundle
-from pipeline.run.reproduce import bundle_at
+from pipeline.run.bundle.reproduce import bundle_at
+from pipeline.run.bundle.writer import write_bundle
 from pipeline.run.run import Run
 from stages.settings import RunSettings
 from tests.pipeline.conftest import Braid

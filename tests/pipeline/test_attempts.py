@@ -16,12 +16,12 @@ from pipeline.launch.placement import ForkServers, ThisMachine
 from pipeline.launch.processes import TIME_IS_UP, Signals, Stopped
 from pipeline.launch.progress import Screen
 from pipeline.launch.runner import attempt, run_stages
-from pipeline.report.tables import Terminal
 from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import compile_graph
 from pipeline.run.run import Run
 from pipeline.run.select import StaleStages
 from pipeline.slurm.queue import SEPARATOR
+from pipeline.tables import Terminal
 from stages.settings import LaunchSettings, RunSettings
 from tests.pipeline.fake_launcher import fake_programs
 

@@ -16,7 +16,7 @@ import parallel
 import stages
 from parallel.settings import LayoutSettings, ModelSettings, Settings
 from parallel.weights.needs import engine_violations
-from pipeline.report.memory import memory_report
+from pipeline.estimate.memory import memory_report
 from stages.settings import RunSettings
 from tests.pipeline.checkpoint_headers import SMALL
 from tests.pipeline.violations import errors

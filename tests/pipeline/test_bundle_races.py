@@ -14,8 +14,8 @@ import pytest
 
 from parallel.errors import UserError
 from pipeline.config.validate import load
-from pipeline.run.bundle import write_bundle
-from pipeline.run.reproduce import bundle_at
+from pipeline.run.bundle.reproduce import bundle_at
+from pipeline.run.bundle.writer import write_bundle
 from pipeline.run.run import Run
 from tests.awaiting import wait_until
 
@@ -95,7 +95,9 @@ def test_the_second_of_two_bundles_to_one_path_is_refused(
     (left / "bundle/half").mkdir(parents=True)
     (left / "packed.tar.gz").write_bytes(b"half of an archive")
     second = in_the_middle(
-        monkeypatch, "pipeline.run.bundle.copy_inputs", lambda: write_bundle(run, to, "reference")
+        monkeypatch,
+        "pipeline.run.bundle.writer.copy_inputs",
+        lambda: write_bundle(run, to, "reference"),
     )
     assert write_bundle(run, to, "reference") == to
     assert f"{to} is being written by process {os.getpid()} on " in str(ended(second))

@@ -418,7 +418,7 @@ def test_a_bundle_that_fails_leaves_nothing(
         archive.write_bytes(b"half")
         raise OSError(28, "No space left on device", str(archive))
 
-    monkeypatch.setattr("pipeline.run.bundle._pack", full)
+    monkeypatch.setattr("pipeline.run.bundle.writer._pack", full)
     (tmp_path / "to").mkdir()
     code, _, err = braid("bundle", "small", "--to", tmp_path / "to/b.tar.gz")
     assert (code, "No space left" in err) == (1, True)

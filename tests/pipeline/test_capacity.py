@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from parallel.engine.memory import GIB, engine_memory
 from parallel.errors import UserError
-from parallel.phases import engine_gpu_bytes
+from parallel.estimates.engine_memory import GIB, engine_memory
+from parallel.estimates.phases import engine_gpu_bytes
+from parallel.machine.slots import MachineGpus
 from parallel.settings import EngineJob, ModelSettings
-from parallel.slots import MachineGpus
 from pipeline.config.validate import load, load_cluster
+from pipeline.estimate.capacity import changed_settings, check_capacity, training_changes
+from pipeline.estimate.gpu_memory import NodeGpus, gpus_here, gpus_of, stage_phases
+from pipeline.estimate.memory import memory_report
 from pipeline.launch.launcher import write_engine_job
 from pipeline.launch.placement import ThisMachine
-from pipeline.report.capacity import changed_settings, check_capacity, training_changes
-from pipeline.report.gpu_memory import NodeGpus, gpus_here, gpus_of, stage_phases
-from pipeline.report.memory import memory_report
 from pipeline.run.graph import compile_graph
 from stages.directory import EngineDirectory
 from stages.settings import RunSettings
@@ -391,7 +391,7 @@ def test_an_engine_s_job_says_what_it_may_use_of_a_gpu(
     assert allowed() is None
     on_gpus = True
     # A launcher beside a container may have a torch for CPUs.
-    monkeypatch.setattr("parallel.gpus.built_for_cpu", lambda: True)
+    monkeypatch.setattr("parallel.machine.gpus.built_for_cpu", lambda: True)
     # The trainer's context and communicators, and contexts of the three other engine ranks.
     assert allowed() == (81_559 << 20) - (1 << 30) - 4 * (1 << 29)
     assert allowed("engine.placement=own") is None

@@ -14,8 +14,8 @@ from parallel.families import architecture, configuration
 from parallel.hugging_face.config import contradictions
 from parallel.weights.names import tensors
 from pipeline.config.checkpoints import weights_violation
-from pipeline.config.described import model_of
 from pipeline.config.environment import unusable_tokenizer
+from pipeline.new_run.described import model_of
 from tests.pipeline.hugging_face_directories import published
 
 YARN = {

@@ -15,8 +15,8 @@ import pytest
 from rich.console import Console
 
 from parallel.errors import UserError
+from parallel.machine.slots import Cores, MachineGpus, share_cores
 from parallel.settings import EngineSettings
-from parallel.slots import Cores, MachineGpus, share_cores
 from pipeline.config.validate import load
 from pipeline.launch.launcher import JobFailed, Launcher, SupervisedEngine, run_to_the_end
 from pipeline.launch.placement import ThisMachine

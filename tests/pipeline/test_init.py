@@ -18,15 +18,15 @@ import pytest
 
 from parallel.families import architecture
 from pipeline.config.cluster import seconds_of
-from pipeline.config.described import model_of
 from pipeline.config.tokenizers import has_thoughts
 from pipeline.config.validate import load, load_cluster
-from pipeline.report.budget import LEAST_STEPS, steps_within, walltimes
-from pipeline.report.fit import fitted
-from pipeline.report.layout_search import best_layouts
-from pipeline.report.run_blocks import Wanted, first_blocks
-from pipeline.report.run_file import TO_FILL_IN
-from pipeline.report.simulation import Assumptions, simulated
+from pipeline.estimate.budget import LEAST_STEPS, steps_within, walltimes
+from pipeline.estimate.fit import fitted
+from pipeline.estimate.layout_search import best_layouts
+from pipeline.estimate.simulation import Assumptions, simulated
+from pipeline.new_run.described import model_of
+from pipeline.new_run.run_blocks import Wanted, first_blocks
+from pipeline.new_run.run_file import TO_FILL_IN
 from pipeline.run.graph import compile_graph
 from stages.settings import RunSettings
 from tests.awaiting import PATIENCE_SECONDS

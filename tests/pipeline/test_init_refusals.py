@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from parallel.errors import UserError
-from parallel.roofline.hardware import GIB, GPUS
+from parallel.estimates.roofline.hardware import GIB, GPUS
 from pipeline.commands.init_inputs import write_files
 from pipeline.config.cluster import ClusterSettings
 from pipeline.config.validate import load, load_cluster
-from pipeline.report.capacity import MOST_RANKS
-from pipeline.report.simulation import data_sheet
+from pipeline.estimate.capacity import MOST_RANKS
+from pipeline.estimate.simulation import data_sheet
 from tests.pipeline.conftest import Braid
 from tests.pipeline.hugging_face_directories import rows
 from tests.pipeline.test_init import given, refused, said

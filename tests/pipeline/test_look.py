@@ -13,8 +13,8 @@ import pyarrow.parquet as parquet
 import pytest
 
 from pipeline.commands.common import read_run
-from pipeline.report.health import symptoms
-from pipeline.report.overview import sparkline
+from pipeline.report.view.health import symptoms
+from pipeline.report.view.overview import sparkline
 from pipeline.run.directory import RunDirectory
 from pipeline.run.run import StageState
 from stages.sampling.expert_loads import SCHEMA as LOADS
@@ -158,7 +158,7 @@ def test_a_run_is_followed_until_nothing_runs(
 ) -> None:
     running = iter([True] * 2)
     now = property(lambda _: next(running, False))
-    monkeypatch.setattr("pipeline.report.overview.Overview.is_running", now)
+    monkeypatch.setattr("pipeline.report.view.overview.Overview.is_running", now)
     monkeypatch.setattr("pipeline.commands.see.time.sleep", lambda _: log(small, [HEALTHY] * 31))
     out = printed(braid, "--follow")
     assert out.count("✓ nothing is out of its range") == 2
@@ -384,7 +384,7 @@ def test_a_metric_that_is_never_finite_is_shown(small: Path, braid: Braid) -> No
 def test_a_run_that_disappears_while_it_is_followed_is_said_so(
     small: Path, braid: Braid, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeline.report.overview.Overview.is_running", True)
+    monkeypatch.setattr("pipeline.report.view.overview.Overview.is_running", True)
     monkeypatch.setattr(
         "pipeline.commands.see.time.sleep", lambda _: small.rename(small.with_name("elsewhere"))
     )

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from parallel.errors import UserError
-from parallel.slots import MachineGpus, share_gpus
+from parallel.machine.slots import MachineGpus, share_gpus
 from pipeline.config.validate import load
 from pipeline.launch.launcher import Launcher, run_to_the_end
 from pipeline.launch.placement import ThisMachine
@@ -27,8 +27,8 @@ from tests.runs import REPOSITORY
 @pytest.fixture
 def eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr("parallel.gpus.visible_gpus", lambda: gpus(8))
-    monkeypatch.setattr("parallel.gpus.built_for_cpu", lambda: False)
+    monkeypatch.setattr("parallel.machine.gpus.visible_gpus", lambda: gpus(8))
+    monkeypatch.setattr("parallel.machine.gpus.built_for_cpu", lambda: False)
 
 
 @pytest.mark.usefixtures("eight_gpus")

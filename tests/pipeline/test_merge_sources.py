@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.validate import load
+from pipeline.estimate.stage_memory import compared_with
 from pipeline.report.drawing import origin
-from pipeline.report.stage_memory import compared_with
 from pipeline.run.graph import Stage, compile_graph
 from tests.pipeline.violations import edited
 

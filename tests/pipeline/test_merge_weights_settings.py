@@ -13,7 +13,7 @@ from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import Stage, compile_graph
 from pipeline.run.lineage import changes, lineage_from
 from stages.kinds.kind import MODEL
-from stages.kinds.merge_weights import MergeWeightsSettings
+from stages.kinds.merge_weights.settings import MergeWeightsSettings
 from tests.pipeline.conftest import CONFIG, Braid
 from tests.pipeline.violations import errors, violation, with_data
 

@@ -12,7 +12,7 @@ from parallel.files import Checkpoint
 from pipeline import cli
 from pipeline.config.read import ConfigError
 from pipeline.config.validate import dump_resolved, load
-from pipeline.report.stage_memory import compared_with
+from pipeline.estimate.stage_memory import compared_with
 from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import Stage, compile_graph
 from pipeline.run.lineage import changes, lineage_from

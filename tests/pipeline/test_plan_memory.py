@@ -8,9 +8,9 @@ import pytest
 
 from pipeline import cli
 from pipeline.config.validate import load
-from pipeline.report.stage_memory import compared_with, row_tokens, stage_memory
-from pipeline.report.tables import DEEPEST, human, indented
+from pipeline.estimate.stage_memory import compared_with, row_tokens, stage_memory
 from pipeline.run.graph import compile_graph
+from pipeline.tables import DEEPEST, human, indented
 from stages.settings import RunSettings
 from tests.pipeline.violations import MIXED, TRAINED, extending, with_mixed
 

@@ -14,8 +14,8 @@ import pytest
 from rich.table import Table
 
 from pipeline.launch.progress import Screen
-from pipeline.report.tables import Cell, Terminal, table
 from pipeline.run.ledger import Ledger
+from pipeline.tables import Cell, Terminal, table
 from pipeline.text import visible
 from tests.awaiting import PATIENCE_SECONDS
 

@@ -20,7 +20,7 @@ from pipeline.report.screens.overview import LookApp
 from pipeline.run.directory import RunDirectory
 from stages.data.prompts import PromptStream
 from stages.data.tokenizer import CharacterTokenizer
-from stages.regrade import problems
+from stages.domain_tools.regrade import problems
 from stages.sampling.sample_files import samples_file, write_samples
 from stages.settings import RegradeJob, RunSettings
 from tests.pipeline.conftest import load
@@ -125,7 +125,7 @@ def test_a_generated_problem_is_found_in_the_stages_stream(
 def test_a_generated_problem_is_of_the_stage_an_evaluation_or_a_gate(
     settings: RunSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stages.regrade.MOST_DRAWN", 2)
+    monkeypatch.setattr("stages.domain_tools.regrade.MOST_DRAWN", 2)
     words = settings.domains["words"]
     job = RegradeJob(
         domains={"words": words},

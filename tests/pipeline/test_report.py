@@ -19,7 +19,7 @@ import pyarrow
 import pyarrow.parquet as parquet
 import pytest
 
-from pipeline.report.comparison import Role as ModelRole
+from pipeline.report.compare.comparison import Role as ModelRole
 from pipeline.report.drawing import Role as EdgeRole
 from pipeline.report.page import file, redaction
 from pipeline.report.page.recorded import chosen_problems

@@ -17,7 +17,7 @@ from pipeline.run.outside import outside_model
 from pipeline.run.run import Run, missing_output
 from pipeline.run.select import find_fork
 from stages.directory import StageDirectory
-from stages.kinds.sft import SftSettings
+from stages.kinds.sft.settings import SftSettings
 from stages.settings import RunSettings
 from tests.pipeline.test_states import record
 from tests.pipeline.violations import edited, errors

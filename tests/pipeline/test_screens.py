@@ -14,9 +14,9 @@ from textual.pilot import Pilot
 from textual.widgets import DataTable, Static
 
 from pipeline.commands.common import read_run
-from pipeline.report.overview import Overview
-from pipeline.report.sample_text import Grade
 from pipeline.report.screens.overview import LookApp, MetricsScreen
+from pipeline.report.view.overview import Overview
+from pipeline.report.view.sample_text import Grade
 from pipeline.run.directory import RunDirectory
 from pipeline.run.run import Run
 from stages.sampling.sample_files import Row, samples_file, write_samples

@@ -127,7 +127,7 @@ def printed(command: str, directory: Path, *arguments: object) -> dict[str, Any]
     output = io.StringIO()
     with (
         mock.patch.object(os, "sched_getaffinity", lambda _: {0, 1}),
-        mock.patch("parallel.gpus.built_for_cpu", lambda: True),
+        mock.patch("parallel.machine.gpus.built_for_cpu", lambda: True),
         contextlib.redirect_stdout(output),
         contextlib.redirect_stderr(io.StringIO()),
     ):

@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 
+from parallel.estimates.roofline.hardware import GPUS
 from parallel.layout_rules import divisors, layout_violations
-from parallel.roofline.hardware import GPUS
-from parallel.slots import fits_nodes
+from parallel.machine.slots import fits_nodes
 from parallel.weights.needs import engine_violations
 from pipeline.config.cluster import ClusterSettings
 from pipeline.config.validate import load
-from pipeline.report.gpu_memory import NodeGpus, stage_phases
-from pipeline.report.layout_search import FILLED_AT_MOST, best_layouts
-from pipeline.report.simulation import (
+from pipeline.estimate.gpu_memory import NodeGpus, stage_phases
+from pipeline.estimate.layout_search import FILLED_AT_MOST, best_layouts
+from pipeline.estimate.simulation import (
     Assumptions,
     sheets_of_kinds,
     simulated,

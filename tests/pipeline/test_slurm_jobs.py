@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from parallel.errors import UserError
-from parallel.network import LOOPBACK, address_of, environment_of
+from parallel.machine.network import LOOPBACK, address_of, environment_of
+from parallel.machine.slots import nodes_needed
 from parallel.settings import EngineSettings, LayoutSettings
-from parallel.slots import nodes_needed
 from pipeline.config.cluster import ClusterSettings, ContainerSettings, KindSettings
 from pipeline.config.validate import load_cluster
 from pipeline.launch.launcher import write_engine_job

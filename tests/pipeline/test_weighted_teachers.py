@@ -10,12 +10,12 @@ import pytest
 from parallel.files import CHECKSUMS
 from pipeline.config.unroll import Blocks
 from pipeline.config.validate import load
-from pipeline.report.stage_memory import heads_needed
+from pipeline.estimate.stage_memory import heads_needed
 from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import Stage, compile_graph
 from pipeline.run.lineage import changes
 from pipeline.run.run import Run
-from stages.kinds.distill import DistillSettings
+from stages.kinds.distill.settings import DistillSettings
 from tests.pipeline.conftest import Braid
 from tests.pipeline.violations import errors
 

@@ -17,8 +17,8 @@ COPIES = {"copy", "copy2", "copyfile", "copytree"}
 ALLOWED = {  # how many calls, and why
     "pipeline/cli.py": (1, "os.devnull"),
     "pipeline/text.py": (1, "os.devnull"),
-    "pipeline/run/bundle.py": (1, "an archive in a directory that `unfinished` has checked"),
-    "pipeline/run/bundle_inputs.py": (2, "copies into the new directory of a bundle there"),
+    "pipeline/run/bundle/writer.py": (1, "an archive in a directory that `unfinished` has checked"),
+    "pipeline/run/bundle/inputs.py": (2, "copies into the new directory of a bundle there"),
     "pipeline/run/select.py": (2, "copies into a new directory of this user's run"),
     "parallel/weights/mapping.py": (1, "memory of another process, by its descriptor in /proc"),
     "stages/rewards/containment/examiner.py": (1, "a pipe, inside the sandbox"),

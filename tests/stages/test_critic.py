@@ -17,7 +17,7 @@ from parallel.checkpoint.save import Saver
 from parallel.model.policy import Policy, ValueModel, values
 from parallel.sample import Sample
 from parallel.settings import LayoutSettings, OptimizerSettings, RoutingLossSettings
-from stages.grpo import Expert
+from stages.kinds.grpo.work import Expert
 from stages.objectives.groups import Batch
 from stages.objectives.models import Critic, rewards
 from stages.sampling.step import StepSamples

@@ -11,7 +11,7 @@ import pytest
 from stages.data.problem import DomainError
 from stages.data.prompts import PromptStream
 from stages.data.tokenizer import CharacterTokenizer
-from stages.domain_check import demonstration_report, reference
+from stages.domain_tools.domain_check import demonstration_report, reference
 from stages.domains import DomainSettings
 
 CHARACTERS = CharacterTokenizer()

@@ -16,9 +16,9 @@ from parallel.checkpoint import load
 from parallel.model.policy import Policy
 from parallel.sample import Sample
 from stages.data.problem import Problem
-from stages.distill import Merge
-from stages.domain_shares import weights_of
-from stages.kinds.distill import DistillSettings, domain_of
+from stages.kinds.distill.domain_shares import weights_of
+from stages.kinds.distill.settings import DistillSettings, domain_of
+from stages.kinds.distill.work import Merge
 from stages.objectives.groups import Batch, Group
 from tests.fake_engines import RefittedFleet, toy_domain, toy_job, toy_run
 

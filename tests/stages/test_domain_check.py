@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from parallel.settings import CHARACTERS
-from stages.domain_check import checked
+from stages.domain_tools.domain_check import checked
 from stages.rewards.reward import RewardError
 from stages.settings import DomainCheckJob
 from tests.byte_tokenizer import CHATML, save_tokenizer

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from stages import grpo
 from stages.domains import DomainSettings
+from stages.kinds.grpo import work as grpo
 from tests.fake_engines import toy_domain, toy_job, toy_run
 from tests.stages.toys import faked
 

@@ -19,12 +19,13 @@ from parallel.checkpoint.save import Saver
 from parallel.files import HUGGING_FACE
 from parallel.model.policy import Policy
 from parallel.settings import LayoutSettings
-from stages import dpo, reference_logprobs
-from stages.data.pairs import DrawnPair
 from stages.data.tokenizer import CharacterTokenizer
-from stages.kinds.dpo import DpoSettings
+from stages.kinds.dpo import reference_logprobs
+from stages.kinds.dpo import work as dpo
+from stages.kinds.dpo.pairs import DrawnPair
+from stages.kinds.dpo.reference_logprobs import ReferenceLogprobs, samples_of, sequence_logprobs
+from stages.kinds.dpo.settings import DpoSettings
 from stages.objectives.preference import SigmoidSettings
-from stages.reference_logprobs import ReferenceLogprobs, samples_of, sequence_logprobs
 from stages.settings import StageJob
 from tests.fake_engines import MODEL, toy_domain, toy_job, toy_run
 

@@ -12,11 +12,11 @@ import torch
 
 from parallel.checkpoint import load
 from parallel.model.policy import Policy
-from stages import evaluate
 from stages.data.prompts import held_out_problems
 from stages.data.tokenizer import load_tokenizer
 from stages.domains import DomainEvaluationSettings, SamplingSettings
-from stages.kinds.evaluate import EvaluationSettings
+from stages.kinds.evaluate import work as evaluate
+from stages.kinds.evaluate.settings import EvaluationSettings
 from stages.rewards.reward import RewardError, RewardPoolSettings
 from stages.sampling.logprob_check import MismatchError
 from stages.sampling.sample_files import read_samples

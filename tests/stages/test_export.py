@@ -15,15 +15,15 @@ import torch
 from transformers import AutoConfig, AutoTokenizer
 from transformers import __version__ as version
 
-from parallel.determinism import RANK_ENVIRONMENT
 from parallel.errors import UserError
 from parallel.families import FAMILIES, configuration
 from parallel.hugging_face.config import contradictions, hugging_face_config
 from parallel.hugging_face.multi_token import MultiTokenTensors
+from parallel.machine.determinism import RANK_ENVIRONMENT
 from parallel.settings import CHARACTERS
-from pipeline.config.described import model_of
+from pipeline.new_run.described import model_of
 from stages.data.tokenizer import load_tokenizer
-from stages.export import LOCK, complete, publish, run, scratch
+from stages.kinds.export.work import LOCK, complete, publish, run, scratch
 from tests.byte_tokenizer import CHATML, save_tokenizer
 from tests.parallel.test_model_families import model as family_model
 from tests.pipeline.checkpoint_headers import SMALL
@@ -42,9 +42,9 @@ def test_a_model_is_built_with_the_variables_of_deterministic_kernels(
         built.update({variable: os.environ.get(variable) for variable in RANK_ENVIRONMENT})
         raise UserError("far enough")
 
-    monkeypatch.setattr("stages.export.Policy", build)
-    monkeypatch.setattr("stages.export.remove_unfinished", lambda _: None)
-    monkeypatch.setattr("stages.export.is_main", lambda: False)
+    monkeypatch.setattr("stages.kinds.export.work.Policy", build)
+    monkeypatch.setattr("stages.kinds.export.work.remove_unfinished", lambda _: None)
+    monkeypatch.setattr("stages.kinds.export.work.is_main", lambda: False)
     settings = SimpleNamespace(model=SMALL, layout=None)
     job: Any = SimpleNamespace(settings=settings, parent=tmp_path, output=tmp_path / "out")
     before = torch.are_deterministic_algorithms_enabled()

@@ -27,7 +27,7 @@ from stages.data.settings import (
     ReasoningGymPromptSettings,
 )
 from stages.data.tokenizer import CharacterTokenizer, TokenizerError
-from stages.domain_check import length_report
+from stages.domain_tools.domain_check import length_report
 
 TOKENIZER = CharacterTokenizer()
 Write = Callable[..., Path]

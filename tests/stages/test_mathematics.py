@@ -12,11 +12,11 @@ import pytest
 from stages.data.problem import Problem
 from stages.data.row_forms import answer_of, parsed_line
 from stages.data.tokenizer import CharacterTokenizer
+from stages.domain_tools.row_check import answer_report
 from stages.domains import DomainSettings
 from stages.rewards.kinds.math import MathReward
 from stages.rewards.mathematics import spelled
 from stages.rewards.reward import Response, make
-from stages.row_check import answer_report
 
 PLANCK, CHARGE = r"6.63\times 10^{-34}", r"1.6\times 10^{-19}"
 
@@ -170,7 +170,7 @@ def test_a_box_must_be_closed_and_hold_the_answer(response: str, right: int) -> 
 def test_a_row_whose_answer_no_response_can_equal_is_named(
     answer: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stages.row_check.ROW_SECONDS", 0.5)
+    monkeypatch.setattr("stages.domain_tools.row_check.ROW_SECONDS", 0.5)
     text = answer.replace("\\", "\\\\")
     (tmp_path / "rows.jsonl").write_text(f'{{"prompt": "how many?", "answer": "{text}"}}\n')
     domain = {

@@ -10,10 +10,10 @@ import torch
 
 from parallel.errors import UserError
 from parallel.weights.names import is_router, tensors
-from stages import merge_weights
-from stages.kinds.merge_weights import MergeWeightsSettings
-from stages.merge_weights import WeightMerge
-from stages.weight_merging.tensors import overlap_counts
+from stages.kinds.merge_weights import work as merge_weights
+from stages.kinds.merge_weights.methods.tensors import overlap_counts
+from stages.kinds.merge_weights.settings import MergeWeightsSettings
+from stages.kinds.merge_weights.work import WeightMerge
 from tests.fake_engines import MODEL, toy_domain, toy_job, toy_run
 
 pytestmark = pytest.mark.usefixtures("one_rank")

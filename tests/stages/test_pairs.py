@@ -18,10 +18,10 @@ from parallel.sample import Sample
 from stages.data.collected import write_part
 from stages.data.demonstrations import conversation_sample
 from stages.data.index import PROBED
-from stages.data.pairs import CollectedPairs, FilePairs, PairStream
 from stages.data.problem import DataError, content_key
 from stages.data.tokenizer import CharacterTokenizer
-from stages.kinds.dpo import PairSource
+from stages.kinds.dpo.pairs import CollectedPairs, FilePairs, PairStream
+from stages.kinds.dpo.settings import PairSource
 
 CHARACTERS = CharacterTokenizer()
 COLUMNS = ("prompt", "chosen", "rejected")

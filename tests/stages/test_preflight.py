@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from parallel.sample import Sample
-from stages.distill import Merge
+from stages.kinds.distill.work import Merge
 from tests.stages.toy_merges import SEEDS, gradients, merge, written
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 def reported(stage: Merge, samples: list[Sample]) -> tuple[dict[str, float], list[str]]:
     """Return the metrics of a first step on samples, and the warnings."""
     stage._version = 1
-    with mock.patch("stages.preflight.report_notice") as notice:
+    with mock.patch("stages.kinds.distill.preflight.report_notice") as notice:
         found = gradients(stage, samples)
     return found, [call.args[0] for call in notice.call_args_list]
 
@@ -46,7 +46,7 @@ def test_the_kl_is_that_of_the_step_and_a_teacher_equal_to_the_student_is_named(
 
 def test_only_the_first_step_is_looked_at(tmp_path: Path) -> None:
     stage = merge(tmp_path)
-    with mock.patch("stages.preflight.report_notice") as notice:
+    with mock.patch("stages.kinds.distill.preflight.report_notice") as notice:
         first, second = stage.step(1), stage.step(2)
     assert notice.call_count == 1  # the teacher of sums
     looked = {name for name in first if name.startswith(("preflight", "disjoint"))}

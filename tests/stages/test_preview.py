@@ -11,7 +11,7 @@ import pytest
 
 from parallel.checkpoint import load
 from parallel.model.policy import Policy
-from stages import preview
+from stages.domain_tools import preview
 from stages.sampling.logprob_check import MismatchError
 from stages.settings import StageJob
 from tests.fake_engines import toy_domain, toy_job, toy_run

@@ -23,10 +23,10 @@ from parallel.hugging_face.files import WeightsError
 from parallel.model.moments import InputMoments
 from parallel.model.policy import Policy
 from parallel.settings import LayoutSettings
-from stages import quantize
-from stages.calibration import calibration_samples
-from stages.export import export
-from stages.kinds.quantize import QuantizeSettings
+from stages.kinds.export.work import export
+from stages.kinds.quantize import work as quantize
+from stages.kinds.quantize.calibration import calibration_samples
+from stages.kinds.quantize.settings import QuantizeSettings
 from stages.settings import StageJob
 from tests.fake_engines import MODEL, toy_domain, toy_job, toy_run
 

@@ -12,7 +12,7 @@ import torch
 
 from parallel.checkpoint import load
 from parallel.checkpoint.save import Saver
-from stages.grpo import Expert
+from stages.kinds.grpo.work import Expert
 from stages.sampling.logprob_check import Mismatch, MismatchError
 from tests.fake_engines import (
     GROUP,

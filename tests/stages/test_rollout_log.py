@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from parallel.engine.log import RolloutLog, frame
-from parallel.engine.memory import response_bytes
 from parallel.engine.wire import Generation, Prompt, Question, Sampling, model_digest, sample_of
+from parallel.estimates.engine_memory import response_bytes
 from parallel.sample import Sample
 from parallel.settings import END_TOKEN
 from stages.data.problem import Problem

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from parallel.engine.wire import Prompt
-from stages.grpo import Expert
+from stages.kinds.grpo.work import Expert
 from stages.sampling.logprob_check import MismatchError
 from tests.fake_engines import (
     GROUP,

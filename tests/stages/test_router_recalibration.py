@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from stages.weight_merging import recalibration
-from stages.weight_merging.recalibration import RouterObjective, RouterSamples
+from stages.kinds.merge_weights.methods import recalibration
+from stages.kinds.merge_weights.methods.recalibration import RouterObjective, RouterSamples
 
 EXPERTS, HIDDEN, TOKENS = 5, 12, (40, 25, 3)
 SCORES = pytest.mark.parametrize("sigmoid", [False, True], ids=["softmax", "sigmoid"])

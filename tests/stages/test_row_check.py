@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from stages import row_check
 from stages.data.tokenizer import CharacterTokenizer
+from stages.domain_tools import row_check
+from stages.domain_tools.row_check import AnswerReport, answer_report
 from stages.domains import DomainSettings
 from stages.rewards.kinds.math import MathReward
-from stages.row_check import AnswerReport, answer_report
 
 TOKENIZER = CharacterTokenizer()
 

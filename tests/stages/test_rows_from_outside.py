@@ -19,7 +19,6 @@ from pydantic import TypeAdapter
 from parallel import parquet_files
 from parallel.errors import UserError
 from stages.data.demonstrations import ConversationStream, conversation_index
-from stages.data.pairs import FilePairs, PairStream
 from stages.data.prompts import PromptStream, problem_at, prompt_index
 from stages.data.rows import ROWS
 from stages.data.settings import (
@@ -28,7 +27,8 @@ from stages.data.settings import (
     ParquetDemonstrationSettings,
     ParquetPromptSettings,
 )
-from stages.kinds.dpo import PairSource
+from stages.kinds.dpo.pairs import FilePairs, PairStream
+from stages.kinds.dpo.settings import PairSource
 from tests.stages.test_real_tokenizers import published
 
 Row = dict[str, Any]

@@ -19,13 +19,13 @@ from parallel.checkpoint import load
 from parallel.errors import UserError
 from parallel.files import sha256
 from parallel.model.policy import Policy
-from stages import sample as sampling_stage
 from stages.data.collected import read_part
 from stages.data.scripts import Script, other_letters, script_of
-from stages.kinds.sample import KeepSettings, SampleSettings
+from stages.kinds.sample import work as sampling_stage
+from stages.kinds.sample.keep import drop_reasons
+from stages.kinds.sample.settings import KeepSettings, SampleSettings
+from stages.kinds.sample.work import RejectionSampling, parts_of
 from stages.objectives.groups import Group
-from stages.sample import RejectionSampling, parts_of
-from stages.sampling.keep import drop_reasons
 from stages.sampling.logprob_check import MismatchError
 from stages.settings import StageJob
 from tests.fake_engines import FakeEngine, RefittedFleet, toy_domain, toy_job, toy_run

@@ -16,11 +16,11 @@ from stages.audit.model import Model, from_megatron
 from stages.audit.recorded import RecordedSample
 from stages.data.problem import DomainError, Problem
 from stages.data.tokenizer import CharacterTokenizer, TokenizerError
-from stages.kinds.self_teacher import SelfTeacherSettings
-from stages.objectives.distillation.top_k import generalised_kl
+from stages.kinds.distill.losses.top_k import generalised_kl
+from stages.kinds.distill.self_teacher import Contexts
+from stages.kinds.distill.self_teacher_settings import SelfTeacherSettings
 from stages.objectives.groups import Group
 from stages.sampling.sample_files import read_samples, samples_file
-from stages.self_teacher import Contexts
 from tests.fake_engines import MODEL, FakeEngine, toy_domain
 from tests.stages.toy_merges import check_kills, gradients, merge, run, save, sharpen, written
 from tests.stages.toys import after

@@ -18,10 +18,10 @@ from stages.data.mixture import Mixture
 from stages.data.problem import DomainError, Problem
 from stages.data.prompts import is_held_out
 from stages.data.tokenizer import CharacterTokenizer
-from stages.dpo import _stream
-from stages.kinds.dpo import DpoSettings
-from stages.kinds.sft import SftSettings
-from stages.sft import Sft
+from stages.kinds.dpo.settings import DpoSettings
+from stages.kinds.dpo.work import _stream
+from stages.kinds.sft.settings import SftSettings
+from stages.kinds.sft.work import Sft
 from tests.fake_engines import toy_domain, toy_job, toy_run
 
 TOKENIZER = CharacterTokenizer()
@@ -71,9 +71,9 @@ def test_steps_of_any_size_deal_alike() -> None:
 
 @pytest.fixture
 def without_policy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("stages.sft.TrainedPolicy", lambda *_: SimpleNamespace())
-    monkeypatch.setattr("stages.sft.look_for_held_out", lambda *_: None)
-    monkeypatch.setattr("stages.sft.is_main", lambda: True)
+    monkeypatch.setattr("stages.kinds.sft.work.TrainedPolicy", lambda *_: SimpleNamespace())
+    monkeypatch.setattr("stages.kinds.sft.work.look_for_held_out", lambda *_: None)
+    monkeypatch.setattr("stages.kinds.sft.work.is_main", lambda: True)
     yield
 
 

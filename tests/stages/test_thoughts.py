@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from parallel.settings import CHARACTERS
 from stages.data.problem import Problem
 from stages.data.thoughts import split_thoughts
-from stages.domain_check import checked
+from stages.domain_tools.domain_check import checked
 from stages.rewards.kinds import KINDS, RewardSettings
 from stages.rewards.kinds.judge import Judge
 from stages.rewards.reward import AnswerReward, Response, RewardContext, make

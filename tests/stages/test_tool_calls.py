@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.config.validate import load_domain
 from stages.data.problem import Problem
-from stages.domain_check import reference
+from stages.domain_tools.domain_check import reference
 from stages.rewards.kinds.tool_call import ToolCallReward
 from stages.rewards.reward import Response, RewardError, RewardPoolSettings, make
 from tests.runs import REPOSITORY

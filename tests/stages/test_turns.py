@@ -17,8 +17,8 @@ from parallel.files import whole_checkpoints
 from parallel.model import offload
 from parallel.model.offload import ALL, STATE, WEIGHTS, DeviceShare, Residency
 from parallel.settings import EngineSettings, LayoutSettings
-from stages import evaluate
-from stages.grpo import Expert
+from stages.kinds.evaluate import work as evaluate
+from stages.kinds.grpo.work import Expert
 from stages.main import empty_devices
 from stages.sampling.logprob_check import MismatchError
 from stages.sampling.step import OnPolicyStage
@@ -298,7 +298,7 @@ def test_modes_that_keep_responses_in_flight_need_engines_of_their_own(
     )
     job = toy_job(tmp_path, settings, kind="grpo")
     empty_devices(job)
-    monkeypatch.setattr("parallel.device.device", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr("parallel.machine.device.device", lambda: torch.device("cuda", 0))
     with pytest.raises(UserError) as refused:
         empty_devices(job)
     assert message in str(refused.value)
@@ -328,7 +328,7 @@ def test_the_trainer_waits_for_room_while_an_engine_starts(monkeypatch: pytest.M
         free[0] = 80 << 30 if clock[0] > 1700 else 0
 
     fake = mock.Mock(monotonic=lambda: clock[0], sleep=sleep)
-    monkeypatch.setattr("parallel.gpus.time", fake)
+    monkeypatch.setattr("parallel.machine.gpus.time", fake)
     monkeypatch.setattr(offload, "device", lambda: torch.device("cuda", 0))
     monkeypatch.setattr(offload, "release_cache", lambda: None)
     for name, value in (("mem_get_info", lambda: (free[0], 80 << 30)), *RESERVED.items()):

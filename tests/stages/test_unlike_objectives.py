@@ -16,8 +16,8 @@ from parallel.batch import MicroBatch, RankPlace, Responses
 from parallel.checkpoint import load
 from parallel.checkpoint.save import Saver
 from parallel.sample import Sample
-from stages.grpo import Expert
-from stages.kinds.grpo import OWN_REFERENCES, GrpoSettings
+from stages.kinds.grpo.settings import OWN_REFERENCES, GrpoSettings
+from stages.kinds.grpo.work import Expert
 from stages.objectives.loss import Totals, policy_loss
 from stages.objectives.surrogate import Tokens
 from tests.fake_engines import toy_domain, toy_job, toy_run

@@ -12,8 +12,8 @@ import pytest
 from parallel.checkpoint import load
 from parallel.files import whole_checkpoints
 from parallel.sample import Sample
-from stages.grpo import Expert
-from stages.kinds.grpo import GrpoSettings
+from stages.kinds.grpo.settings import GrpoSettings
+from stages.kinds.grpo.work import Expert
 from stages.loop import GuardStopped, StageStopped, train
 from stages.settings import StageJob
 from tests.fake_engines import toy_domain, toy_job, toy_run

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from stages.kinds.merge_weights.methods.tensors import MergedTensor, overlap_counts
 from stages.objectives.registry import WEIGHT_METHODS
-from stages.weight_merging.tensors import MergedTensor, overlap_counts
 from tests.stages.mergekit_values import CASES, FILE, SHAPES, WEIGHTS, tensors
 
 SHAPE = SHAPES["matrix"]

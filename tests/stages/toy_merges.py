@@ -15,8 +15,8 @@ from parallel.checkpoint.save import Saver
 from parallel.files import CHECKSUMS
 from parallel.model.policy import Policy
 from parallel.sample import Sample
-from stages.distill import Merge
-from stages.kinds.distill import DistillSettings
+from stages.kinds.distill.settings import DistillSettings
+from stages.kinds.distill.work import Merge
 from tests.fake_engines import FakeEngine, RefittedFleet, toy_domain, toy_job, toy_run
 from tests.stages.conftest import OPENED
 from tests.stages.toys import Killed

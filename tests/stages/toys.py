@@ -21,7 +21,7 @@ from parallel.sample import Sample
 from parallel.settings import EngineSettings
 from stages.data.tokenizer import CharacterTokenizer
 from stages.domains import DomainSettings, SamplingSettings
-from stages.grpo import Expert
+from stages.kinds.grpo.work import Expert
 from stages.objectives.domain_objective import DomainObjective
 from stages.objectives.groups import Batch, Group
 from stages.rewards.reward import RewardPoolSettings

@@ -12,16 +12,16 @@ import yaml
 from pydantic import BaseModel
 
 from parallel.errors import UserError
-from pipeline.report.comparison import compare, comparison_json
-from pipeline.report.difference import difference
+from pipeline.report.compare.comparison import compare, comparison_json
+from pipeline.report.compare.difference import difference
+from pipeline.report.compare.stage_costs import stage_costs
 from pipeline.report.drawing import edges, origin, tree
-from pipeline.report.experts import MOST
-from pipeline.report.health import symptoms
 from pipeline.report.page.recorded import Recorded
 from pipeline.report.page.redaction import LEFT_OUT, plain_setting
 from pipeline.report.page.timelines import timelines
 from pipeline.report.page.training import curves, guards, history, planned_memory
-from pipeline.report.stage_costs import stage_costs
+from pipeline.report.view.experts import MOST
+from pipeline.report.view.health import symptoms
 from pipeline.run.answers import measured_models
 from pipeline.run.ledger import minutes
 from pipeline.run.metrics import Line, newest_lines

@@ -8,8 +8,8 @@ from typing import Any
 
 from parallel.families import family_violations
 from parallel.layout_rules import layout_violations
-from pipeline.report.health import guards_of, steps_beyond
-from pipeline.report.stage_memory import stage_memory
+from pipeline.estimate.stage_memory import stage_memory
+from pipeline.report.view.health import guards_of, steps_beyond
 from pipeline.run.graph import Stage
 from pipeline.run.metrics import LABELS, NOT_METRICS, Line
 from pipeline.run.run import Run

@@ -14,13 +14,13 @@ from textual.worker import Worker
 
 from parallel.errors import UserError
 from pipeline.report.drawing import tree
-from pipeline.report.health import Symptom, symptoms
-from pipeline.report.overview import HEADINGS, Overview, health_lines, metric_rows
-from pipeline.report.sample_text import Regrade
-from pipeline.report.tables import Cell
-from pipeline.report.waits import HEADINGS as WAITS
-from pipeline.report.waits import waits, waits_cells
+from pipeline.report.view.health import Symptom, symptoms
+from pipeline.report.view.overview import HEADINGS, Overview, health_lines, metric_rows
+from pipeline.report.view.sample_text import Regrade
+from pipeline.report.view.waits import HEADINGS as WAITS
+from pipeline.report.view.waits import waits, waits_cells
 from pipeline.run.run import Run
+from pipeline.tables import Cell
 from pipeline.text import visible
 
 SECONDS = 2.0  # between two looks at a run's files

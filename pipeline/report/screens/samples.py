@@ -18,8 +18,8 @@ from textual.widgets import DataTable, Footer, Input, Static
 from textual.worker import Worker
 
 from parallel.errors import UserError
-from pipeline.report.sample_text import Regrade, grade_lines, route_table, sample_lines
 from pipeline.report.screens.sample import COLOURINGS, coloured_tokens, difference
+from pipeline.report.view.sample_text import Regrade, grade_lines, route_table, sample_lines
 from pipeline.run.run import Run
 from pipeline.run.samples import Order, Query, StageSamples
 from pipeline.text import visible

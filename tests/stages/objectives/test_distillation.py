@@ -15,11 +15,11 @@ from parallel.batch import MicroBatch, RankPlace, Responses, collate
 from parallel.model.divergences import nucleus_floor, prefix_sums
 from parallel.model.vocabulary import HeadLogits
 from parallel.sample import Sample
-from stages.objectives.distillation import MethodSettings
-from stages.objectives.distillation.top_k import generalised_kl
+from stages.kinds.distill.losses import MethodSettings
+from stages.kinds.distill.losses.top_k import generalised_kl
+from stages.kinds.distill.teaching import MethodBase, TaughtTokens
 from stages.objectives.registry import METHODS
 from stages.objectives.surrogate import correction_weights
-from stages.objectives.teaching import MethodBase, TaughtTokens
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

@@ -11,7 +11,7 @@ from modelopt.torch.distill import LogitsDistillationLoss
 from modelopt.torch.distill.plugins.megatron import LogitsKLLoss
 from torch import Tensor
 
-from stages.objectives.distillation.jsd import JSDSettings
+from stages.kinds.distill.losses.jsd import JSDSettings
 from tests.stages.objectives.test_distillation import batch, drawn, values
 
 pytestmark = pytest.mark.usefixtures("one_rank")

@@ -1,0 +1,136 @@
+"""The table of what the trainer uses of a machine: kernels, overlap, and the dispatcher.
+
+A CPU and CUDA without TransformerEngine run megatron-core's plain operations, and so does fp32 with
+TransformerEngine but for its layers, so that their results can be compared. Fused kernels are used
+with CUDA, TransformerEngine and bf16. Importing it imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+from parallel.errors import UserError
+from parallel.settings import LayoutSettings, ModelSettings, OptimizerSettings
+
+# Modules that megatron-core 0.16.1 recomputes with TransformerEngine alone, and what to use without
+# it: its experts are grouped, and the checkpoint that drops an output asks it for the FP8 state.
+OF_TRANSFORMER_ENGINE = {"layernorm": "moe", "mla_up_proj": "full", "moe_act": "moe"}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A rank's device and packages."""
+
+    cuda: bool = False
+    transformer_engine: bool = False
+    deep_ep: bool = False  # DeepEP's kernels for dispatch between nodes
+    gpus: int = 1  # of this node
+
+    def fuses(self, model: ModelSettings) -> bool:
+        """Return true if a model runs on fused kernels."""
+        return self.transformer_engine and model.precision == "bf16"
+
+
+def this_machine() -> Machine:
+    """Return what this rank's device and packages offer."""
+    import torch
+
+    from parallel.machine.device import layer_specs
+
+    cuda = torch.cuda.is_available()
+    return Machine(
+        cuda=cuda,
+        transformer_engine=layer_specs() == "transformer_engine",
+        deep_ep=cuda and find_spec("deep_ep") is not None,
+        # A rank that Slurm bound to one GPU sees no other of its node.
+        gpus=max(torch.cuda.device_count(), ranks_of_node()) if cuda else 1,
+    )
+
+
+def ranks_of_node() -> int:
+    """Return the ranks of this node as torchrun or srun started them; 1 where neither says."""
+    said = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE") or "1"
+    return int(said)
+
+
+def transformer_flags(
+    machine: Machine, model: ModelSettings, layout: LayoutSettings
+) -> dict[str, Any]:
+    """Return the fields of megatron-core's TransformerConfig that depend on the machine."""
+    fused = machine.fuses(model)
+    return {
+        "moe_grouped_gemm": machine.transformer_engine,
+        # megatron-core calls its kernel for latent attention experimental.
+        "apply_rope_fusion": fused and model.family != "deepseek_v3",
+        "bias_activation_fusion": fused,
+        # megatron-core's grouped experts add their own biases, and refuse it.
+        "bias_dropout_fusion": fused and model.family != "gpt_oss",
+        "moe_permute_fusion": fused,
+        # The fused router does not ask RouterReplay for the experts to take.
+        "moe_router_fusion": False,
+        # It overlaps only with the dispatcher alltoall, on streams of its own.
+        "moe_shared_expert_overlap": False,
+        # Of Megatron's own attention and of apex's norms, which no layer here uses.
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+        # The output head is Megatron's linear layer, which needs apex's extension for it.
+        "gradient_accumulation_fusion": False,
+        "moe_token_dispatcher_type": _dispatcher(machine, model, layout),
+    }
+
+
+def data_parallel_flags(machine: Machine, model: ModelSettings) -> dict[str, bool]:
+    """Return the fields of megatron-core's DistributedDataParallelConfig that depend on it."""
+    return {
+        # Buckets are summed during the backward pass; the sums are the same, unscaled.
+        "overlap_grad_reduce": machine.fuses(model),
+        # Weights would be complete only after the next forward pass; a refit, a checkpoint and an
+        # average read them directly after the step.
+        "overlap_param_gather": False,
+    }
+
+
+def rank_environment(layout: LayoutSettings) -> dict[str, str]:
+    """Return the variables that must be set before CUDA starts in a rank."""
+    if layout.tensor * layout.context == 1:
+        return {}
+    # Kernels then start in the order in which they are issued: Megatron overlaps a collective with
+    # the product after it only if the collective starts first. Blackwell ignores it.
+    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+
+
+def check_capabilities(machine: Machine, model: ModelSettings, layout: LayoutSettings) -> None:
+    """Raise UserError with all that the settings ask for and the machine does not offer."""
+    if missing := list(_missing(machine, model, layout)):
+        raise UserError("\n".join(["this machine cannot run the settings:", *missing]))
+
+
+def _missing(machine: Machine, model: ModelSettings, layout: LayoutSettings) -> Iterator[str]:
+    """Yield the settings that the machine lacks something for, with the fix."""
+    if layout.dispatcher == "flex" and not (machine.fuses(model) and machine.deep_ep):
+        needs = "CUDA, TransformerEngine, DeepEP and model.precision: bf16"
+        yield f"layout.dispatcher: flex needs {needs}; use auto or alltoall"
+    lacking = [name for name in layout.recompute_modules if name in OF_TRANSFORMER_ENGINE]
+    if lacking and not machine.transformer_engine:
+        needs = f"{', '.join(lacking)}: needs TransformerEngine, and so CUDA"
+        yield f"layout.recompute_modules: {needs}; use {OF_TRANSFORMER_ENGINE[lacking[0]]}"
+
+
+def check_optimizer(machine: Machine, optimizer: OptimizerSettings) -> None:
+    """Raise UserError if the machine cannot run the optimizer."""
+    if optimizer.precision_aware and not machine.transformer_engine:
+        needs = "TransformerEngine's FusedAdam, and so CUDA"
+        raise UserError(f"optimizer.precision_aware: needs {needs}; use false")
+
+
+def _dispatcher(machine: Machine, model: ModelSettings, layout: LayoutSettings) -> str:
+    if layout.dispatcher != "auto":
+        return layout.dispatcher
+    # Ranks that exchange tokens are neighbours.
+    across_nodes = layout.expert * layout.expert_tensor > machine.gpus
+    use_flex = across_nodes and machine.deep_ep and machine.fuses(model)
+    return "flex" if use_flex else "alltoall"

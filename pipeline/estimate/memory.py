@@ -1,0 +1,144 @@
+"""`braid plan --memory`: bytes of a rank by stage and by pipeline rank, and of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from parallel.estimates.engine_memory import cache_bytes, engine_weights, response_bytes, tokens_in
+from parallel.estimates.memory import RankMemory
+from parallel.estimates.tensor_sizes import parameter_count
+from parallel.layout_rules import chunk_layers
+from parallel.settings import EngineSettings
+from pipeline.estimate.gpu_memory import GpusOf, NodeGpus, gpu_cache, phase_table, stage_phases
+from pipeline.estimate.stage_memory import samples_per_step, stage_memory, trained_by
+from pipeline.run.graph import Stage, compile_graph
+from pipeline.tables import Cell, human, indented, layout_text, table
+from stages.settings import RunSettings
+
+HEADINGS = ("parameters", "gradients", "optimizer", "frozen models", "activations", "total")
+
+
+def memory_report(settings: RunSettings, gpus_of: GpusOf = lambda _: None) -> Iterator[str]:
+    """Yield the tables and lines to print; nothing of the run needs to exist.
+
+    Where the GPUs are known, the phases of the stage that needs most of one follow.
+    """
+    graph = compile_graph(settings)
+    stages = [(stage, stage_memory(stage, settings)) for stage in graph]
+    largest, ranks = max(stages, key=lambda each: fullest(each[1]).total)
+    where = "the fullest rank" if settings.layout.ranks > 1 else "the rank"
+    names = indented(graph)
+    rows: list[tuple[str | Cell, ...]] = [
+        (names[stage.name], *_cells(fullest(held))) for stage, held in stages
+    ]
+    title = f"{settings.name}: memory of {where}, by stage"
+    yield table(title, ("stage", *HEADINGS), rows, right=range(1, 7))
+    yield ""
+    if settings.layout.pipeline > 1:
+        chunks = [len(layers) for layers in chunk_layers(settings.model, settings.layout)]
+        layers = [str(sum(chunks[rank :: len(ranks)])) for rank in range(len(ranks))]
+        also = {0: "embedding", len(ranks) - 1: "output layer"}
+        parts: list[tuple[str | Cell, ...]] = [
+            (str(number), layers[number], also.get(number, ""), *_cells(rank))
+            for number, rank in enumerate(ranks)
+        ]
+        headings = ("pipeline rank", "layers", "also holds", *HEADINGS)
+        yield table(f"{largest.name}, by pipeline rank", headings, parts, right=range(3, 9))
+        yield ""
+    on_gpus = [(stage, gpus) for stage, _ in stages if (gpus := gpus_of(stage.kind)) is not None]
+    caches = [cache for each in on_gpus if (cache := gpu_cache(*each, settings)) is not None]
+    yield from _notes(
+        settings, ranks, min(caches, default=cache_bytes(settings.model, settings.engine))
+    )
+    yield from _response_notes(settings, graph)
+    if on_gpus:
+        tightest, gpus = max(on_gpus, key=lambda each: _peak(settings, *each))
+        yield ""
+        yield from phase_table(tightest, settings, gpus)
+
+
+def _peak(settings: RunSettings, stage: Stage, gpus: NodeGpus) -> tuple[int, int]:
+    """Return the excess of the stage's tightest phase over a GPU, and its own phases' peak."""
+    totals = [phase.total for phase in stage_phases(stage, settings, gpus)]
+    return max(totals) - gpus.each, sum(totals)
+
+
+def largest_memory(settings: RunSettings, stages: Sequence[Stage]) -> str:
+    """Return the memory of the fullest rank of all stages, and its stage, in a line."""
+    needs = {stage.name: fullest(stage_memory(stage, settings)).total for stage in stages}
+    name = max(needs, key=lambda name: needs[name])
+    return f"the fullest rank needs {human(needs[name])}, in {name} (--memory shows every stage)"
+
+
+def fullest(ranks: list[RankMemory]) -> RankMemory:
+    """Return the rank that needs most, which decides what fits."""
+    return max(ranks, key=lambda rank: rank.total)
+
+
+def _cells(rank: RankMemory) -> list[Cell]:
+    parts = (rank.parameters, rank.gradients, rank.optimizer, rank.frozen, rank.activations)
+    return [Cell(human(part) if part else "") for part in parts] + [Cell(human(rank.total), "bold")]
+
+
+def _notes(settings: RunSettings, ranks: list[RankMemory], cached: int) -> Iterator[str]:
+    model, engine, layout = settings.model, settings.engine, settings.layout
+    whole, active = parameter_count(model)
+    everywhere = sum(rank.total for rank in ranks) * (layout.ranks // layout.pipeline)
+    cache = engine.ranks * cached
+    weights = engine.ranks * engine_weights(model, engine)
+    fitting = engine.data * tokens_in(cached, model, engine)
+    sequences = engine.data * engine.max_sequences
+    asked = sequences * engine.max_model_tokens
+    verdict = "all fit" if fitting >= asked else "the rest waits"
+    yield (
+        f"model: {_count(whole)} parameters, {_count(active)} of them used by a token, "
+        f"{model.precision}, on {layout_text(layout)}"
+    )
+    yield f"all ranks of the largest stage: {human(everywhere)}"
+    if on_host := max(rank.host_optimizer for rank in ranks):
+        yield f"besides, on the host of the fullest rank: {human(on_host)} of optimizer state"
+    yield (
+        f"{_engines(engine)}: {human(weights + cache)} = weights {human(weights)} + KV "
+        f"cache {human(cache)},\n  which holds {fitting:,} tokens; {sequences} "
+        f"sequences of {engine.max_model_tokens} are {asked:,}: {verdict}"
+    )
+    yield (
+        "activations are an estimate of what backward passes need; temporary buffers of kernels\n"
+        "  and communication come on top"
+    )
+
+
+def _response_notes(settings: RunSettings, stages: Sequence[Stage]) -> Iterator[str]:
+    """Yield how much the responses of a step, and of all steps until a checkpoint, take at most."""
+    longest, most = settings.engine.max_model_tokens, (0, 0, "")
+    for stage in stages:
+        if stage.steps and stage.needs_engine:
+            tokens = samples_per_step(stage, settings) * longest
+            step, loop = tokens * response_bytes(settings.model), trained_by(stage, settings)[1]
+            most = max(most, (step * loop.checkpoint_every, step, stage.name))
+    logged, step, name = most
+    if not step:
+        return
+    yield (
+        f"responses of a step of {name}, in rank 0's host memory: at most {human(step)}, if all"
+        f" have {longest}\n  tokens, mostly their experts"
+    )
+    if settings.logging.response_log:
+        yield (
+            f"its response log on disk until a checkpoint: at most {human(logged)};"
+            " logging.response_log: false keeps none"
+        )
+
+
+def _engines(engine: EngineSettings) -> str:
+    which = f"each of {engine.count} engines" if engine.count > 1 else "engine"
+    ranks = f" on {engine.ranks} ranks" if engine.ranks > 1 else ""
+    return f"{which}, a separate process{ranks}"
+
+
+def _count(number: int) -> str:
+    """Return a number of parameters in words: `30.5 B`, `1.05 M`."""
+    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return str(number)

@@ -1,0 +1,159 @@
+"""The request for a new run, and the keys that follow from it alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import floor
+from pathlib import Path
+from typing import Any
+
+from parallel.errors import UserError
+from parallel.estimates.tensor_sizes import parameter_count
+from parallel.settings import ModelSettings
+from pipeline.config.read import CONFIGS, Leaf, Reader, find
+from pipeline.estimate.simulation import HOUR, Assumptions
+from pipeline.new_run.run_file import PARENT
+from pipeline.text import shown
+
+THINKING = CONFIGS / "runs" / "_thinking.yaml"
+LEAST_OF_THINKING = 8192  # tokens of a response, and twice what other models get
+RESPONSE_SHARE = 0.8  # of the longest sequence of a model with few positions
+# Without GPUs: a run that shows that everything fits together, in minutes.
+CPU_TOKENS, CPU_RESPONSE, CPU_PARAMETERS = 256, 32, 100_000_000
+CPU_KEYS: Mapping[str, Mapping[str, Any]] = {
+    "sampling": {"prompts_per_step": 8, "group_size": 4, "max_response_tokens": CPU_RESPONSE},
+    "optimizer": {"warmup_steps": 1},
+    "loop": {"steps": 4, "micro_batch_tokens": 2048, "checkpoint_every": 2},
+}
+
+Blocks = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The request for a new run; `gpus` is None where ranks run on CPU cores.
+
+    `columns` are those of the prompt and the answer of rows that are given without a domain's file.
+    `thinks` says that the model's chat template has thoughts. Without `has_weights` a dry run plans
+    what is not downloaded yet.
+    """
+
+    name: str
+    output: Path
+    model: ModelSettings
+    described: Path | None
+    weights: Path
+    domains: Mapping[str, tuple[Path, Path | None]]
+    ranks: int
+    gpus: Assumptions | None
+    gpu: str = ""
+    budget: float | None = None
+    longest_walltime: float = 24 * HOUR
+    columns: Mapping[str, str] = field(default_factory=dict)
+    thinks: bool = False
+    has_weights: bool = True
+
+
+def check_size(wanted: Wanted) -> None:
+    """Raise UserError where CPU cores could not train the model."""
+    if wanted.gpus is None and (count := parameter_count(wanted.model)[0]) > CPU_PARAMETERS:
+        raise UserError(
+            f"{shown(wanted.weights)} has {count / 1e9:.1f} billion parameters, too many to train "
+            "on CPU cores; name the GPUs: --gpus 32 --gpu h100"
+        )
+
+
+def first_blocks(wanted: Wanted) -> Blocks:
+    """Return the run's own keys as far as they follow from the model alone."""
+    blocks: Blocks = {"domains": {}, "stages": {}, "engine": {}}
+    for name, (_, rows) in wanted.domains.items():
+        own: Blocks = {"prompts": {}}
+        blocks["domains"][name] = own
+        if rows is not None:
+            own["prompts"] |= {"path": str(rows.absolute()), **wanted.columns}
+            if rows.suffix == ".parquet":
+                own["prompts"]["source"] = "parquet"
+        if wanted.gpus is None:
+            own.update({key: dict(each) for key, each in CPU_KEYS.items()})
+    several = len(wanted.domains) > 1
+    if several:
+        blocks["stages"]["merge"] = {}
+    if wanted.gpus is None:
+        if several:
+            blocks["stages"]["merge"] = {key: dict(each) for key, each in CPU_KEYS.items()}
+            blocks["stages"]["merge"]["sampling"]["group_size"] = 1
+        longest = min(CPU_TOKENS, wanted.model.max_positions)
+        blocks["engine"] = {"max_model_tokens": longest, "max_sequences": 32}
+        _shorten(wanted, blocks, floor(RESPONSE_SHARE * longest))
+        return blocks
+    usual = _stated(THINKING if wanted.thinks else PARENT, "engine", "max_model_tokens")
+    longest = min(usual, wanted.model.max_positions)
+    if wanted.thinks:
+        _lengthen(wanted, blocks, longest)
+    if wanted.thinks or longest < usual:
+        blocks["engine"] = {"max_model_tokens": longest}
+    if longest < usual:
+        _shorten(wanted, blocks, floor(RESPONSE_SHARE * longest))
+    return blocks
+
+
+def _bases(wanted: Wanted, blocks: Blocks) -> dict[str, tuple[Path, tuple[str, ...]]]:
+    """Return the file that each block which samples extends, and the block's key in it."""
+    bases: dict[str, tuple[Path, tuple[str, ...]]] = {
+        f"domains.{name}": (base, ()) for name, (base, _) in wanted.domains.items()
+    }
+    if "merge" in blocks["stages"]:
+        bases["stages.merge"] = (PARENT, ("stages", "merge"))
+    return bases
+
+
+def _lengthen(wanted: Wanted, blocks: Blocks, longest: int) -> None:
+    """Let a model that thinks respond as long as in THINKING, and mask what is cut off.
+
+    A length that a domain's own file states stays: only those of configs/ leave thoughts no room.
+    """
+    for key, (file, above) in _bases(wanted, blocks).items():
+        length = find(Reader().file(file), (*above, "sampling", "max_response_tokens"))
+        if not isinstance(length, Leaf) or not _is_shipped(length.place.file):
+            continue
+        tokens = max(2 * length.value, LEAST_OF_THINKING)
+        put(blocks, f"{key}.sampling.max_response_tokens", tokens)
+        # As long as the longest sample: a row is never shorter, whatever the key says.
+        if (_stated(file, *above, "loop", "micro_batch_tokens") or longest) < longest:
+            put(blocks, f"{key}.loop.micro_batch_tokens", longest)
+        if not above and _stated(file, "objective", "mask_truncated") is None:
+            put(blocks, f"{key}.objective.mask_truncated", True)
+
+
+def _is_shipped(file: Path | None) -> bool:
+    return file is not None and file.resolve().is_relative_to(CONFIGS.resolve())
+
+
+def _shorten(wanted: Wanted, blocks: Blocks, most: int) -> None:
+    """Let responses have at most this number of tokens where shipped files say more."""
+    for key, (file, above) in _bases(wanted, blocks).items():
+        stated = _stated(file, *above, "sampling", "max_response_tokens") or most + 1
+        own = _at(blocks, key).get("sampling", {}).get("max_response_tokens", stated)
+        if own > most:
+            put(blocks, f"{key}.sampling.max_response_tokens", most)
+
+
+def _stated(file: Path, *key: str) -> Any:
+    """Return the value of a key in a file and those that it extends, None where none states it."""
+    found = find(Reader().file(file), key)
+    return found.value if isinstance(found, Leaf) else None
+
+
+def _at(blocks: Blocks, key: str) -> Blocks:
+    for part in key.split("."):
+        blocks = blocks[part]
+    return blocks
+
+
+def put(blocks: Blocks, key: str, value: Any) -> None:
+    """Set a value at a dotted key, in blocks that may not be there yet."""
+    *parents, last = key.split(".")
+    for parent in parents:
+        blocks = blocks.setdefault(parent, {})
+    blocks[last] = value

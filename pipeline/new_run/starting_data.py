@@ -1,0 +1,173 @@
+"""The rows of a new run's domains: whether stages can read them, and rewards their answers."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
+from typing import Any
+
+from parallel.errors import UserError
+from pipeline.config.rows import RowReport, row_report
+from pipeline.launch import one_off
+from pipeline.text import shown, visible
+from stages.data.settings import FilePromptSettings
+from stages.domains import DomainSettings
+from stages.rewards.reward import RewardPoolSettings
+
+MOST_ROWS = 100_000  # read before anything is written: a second
+SCORED = 64  # prompts whose answers the rewards score
+SHOWN_ROWS = 3
+NO_COLUMN = re.compile(r": no column ('[^']*'); columns: (.*)")  # of stages.data.row_forms
+NEARLY_ALL = 0.9  # of the rows; the others may be wrong in other ways
+LONGEST = 60  # characters of a text in a message
+
+
+@dataclass(frozen=True)
+class StartingData:
+    """A domain's rows by their use, and the tokens of its longest prompt.
+
+    `repeated` rows have the prompt of an earlier one. `passes` are how often the domain's own
+    stage samples each row that is `trained`, once its steps are known.
+    """
+
+    rows: int
+    trained: int
+    held_out: int
+    for_gates: int
+    repeated: int
+    unusable: int
+    longest: int
+    passes: float | None = None
+
+    def described(self) -> str:
+        """Return the rows by their use, in a line."""
+        others = {
+            "held out": self.held_out,
+            "for gates": self.for_gates,
+            "repeated": self.repeated,
+            "unusable": self.unusable,
+        }
+        listed = "".join(f", {count:,} {use}" for use, count in others.items() if count)
+        passes = "" if self.passes is None else f"; each trained on {self.passes:,.1f} times"
+        return f"{self.rows:,} rows: {self.trained:,} to train on{listed}{passes}"
+
+
+def read_rows(name: str, source: FilePromptSettings) -> tuple[int, bool] | None:
+    """Return the number of a domain's rows, and whether some prompts are chat messages.
+
+    None of Parquet, which takes a library that is slow to import; the rewards' check reads it.
+
+    Raises:
+        UserError: no file is there, or rows have no prompt or answer, with the first of them.
+    """
+    files = source.files()
+    if not files:
+        raise UserError(f"domains.{name}: no such file: {shown(source.path)}")
+    if source.source != "jsonl":
+        return None
+    report, where = row_report(source, most=MOST_ROWS), shown(source.path)
+    if not report.checked:
+        raise UserError(f"domains.{name}: {where} has no rows")
+    if why := _other_columns(name, source, report):
+        raise UserError(f"domains.{name}: {where}: {why}")
+    if report.unusable:
+        raise UserError(
+            f"domains.{name}: {report.described(report.unusable)}; fix the rows, or remove them"
+        )
+    return report.checked, report.chats
+
+
+def _other_columns(name: str, source: FilePromptSettings, report: RowReport) -> str | None:
+    """Return the fix where nearly all rows lack one and the same column, else None."""
+    found = [match for each in report.unusable if (match := NO_COLUMN.search(each))]
+    columns = Counter(match[1] for match in found)
+    column = max(columns, key=columns.__getitem__, default="")
+    if (count := columns[column]) < NEARLY_ALL * report.checked:
+        return None
+    have = next(match[2] for match in found if match[1] == column)
+    rows = "no row has a"
+    if count < report.checked:
+        rows = f"{count:,} of the first {report.checked:,} rows lack the"
+    keys = ["prompt", *(["answer"] if source.answer else [])]
+    options = " ".join(f"{key}=COLUMN" for key in keys)
+    block = ", ".join(f"{key}: COLUMN" for key in keys)
+    return (
+        f"{rows} column {column}; columns: {have}; name the columns: --columns "
+        f"{options}, which a run has as domains.{name}.prompts: {{{block}}}"
+    )
+
+
+def scored_data(
+    name: str, domain: DomainSettings, tokenizer: str, pool: RewardPoolSettings
+) -> StartingData:
+    """Return a domain's counts, after its rewards have scored the answers of SCORED prompts.
+
+    The check of `braid domain check` does both, in a process of its own.
+
+    Raises:
+        UserError: a prompt or answer cannot be read, or earns no more than a wrong response.
+    """
+    job = {
+        "domain": name,
+        "settings": domain.model_dump(mode="json"),
+        "tokenizer": tokenizer,
+        "pool": pool.model_dump(mode="json"),
+        "prompts": SCORED,
+    }
+    with redirect_stdout(StringIO()):  # its notices repeat what is in the message below
+        found = one_off.answer_of(f"the check of {name}", "stages.domain_tools.domain_check", job)
+    prompts, lengths = found["prompts"], found["lengths"]
+    if bad := [f"{_row(each)}: {why}" for each in prompts if (why := _misread(each))]:
+        raise UserError(
+            f"domains.{name}: the rewards cannot use {len(bad)} of the {len(prompts)} rows that "
+            f"they were tried on; fix such rows, or remove them. "
+            f"The first:\n{_listed(bad)}"
+        )
+    held_out, gates = lengths["held_out"], lengths["for_gates"]
+    trained = lengths["prompts"] - held_out - gates
+    return StartingData(
+        rows=lengths["rows"],
+        trained=trained,
+        held_out=held_out,
+        for_gates=gates,
+        repeated=lengths["duplicates"],
+        unusable=lengths["bad"],
+        longest=lengths["tokens"]["100"],
+    )
+
+
+def estimated_data(rows: int, fraction: float, for_evaluation: float) -> StartingData:
+    """Return the likely counts of rows of which a share is held out, without a tokenizer."""
+    apart = round(fraction * rows)
+    held_out = round(for_evaluation * apart)
+    return StartingData(rows, rows - apart, held_out, apart - held_out, 0, 0, longest=0)
+
+
+def _misread(prompt: Mapping[str, Any]) -> str | None:
+    """Return why rewards cannot use a prompt's row; None where a right answer earns most."""
+    responses = {each["what"]: each for each in prompt["responses"]}
+    if failed := next((each["failure"] for each in responses.values() if each["failure"]), None):
+        return str(failed)
+    if (right := responses.pop("reference", None)) is None:
+        return None
+    wrong = max(each["reward"] for each in responses.values())
+    if right["reward"] > wrong:
+        return None
+    return f"its answer earns {right['reward']:g}, no more than a wrong one"
+
+
+def _row(prompt: Mapping[str, Any]) -> str:
+    asked, answer = (_short(str(prompt[key])) for key in ("prompt", "answer"))
+    return f"{asked}, answer {answer}" if prompt["answer"] else asked
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= LONGEST else f"{text[:LONGEST]}…")
+
+
+def _listed(lines: Sequence[str]) -> str:
+    return "\n".join(f"  {visible(each)}" for each in lines[:SHOWN_ROWS])

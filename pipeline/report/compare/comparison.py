@@ -1,0 +1,285 @@
+"""The comparison of a run's models: gains, recovered headroom, forgetting, the cost of each stage.
+
+Numbers only, without torch: for `braid compare` and whatever else shows them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import chain
+from typing import Any, Literal
+
+from parallel.errors import UserError, hint
+from pipeline.report.compare.stage_costs import StageCost, stage_costs
+from pipeline.run.answers import MeasuredModel, common_keys, stale_evaluations
+from pipeline.run.gates import points
+from pipeline.run.graph import Stage
+from pipeline.run.run import Run
+from pipeline.text import shown
+from stages.kinds.distill.settings import DistillSettings
+from stages.statistics import (
+    Accuracy,
+    Answers,
+    Difference,
+    Headroom,
+    mean_headroom,
+    paired_difference,
+    recovered_headroom,
+)
+
+Role = Literal["start", "expert", "merge", "baseline"]
+Models = Mapping[str, MeasuredModel]
+
+
+@dataclass(frozen=True)
+class DomainScore:
+    """A model on a domain: its accuracy, its change against the start, its recovered headroom.
+
+    The start has neither of the last two. Without a significant gain of the domain's expert there
+    is no headroom.
+    """
+
+    accuracy: Accuracy
+    change: Difference | None
+    headroom: Headroom | None
+
+
+@dataclass(frozen=True)
+class ComparedModel:
+    """A model of a comparison, with its score on every domain that it was measured on.
+
+    `expert_of` are the domains whose expert it is. `trained_on` are the domains of its stage and of
+    the stages between the start and it; None where that is not known.
+    """
+
+    role: Role
+    expert_of: tuple[str, ...]
+    trained_on: tuple[str, ...] | None
+    scores: Mapping[str, DomainScore]
+
+    @property
+    def headrooms(self) -> dict[str, Headroom]:
+        """The recovered headroom by domain, where it is defined."""
+        return {name: each.headroom for name, each in self.scores.items() if each.headroom}
+
+    @property
+    def mean_headroom(self) -> Headroom | None:
+        """The mean over the domains where it is defined; None where it is on none."""
+        found = self.headrooms
+        return mean_headroom(list(found.values())) if found else None
+
+    @property
+    def forgetting(self) -> dict[str, Difference]:
+        """The change against the start on every domain that it was not trained on."""
+        return {
+            domain: score.change
+            for domain, score in self.scores.items()
+            if score.change and self.trained_on is not None and domain not in self.trained_on
+        }
+
+
+@dataclass(frozen=True)
+class ModelComparison:
+    """The models of a run, compared with their common `start` on the same held-out problems.
+
+    `problems` counts each domain's common problems. `experts` are the models by domain whose gain
+    is the headroom, and `undefined` says of the other domains why they have none.
+    """
+
+    run: str
+    start: str
+    problems: Mapping[str, int]
+    experts: Mapping[str, str]
+    models: Mapping[str, ComparedModel]
+    undefined: Mapping[str, str]
+    costs: Sequence[StageCost]
+    notes: Sequence[str]
+
+
+def compare(
+    run: Run, models: Models, chosen: Sequence[str] = (), start: str | None = None
+) -> ModelComparison:
+    """Compare measured models, of this run and of others, with their start.
+
+    All `models`, or the `chosen` ones, in the order of `models`; `start` is by default what the
+    first merge starts from.
+
+    Raises:
+        UserError: the start was not measured, or two models cannot be compared.
+    """
+    own = {name: each for name, each in models.items() if each.run is run}
+    merges = [each.stage for each in own.values() if each.stage and each.stage.teachers]
+    start = start or _start(run, own, merges)
+    experts = _experts(run, own, merges, start)
+    merged = [name for name, each in own.items() if each.stage in merges]
+    rows = [name for name in models if not chosen or name == start or name in chosen]
+    used = {name: models[name] for name in dict.fromkeys([*rows, *experts.values()])}
+    answers = _common_answers(used, list(used[start].domains))
+    compared = {}
+    for name in rows:
+        scores = {
+            domain: _score(of[name], of[start], of.get(experts.get(domain, "")), name == start)
+            for domain, of in answers.items()
+            if name in of
+        }
+        expert_of = tuple(each for each in answers if experts.get(each) == name)
+        role: Role = "expert" if expert_of else "merge" if name in merged else "baseline"
+        trained_on = None if name == start else _trained_on(used[name], used[start])
+        role = "start" if name == start else role
+        compared[name] = ComparedModel(role, expert_of, trained_on, scores)
+    return ModelComparison(
+        shown(run.path),
+        start,
+        {domain: len(of[start].right) for domain, of in answers.items()},
+        {domain: name for domain, name in experts.items() if domain in answers},
+        compared,
+        dict(_undefined(answers, experts, start)),
+        stage_costs(run),
+        list(_notes(run, used, answers, start)),
+    )
+
+
+def comparison_json(found: ModelComparison) -> dict[str, Any]:
+    """Return what `braid compare --json` prints."""
+    models = {
+        name: {
+            **asdict(model),
+            "mean_headroom": asdict(mean) if (mean := model.mean_headroom) else None,
+            "forgetting": {domain: asdict(each) for domain, each in model.forgetting.items()},
+        }
+        for name, model in found.models.items()
+    }
+    return {
+        "run": found.run,
+        "start": found.start,
+        "problems": dict(found.problems),
+        "experts": dict(found.experts),
+        "models": models,
+        "undefined": dict(found.undefined),
+        "stages": [asdict(cost) for cost in found.costs],
+        "notes": list(found.notes),
+    }
+
+
+def _start(run: Run, own: Models, merges: Sequence[Stage]) -> str:
+    """Return the trained model that the first merge starts from; without a merge the first model.
+
+    Raises:
+        UserError: it was not measured.
+    """
+    if not merges:
+        return next(iter(own))
+    stages = {stage.name: stage for stage in run.stages}
+    start = merges[0].name
+    while start in stages and _is_merge(stages[start]):
+        if (before := _merged_from(stages[start], stages)) is None:
+            break
+        start = before
+    if start not in own:
+        raise UserError(
+            f"{shown(run.path)}: {start}, which {merges[0].name} starts from, was not measured;"
+            f" choose another start: --start MODEL; {hint(start, own)}"
+        )
+    return start
+
+
+def _is_merge(stage: Stage) -> bool:
+    """Return whether a stage's model is made of several; its own teacher alone merges nothing."""
+    return bool(stage.teachers) or stage.kind == "merge_weights"
+
+
+def _merged_from(stage: Stage, stages: Mapping[str, Stage]) -> str | None:
+    """Return what a merge starts from; of weights alone, the nearest ancestor of all its models."""
+    if stage.parent is not None:
+        return stage.parent
+    first, *others = (_ancestors(name, stages) for name in stage.models.values())
+    return next((name for name in first if all(name in each for each in others)), None)
+
+
+def _ancestors(name: str, stages: Mapping[str, Stage]) -> list[str]:
+    """Return a model and all that its weights descend from, the nearest first."""
+    found = [name]
+    for each in found:  # which grows
+        if stage := stages.get(each):
+            merged = stage.models.values() if stage.kind == "merge_weights" else ()
+            before = [*([stage.parent] if stage.parent else []), *merged]
+            found += [model for model in dict.fromkeys(before) if model not in found]
+    return found
+
+
+def _experts(run: Run, own: Models, merges: Sequence[Stage], start: str) -> dict[str, str]:
+    """Return each domain's expert: the merges' teacher, else the last model trained on it alone.
+
+    Of several teachers it is the one with the largest weight, of several merges the first one's. A
+    teacher that is itself a merge is no expert.
+    """
+    found: dict[str, str] = {}
+    for stage in merges:
+        block = run.settings.stages[stage.block or ""]
+        assert isinstance(block, DistillSettings)
+        for domain in stage.domains:
+            name = stage.teachers.get(block.main_teacher(domain), "")  # none where it is `self`
+            of = own[name].stage if name in own else None
+            if name in own and not (of and _is_merge(of)):
+                found.setdefault(domain, name)
+    if merges:
+        return found
+    trained = ((name, each.stage) for name, each in own.items() if name != start)
+    return {of.domain: name for name, of in trained if of and of.trains and of.steps and of.domain}
+
+
+def _common_answers(models: Models, domains: Sequence[str]) -> dict[str, dict[str, Answers]]:
+    """Return by domain each model's answers to the problems that all of them have in common."""
+    found = {}
+    for domain in domains:
+        having = {name: each for name, each in models.items() if domain in each.domains}
+        keys = common_keys(domain, list(having.values()))
+        found[domain] = {name: each.domains[domain].on(keys) for name, each in having.items()}
+    return found
+
+
+def _score(model: Answers, start: Answers, expert: Answers | None, is_start: bool) -> DomainScore:
+    if is_start:
+        return DomainScore(model.accuracy, None, None)
+    headroom = None if expert is None else recovered_headroom(model, start, expert)
+    return DomainScore(model.accuracy, paired_difference(model, start), headroom)
+
+
+def _trained_on(model: MeasuredModel, start: MeasuredModel) -> tuple[str, ...] | None:
+    """Return the domains that a model was trained on since the start; None where not known.
+
+    In another run the start is the stage of the same name.
+    """
+    if model.stage is None:
+        return None
+    stages = {stage.name: stage for stage in model.run.stages}
+    before = _ancestors(start.stage.name, stages) if start.stage else []
+    line = (each for each in _ancestors(model.stage.name, stages) if each not in before)
+    of_domains = (stages[each].domains for each in line if each in stages and stages[each].steps)
+    return tuple(dict.fromkeys(chain.from_iterable(of_domains)))
+
+
+def _undefined(
+    answers: Mapping[str, Mapping[str, Answers]], experts: Mapping[str, str], start: str
+) -> Iterator[tuple[str, str]]:
+    """Yield each domain where no headroom is defined, and why."""
+    for domain, of in answers.items():
+        expert = experts.get(domain)
+        if expert is None or expert not in of:
+            yield domain, "none of its experts was measured"
+        elif recovered_headroom(of[expert], of[start], of[expert]) is None:
+            gain = paired_difference(of[expert], of[start])
+            yield domain, f"{expert} gains {points(gain)}, not significant"
+
+
+def _notes(
+    run: Run, models: Models, answers: Mapping[str, Mapping[str, Answers]], start: str
+) -> Iterator[str]:
+    """Yield which problems and results were left out."""
+    for domain, of in answers.items():
+        most = max(len(models[name].domains[domain].keys) for name in of)
+        if (count := len(of[start].right)) < most:
+            yield f"{domain}: {count} of {most} problems, those that all of these models answered"
+    for name in stale_evaluations(run):
+        yield f"left out: {name} is stale: {run.states[name].cause}"

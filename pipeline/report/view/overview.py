@@ -1,0 +1,225 @@
+"""The overview of a run: its health, and a line of each stage with its curve."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import isfinite
+from statistics import fmean
+from typing import Any
+
+from parallel.errors import UserError, hint
+from pipeline.report.drawing import tree
+from pipeline.report.time_left import estimate
+from pipeline.report.view.health import LAST, Symptom
+from pipeline.run.graph import Stage
+from pipeline.run.ledger import took
+from pipeline.run.metrics import NOT_METRICS, Line, newest_lines
+from pipeline.run.run import Run, StageState
+from pipeline.slurm.queue import states_now
+from pipeline.tables import STATE_STYLES, Cell, table
+from pipeline.text import clock
+from stages.metric_definitions import METRICS, declared_as
+
+MOST_BYTES = 1 << 26  # of a stage's metrics that are read, from their end
+BARS = "▁▂▃▄▅▆▇█"
+WIDTH = 16  # bars of a curve
+ACCURACY = "accuracy"
+# The first that a stage logs is its curve.
+CURVES = (ACCURACY, "teacher_kl", "reward", "kept", "loss")
+SECONDS = ("rollout", "train", "refit", "offload", "wake")  # parts of a step, in metrics
+HEADINGS = ("stage", "state", "steps", "curve", "", "tokens/s", "where a step's seconds go", "left")
+
+
+def health_lines(found: Sequence[Symptom]) -> Iterator[Cell]:
+    """Yield a line for each finding, or the one that says that there is none."""
+    for each in found:
+        yield Cell(f"{'!' if each.alarm else '·'} {each}", "red" if each.alarm else "yellow")
+    if not found:
+        yield Cell("✓ nothing is out of its range", "green")
+
+
+@dataclass(frozen=True)
+class Overview:
+    """A run as it stands: its stages' states, metrics, and seconds left where they are known."""
+
+    run: Run
+    states: Mapping[str, StageState]
+    lines: Mapping[str, Sequence[Line]]
+    left: Mapping[str, float | None]
+
+    @classmethod
+    def of(cls, run: Run) -> Overview:
+        """Read a run's files."""
+        states = states_now(run)
+        lines = {
+            stage.name: newest_lines(run.stage(stage.name).metrics, MOST_BYTES)
+            for stage in run.stages
+        }
+        return cls(run, states, lines, estimate(run, states, took(run.events)).seconds)
+
+    @property
+    def is_running(self) -> bool:
+        """True where a stage is running or in a queue."""
+        return any(each.state in ("running", "submitted") for each in self.states.values())
+
+    @property
+    def progress(self) -> list[tuple[str, int]]:
+        """Every stage's state and its newest step, or 0."""
+        return [
+            (state.state, lines[-1]["step"] if (lines := self.lines.get(name)) else 0)
+            for name, state in self.states.items()
+        ]
+
+    def rows(self) -> Iterator[tuple[str, list[str | Cell]]]:
+        """Yield every stage's name and cells, as a tree, under HEADINGS."""
+        known = {stage.name: stage for stage in self.run.stages}
+        for name, branch in tree(self.run.stages).items():
+            lines = self.lines.get(name, ())
+            yield name, [branch, *_cells(known[name], self.states[name], lines, self.left[name])]
+
+
+def stage_table(found: Overview) -> str:
+    """Return the table of a run's stages."""
+    title = f"{found.run.name}: seed {found.run.settings.seed}"
+    return table(title, HEADINGS, [cells for _, cells in found.rows()], right=(5,))
+
+
+def metric_rows(lines: Sequence[Line]) -> Iterator[list[str | Cell]]:
+    """Yield the cells of every metric of a stage: its name, curve, values, and healthy ones."""
+    names = {name: None for line in lines for name in line if name not in NOT_METRICS}
+    for name in names:
+        values = [line[name] for line in lines if name in line]
+        metric = METRICS.get(declared_as(name))
+        yield [
+            *(name, sparkline(values), f"{values[0]:.4g} → {values[-1]:.4g}"),
+            metric.healthy if metric else "",
+        ]
+
+
+def metric_by_stage(found: Overview, metric: str) -> list[tuple[str, str, list[float]]]:
+    """Return a metric's values in each stage that has it, also by domain: (stage, name, values).
+
+    Raises:
+        UserError: no stage has it.
+    """
+    names = {name for own in found.lines.values() for line in own for name in line}
+    wanted = sorted(name for name in names if name == metric or name.startswith(f"{metric}/"))
+    if not wanted or metric in NOT_METRICS:
+        first = metric.partition("/")[0]
+        near = [name for name in names if name.partition("/")[0] == first]
+        raise UserError(f"no stage has logged {metric}; {hint(metric, sorted(near or names))}")
+    return [
+        (stage, name, values)
+        for stage, lines in found.lines.items()
+        for name in wanted
+        if (values := [line[name] for line in lines if name in line])
+    ]
+
+
+def metric_table(found: Overview, metric: str) -> str:
+    """Return a table of a metric over the stages."""
+    rows = [
+        [stage, name, sparkline(values), f"{values[0]:.4g}", f"{fmean(values[-LAST:]):.4g}"]
+        for stage, name, values in metric_by_stage(found, metric)
+    ]
+    headings = ("stage", "metric", "curve", "first", f"mean of the last {LAST}")
+    return table("", headings, rows, right=(3, 4))
+
+
+def _cells(
+    stage: Stage, state: StageState, lines: Sequence[Line], left: float | None
+) -> list[str | Cell]:
+    of = lines[-1].get("steps", stage.steps) if lines else None
+    steps = f"{lines[-1]['step']}" + (f"/{of}" if of is not None else "") if lines else ""
+    curve, text = _curve(lines)
+    return [
+        Cell(state.state, STATE_STYLES.get(state.state, "")),
+        steps or (str(stage.steps) if stage.steps else ""),
+        curve,
+        text,
+        _speed(lines),
+        _split(lines),
+        clock(left) if left else "",
+    ]
+
+
+def curve_of(lines: Sequence[Line]) -> tuple[str, list[float]] | None:
+    """Return the metric that says how a stage does, and its values; None without one."""
+    for name in CURVES:
+        if values := [line[name] for line in lines if name in line]:
+            return name, values
+    return None
+
+
+def _curve(lines: Sequence[Line]) -> tuple[str, str]:
+    if (found := curve_of(lines)) is None:
+        return "", ""
+    name, values = found
+    if name == ACCURACY:  # of one model after another
+        return "", f"{name} {values[-1]:.3g}"
+    return sparkline(values), f"{name} {values[0]:.3g} → {values[-1]:.3g}"
+
+
+def sparkline(values: Sequence[float], width: int = WIDTH) -> str:
+    """Return the means of equal parts of the finite values, as bars between their extremes.
+
+    Nothing where no value is finite, or they lie too far apart to subtract.
+    """
+    values = [value for value in values if isfinite(value)]
+    if not values:
+        return ""
+    count = min(width, len(values))
+    edges = [len(values) * each // count for each in range(count + 1)]
+    means = [sum(values[start:end]) / (end - start) for start, end in pairwise(edges)]
+    lowest, spread = min(means), max(means) - min(means)
+    if not isfinite(spread):
+        return ""
+    top = len(BARS) - 1
+    return "".join(BARS[round(top * (each - lowest) / spread) if spread else 0] for each in means)
+
+
+def _speed(lines: Sequence[Line]) -> str:
+    """Return the tokens that a second trains on, over the steps seen."""
+    with_tokens = [line for line in lines if "trained_tokens" in line]
+    if len(with_tokens) < 2:
+        return ""
+    seconds = with_tokens[-1]["time"] - with_tokens[0]["time"]
+    tokens = sum(line["trained_tokens"] for line in with_tokens[1:])
+    return f"{tokens / seconds:.0f}" if seconds > 0 else ""
+
+
+def _split(lines: Sequence[Line]) -> str:
+    """Return which parts of a step take which share of its seconds, the largest first."""
+    found = {name: sum(line.get(f"seconds_{name}", 0.0) for line in lines) for name in SECONDS}
+    total = sum(found.values())
+    if not total:
+        return ""
+    parts = sorted(found.items(), key=lambda each: -each[1])
+    return " · ".join(
+        f"{name} {100 * part / total:.0f} %" for name, part in parts if part > total / 50
+    )
+
+
+def overview_json(overview: Overview, found: Sequence[Symptom]) -> dict[str, Any]:
+    """Return what `braid look RUN --json` prints."""
+    stages = []
+    for stage in overview.run.stages:
+        own = overview.lines.get(stage.name, ())
+        curve = curve_of(own)
+        stages.append(
+            {
+                "name": stage.name,
+                "state": overview.states[stage.name].state,
+                "step": own[-1]["step"] if own else None,
+                "steps": stage.steps,
+                "metric": curve and curve[0],
+                "values": curve and curve[1],
+            }
+        )
+    health = [
+        {"stage": each.stage, "what": each.what, "remedy": each.remedy, "alarm": each.alarm}
+        for each in found
+    ]
+    return {"run": str(overview.run.path), "health": health, "stages": stages}

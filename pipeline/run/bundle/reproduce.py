@@ -1,0 +1,300 @@
+"""A bundle that is run again: its files are unpacked and checked, and its outputs compared."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
+
+from parallel.errors import UserError
+from parallel.files import read_text
+from pipeline.config.unroll import is_path
+from pipeline.run.archive import unpacked
+from pipeline.run.bundle.inputs import BundleInput, Tree, input_digest
+from pipeline.run.bundle.unfinished import ARCHIVES, CONFIG, INDEX
+from pipeline.run.bundle.writer import FORMAT, finished_output, processor
+from pipeline.run.lineage import Manifest, completed, read_manifest
+from pipeline.run.run import Run
+from pipeline.text import shown
+from stages.settings import RunSettings
+
+PLACES = ("path", "tokenizer", "initial_weights", "reference", "stage")  # keys of paths
+
+
+@dataclass(frozen=True)
+class BundledStage:
+    """A stage of a bundled run: its lineage, and the digest of its output."""
+
+    name: str
+    kind: str
+    state: str
+    output: str | None
+    lineage: Annotated[Manifest, AfterValidator(completed)] | None
+
+
+@dataclass(frozen=True)
+class _Index:
+    """bundle.json, as far as it is read again."""
+
+    __pydantic_config__ = ConfigDict(extra="ignore")
+
+    format: Annotated[int, Field(ge=1)]
+    run: str
+    deterministic: bool
+    processor: str
+    inputs: list[BundleInput]
+    stages: list[BundledStage]
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A bundle in a directory."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        return self.path / CONFIG
+
+    @cached_property
+    def index(self) -> _Index:
+        """The content of bundle.json.
+
+        Raises:
+            UserError: it is damaged, or of a later version.
+        """
+        file = self.path / INDEX
+        try:
+            found = json.loads(read_text(file))
+            if isinstance(found, dict) and found.get("format", FORMAT) != FORMAT:
+                raise UserError(
+                    f"{shown(file)}: format {found['format']}, and this version reads {FORMAT}; "
+                    "run it with the version that wrote it"
+                )
+            return TypeAdapter(_Index).validate_python(found)
+        except (ValidationError, ValueError, RecursionError) as error:
+            raise UserError(f"{shown(file)}: damaged; bundle the run again") from error
+
+    def check_inputs(self, settings: RunSettings) -> None:
+        """Raise UserError with every input of the settings that is missing or differs.
+
+        The settings are the bundle's, with the overrides of the command line: an input may be
+        elsewhere, with the bundled content.
+        """
+        tree = settings.model_dump(mode="json")
+        wrong = [line for each in self.index.inputs if (line := self._wrong(each, tree))]
+        if wrong:
+            here = shown(self.path)
+            lines = [
+                f"{here}: the bundle's inputs are not the ones of its run:",
+                *(f"  {line}" for line in wrong),
+                "to run it all the same and see which stages differ: "
+                f"braid run {shown(self.config)}, then braid bundle --check RUN {here}",
+            ]
+            raise UserError("\n".join(lines))
+
+    def _wrong(self, each: BundleInput, tree: Tree) -> str | None:
+        """Return what is wrong with an input; None where its content is the bundled one."""
+        stated = _value_at(tree, each.key)
+        named_with = f"with {each.key}=PATH"
+        if isinstance(stated, dict):
+            stated, named_with = self._teacher(each, stated), f"in {each.key}"
+        gone = stated is None and each.function is None
+        if gone or (each.kind == "model" and not is_path(stated)):
+            return None  # an override has removed what reads it, or named a stage instead
+        path = Path(os.path.normpath(Path(stated).absolute())) if stated else None
+        name = f"{each.key}: {shown(path) if path else each.function}"
+        here = each.copied and str(path) == os.path.normpath((self.path / each.path).absolute())
+        if path and here and not path.resolve().is_relative_to(self.path.resolve()):
+            return f"{name}: outside the bundle; bundle the run again"
+        found = input_digest(each, path)
+        if found == each.digest:
+            return None
+        first = f"; {each.readers[0]} is the first stage that reads it" if each.readers else ""
+        if found is None:
+            return f"{name}: missing; restore it, or name its copy {named_with}{first}"
+        return f"{name}: its content differs; restore it{first}"
+
+    def _teacher(self, each: BundleInput, weights: dict[str, Any]) -> str | None:
+        """Return the path of a domain's weighted teacher; None where only stages teach it.
+
+        That is the bundled path, or one that an override names with the same content.
+        """
+        bundled = os.path.normpath((self.path / each.path).absolute())
+        paths = [path for path in weights if is_path(path)]
+        at = (path for path in paths if os.path.normpath(Path(path).absolute()) == bundled)
+        same = (path for path in paths if input_digest(each, Path(path)) == each.digest)
+        return next(chain(at, same, paths), None)
+
+
+def _value_at(value: Any, key: str) -> Any:
+    """Return the value at a dotted key, which numbers the elements of lists; None without one.
+
+    A free name, as of a merged model, may have dots itself.
+    """
+    named = enumerate(value) if isinstance(value, list) else ()
+    for name, each in value.items() if isinstance(value, dict) else named:
+        if key == str(name):
+            return each
+        inside = key.startswith(f"{name}.")
+        if inside and (found := _value_at(each, key.removeprefix(f"{name}."))) is not None:
+            return found
+    return None
+
+
+def bundle_at(path: Path) -> Bundle | None:
+    """Return the bundle in a directory or an archive, which is unpacked beside it; else None.
+
+    Raises:
+        UserError: an archive that no `braid bundle` has written, or that is damaged.
+    """
+    if (path / INDEX).is_file():
+        return Bundle(path)
+    if path.name.endswith(ARCHIVES) and path.is_file():
+        return Bundle(unpacked(path))
+    if path.is_dir():
+        raise UserError(f"{shown(path)}: neither a configuration nor a bundle: no {INDEX} in it")
+    return None
+
+
+def foreseen(bundle: Bundle, run: Run) -> list[str]:
+    """Return a text on the settings of the first stage that make its outputs differ; or none."""
+    bundled = {each.name: each.lineage for each in bundle.index.stages}
+    for stage in run.stages:
+        if (theirs := bundled.get(stage.name)) is None:
+            continue
+        if lines := [*_pairs("", *_settings(theirs.settings, stage.reads))]:
+            title = f"{stage.name} is the first stage that reads other settings than the bundle's:"
+            return ["\n".join([title, *(f"  {line}" for line in lines)])]
+    return []
+
+
+def compare(bundle: Bundle, run: Run, only: Collection[str] = ()) -> list[str]:
+    """Return the comparison of a run's outputs with a bundle's, in words.
+
+    With `only`, of these stages.
+
+    Raises:
+        UserError: an output differs, or is missing; the message names the first such stage, what
+            differs in its lineage, and what follows from it.
+    """
+    index, where = bundle.index, shown(run.path)
+    if not index.deterministic:
+        why = "its run is not deterministic: true, so equal digests cannot be expected"
+        return [f"{shown(bundle.path)}: not compared: {why}"]
+    bundled = {each.name: each for each in index.stages if each.output is not None}
+    known = {stage.name for stage in run.stages}
+    if absent := [name for name in bundled if name not in known]:
+        raise UserError(f"{where} has no stage {absent[0]}, which the bundle has")
+    compared = [s for s in run.stages if s.name in bundled and (not only or s.name in only)]
+    if not compared:
+        return [f"{shown(bundle.path)}: not compared: it has no finished stage of these"]
+    ours = {stage.name: finished_output(run, stage) for stage in compared}
+    wrong = [name for name, output in ours.items() if output not in (None, bundled[name].output)]
+    missing = [name for name, output in ours.items() if output is None]
+    if wrong:
+        raise UserError("\n  ".join(_report(bundle, run, bundled, [*ours], wrong, missing)))
+    if missing:
+        raise UserError(
+            f"{where}: {missing[0]} is the first stage that has no finished output yet; "
+            f"{len(ours) - len(missing)} of {len(ours)} stages are equal"
+        )
+    asked = [stage.name for stage in run.stages if not only or stage.name in only]
+    if left := [name for name in asked if name not in ours]:
+        return [
+            f"{where}: the output of {len(ours)} of {len(asked)} stages equals the bundle's; not"
+            f" compared, since the bundle has no finished output of them: {', '.join(left)}"
+        ]
+    return [f"{where}: the output of all {len(ours)} stages equals the bundle's"]
+
+
+def _report(
+    bundle: Bundle,
+    run: Run,
+    bundled: Mapping[str, BundledStage],
+    compared: list[str],
+    wrong: list[str],
+    missing: list[str],
+) -> Iterator[str]:
+    """Yield the first stage that differs with the causes, its consequences, and the others."""
+    first = wrong[0]
+    before = compared.index(first)
+    yield (
+        f"{shown(run.path)}: {first} is the first stage that differs from the bundle's; "
+        f"{before - len({*missing} & {*compared[:before]})} of {len(compared)} before it are equal"
+    )
+    below = {stage.name for stage in run.downstream([first])}
+    alone = [first, *(name for name in wrong if name not in below)]
+    for name in alone:
+        if name != first:
+            yield f"{name} differs too, and does not depend on it"
+        causes = _differences(bundle, bundled[name].lineage, read_manifest(run.stage(name)))
+        indent = "" if name == first else "  "
+        none = "nothing recorded differs: the same inputs, settings, code, versions and processor"
+        yield from (f"{indent}{cause}" for cause in [*causes] or [none])
+    consequences = [name for name in wrong if name not in alone]
+    equal = [name for name in compared if name not in wrong and name not in missing]
+    for title, names in (
+        ("differ as a consequence", consequences),
+        ("no finished output yet", missing),
+        ("equal", equal),
+    ):
+        if names:
+            yield f"{title}: {', '.join(names)}"
+
+
+def _differences(bundle: Bundle, theirs: Manifest | None, ours: Manifest | None) -> Iterator[str]:
+    """Yield what differs between two lineages of a stage."""
+    if theirs is None or ours is None:
+        yield "its manifest.json is missing"
+        return
+    machine = [
+        {"code": each.code, "processor": which}
+        for each, which in ((theirs, bundle.index.processor), (ours, processor()))
+    ]
+    inputs = _inputs(theirs), _inputs(ours)
+    roles = (theirs.roles, ours.roles) if inputs[0] == inputs[1] else ({}, {})
+    named: list[tuple[str, Mapping[str, Any], Mapping[str, Any]]] = [
+        ("input", *inputs),
+        ("input as", *roles),
+        ("files of", theirs.files, ours.files),
+        ("setting", *_settings(theirs.settings, ours.settings)),
+        ("layout", theirs.layout, ours.layout),
+        ("version of", theirs.versions, ours.versions),
+        ("", machine[0], machine[1]),
+    ]
+    for title, there, here in named:
+        yield from _pairs(title, there, here)
+
+
+def _settings(theirs: Tree, ours: Tree) -> tuple[Tree, Tree]:
+    """Return two stages' settings without the paths, whose contents have digests."""
+    places = {
+        key
+        for key in theirs.keys() & ours.keys()
+        if key.rpartition(".")[2] in PLACES
+        and all(each is None or is_path(str(each)) for each in (theirs[key], ours[key]))
+    }
+    there, here = ({k: v for k, v in of.items() if k not in places} for of in (theirs, ours))
+    return there, here
+
+
+def _inputs(lineage: Manifest) -> dict[str, Any]:
+    """Return the digests of a stage's inputs; of models from outside wherever they are."""
+    outside = sorted(str(each) for name, each in lineage.parents.items() if is_path(name))
+    own = {name: each for name, each in lineage.parents.items() if not is_path(name)}
+    return {**own, "models": outside} if outside else own
+
+
+def _pairs(title: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:
+    for key in dict.fromkeys([*there, *here]):
+        if there.get(key) != here.get(key):
+            was, now = (json.dumps(each.get(key)) for each in (there, here))
+            yield f"{title} {key}: {was} in the bundle, {now} here".strip()

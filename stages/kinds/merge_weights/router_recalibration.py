@@ -1,0 +1,104 @@
+"""The routers of a merge of weights, recalibrated on samples of each model's domain (HARC).
+
+Layer by layer, in order: a forward pass of the merged model, whose earlier routers are recalibrated
+already, gives the inputs of the layer's router; of the models that are merged only the routers are
+read. Inputs stay on the rank that computed them, and sums over them are added up over ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from parallel.batch import MicroBatch
+from parallel.distributed import gather, is_main
+from parallel.errors import UserError
+from parallel.model.policy import Policy
+from parallel.model.routing import Router, router_inputs
+from parallel.weights.names import bucket, is_precise, is_router, tensors
+from stages.kinds.merge_weights.methods.recalibration import RouterObjective, RouterSamples
+
+# The weight of each model and its tensor of a name, whole, in float64, in the order of the models.
+ReadModels = Callable[[str], Iterable[tuple[float, torch.Tensor]]]
+
+
+class Change(NamedTuple):
+    """The objective of a layer's router before and after, and the solver's iterations."""
+
+    before: float
+    after: float
+    iterations: int
+
+
+@torch.no_grad()
+def recalibrate(
+    policy: Policy, key: str, batches: Sequence[list[MicroBatch]], read: ReadModels
+) -> None:
+    """Replace the routers of a merged policy, and print what each layer gains. Collective.
+
+    `batches` are this rank's, of each model's domain; `key` is that of the stage's block.
+
+    Raises:
+        UserError: the merged model overflows on the samples.
+    """
+    routers = {router.place: router for router in policy.routers}
+    for number, layer in enumerate(policy.routed_layers):
+        name = router_name(policy, layer)
+        router = routers.get(number)
+        inputs = [_inputs(policy, router, each) for each in batches]
+        change = None if router is None else _replace(router, inputs, read(name))
+        policy.weights_changed()
+        found = next(each for each in gather(change) if each is not None)
+        if not math.isfinite(found.after):
+            raise UserError(
+                f"{key}.method: the merged model overflows on the domains' samples at"
+                f" {name}; use smaller weights, or a smaller scale of the method"
+            )
+        if is_main():
+            print(
+                f"recalibrated {name}: objective {found.before:.3e} -> {found.after:.3e} in"
+                f" {found.iterations} iterations",
+                flush=True,
+            )
+
+
+def router_name(policy: Policy, layer: int) -> str:
+    """Return the Hugging Face name of a layer's router."""
+    names = (name for name in tensors(policy.settings) if bucket(name) == layer)
+    return next(name for name in names if is_router(name) and not is_precise(name))
+
+
+def _inputs(policy: Policy, router: Router | None, parts: list[MicroBatch]) -> list[torch.Tensor]:
+    """Return the router's inputs, [tokens, H] a micro-batch; all ranks run the passes."""
+    if router is None:  # the layer is on another pipeline stage
+        policy.evaluate(parts, lambda _: None)
+        return []
+    with router_inputs(router) as found:
+        policy.evaluate(parts, lambda _: None)
+    return found
+
+
+def _replace(
+    router: Router, inputs: list[list[torch.Tensor]], models: Iterable[tuple[float, torch.Tensor]]
+) -> Change:
+    """Replace a router by the one that minimises the objective. Collective over its ranks."""
+    weight, sigmoid = router.weight, router.score_function == "sigmoid"
+    samples = [
+        RouterSamples(tensor.to(weight.device), own, sigmoid, share)
+        for own, (share, tensor) in zip(inputs, models, strict=True)
+    ]
+    objective = RouterObjective(samples, partial(_sum, router.tp_dp_cp_group))
+    merged = weight.double()
+    found = objective.solve(merged)
+    weight.copy_(found.router)
+    return Change(objective.value(merged), objective.value(weight.double()), found.iterations)
+
+
+def _sum(group: Any, own: torch.Tensor) -> torch.Tensor:
+    dist.all_reduce(own, group=group)
+    return own

@@ -1,0 +1,101 @@
+"""Supervised fine-tuning on the demonstrations of domains, such as a cold start, or on a mixture.
+
+A mixture has sources with weights: what other stages collected, files, and demonstrations.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from parallel import batch
+from parallel.batch import RankPlace, Responses
+from parallel.distributed import broadcast, is_main, sum_over_data
+from parallel.model.policy import TrainedPolicy
+from parallel.sample import Sample
+from stages.data.demonstrations import ConversationStream
+from stages.data.problem import seed_of
+from stages.data.settings import CollectedFileSettings, ConversationFileSettings
+from stages.data.tokenizer import Tokenizer
+from stages.kinds.import_weights.work import look_for_held_out
+from stages.kinds.mixture_settings import StageSourceSettings
+from stages.kinds.mixture_stage import MixtureStage, SequenceSource, collected, demonstrated
+from stages.kinds.sft.settings import DomainDemonstrationsSettings, SftSettings
+from stages.loop import train
+from stages.objectives.loss import Totals, token_mean
+from stages.settings import StageJob
+
+
+def run(job: StageJob) -> None:
+    """Train on demonstrations, or on a mixture of sources, to the stage's last step."""
+    stage = Sft(job)
+    train(stage, job, stage.own.loop)
+
+
+class Sft(MixtureStage[Sample]):
+    """The stage that minimises cross-entropy, averaged over the learned tokens of each step."""
+
+    def __init__(self, job: StageJob) -> None:
+        assert isinstance(job.own, SftSettings)
+        super().__init__(job, job.own)
+        self.own = own = job.own
+        self.policy = TrainedPolicy(
+            job.settings.model,
+            job.settings.layout,
+            own.optimizer,
+            own.loop.steps,
+            own.routing,
+        )
+        if is_main():
+            look_for_held_out(job.settings, self.tokenizer)
+            of = _mixed if own.data else demonstrated
+            self.sources = {
+                name: of(job, name, self.tokenizer) for name in (own.data or job.domains)
+            }
+
+    def step(self, step: int) -> dict[str, float]:
+        samples, too_long = broadcast(self.draw(step) if is_main() else None)
+        totals = Totals(len(samples), sum(len(sample.learned) for sample in samples))
+        budget = self.own.loop.micro_batch_tokens
+        batches = batch.split(samples, RankPlace.here(), budget, replay=False)
+
+        def cross_entropy(responses: Responses) -> tuple[torch.Tensor, float]:
+            loss = token_mean(-responses.logprobs(), responses.batch.mask, totals)
+            return loss, loss.item()
+
+        read = sum(sample.length for sample in samples)
+        losses = self.policy.accumulate(batches, cross_entropy, read)
+        found = sum_over_data({"loss": sum(losses)})
+        return {**found, "too_long": too_long, **self.finish_step(step, batches, samples)}
+
+    def counts(self) -> dict[str, int]:
+        """Return the number of sequences of each source in the next step."""
+        if self.own.data:
+            return super().counts()
+        domains = self.job.own_domains.items()
+        return {name: each.demonstrations.sequences_per_step for name, each in domains}
+
+
+def _mixed(job: StageJob, name: str, tokenizer: Tokenizer) -> SequenceSource:
+    """Return a source of the stage's mixture.
+
+    Prompts of any domain may be in it: all domains hold the same fraction out, by content.
+    """
+    assert isinstance(job.own, SftSettings)
+    source = job.own.data[name]
+    if isinstance(source, DomainDemonstrationsSettings):
+        return demonstrated(job, source.domain, tokenizer)
+    if isinstance(source, StageSourceSettings):
+        wanted: ConversationFileSettings = CollectedFileSettings(path=collected(job, name))
+    else:
+        wanted = source
+    first = job.settings.domains[job.domains[0]]
+    order = seed_of(job.settings.seed, job.seeded_as, name, "data")
+    return ConversationStream(
+        wanted,
+        tokenizer,
+        name,
+        order,
+        first.prompts.held_out_fraction,
+        wanted.max_tokens or job.settings.model.max_positions,
+        key=f"stages.{job.block}.data.{name}",
+    )
