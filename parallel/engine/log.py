@@ -24,7 +24,7 @@ from zlib import crc32
 import msgspec
 import numpy as np
 
-from parallel.engine.wire import Generation, InvalidResponse, Question, sample_of
+from parallel.engine.wire import Generation, GenerationRequest, InvalidResponse, sample_of
 from parallel.errors import report_notice
 from parallel.files import naming, open_in_place
 from parallel.sample import Sample
@@ -33,7 +33,7 @@ from parallel.settings import ModelSettings
 FORMAT = 1  # version of the file format
 HEADER = struct.Struct(">III")
 
-Entry = tuple[Question, Generation] | None  # None: this version is complete
+Entry = tuple[GenerationRequest, Generation] | None  # None: this version is complete
 
 
 class Damaged(ValueError):
@@ -52,7 +52,7 @@ class _Version:
     """An open file: its answers when it was opened, by seed, and whether they are complete."""
 
     file: BinaryIO
-    answers: dict[int, tuple[Question, Generation]]
+    answers: dict[int, tuple[GenerationRequest, Generation]]
     whole: bool
 
 
@@ -99,7 +99,7 @@ class RolloutLog:
         self._used.discard(version)
         return used
 
-    def take(self, version: int, questions: Sequence[Question]) -> list[Sample | None]:
+    def take(self, version: int, questions: Sequence[GenerationRequest]) -> list[Sample | None]:
         """Return the logged answers to these questions for a weight version, each answer once."""
         with self._lock:
             if not (version in self._open or self._path(version).exists()):
@@ -114,7 +114,7 @@ class RolloutLog:
                 for question, is_same in zip(questions, same, strict=True)
             ]
 
-    def add(self, question: Question, answer: Generation) -> None:
+    def add(self, question: GenerationRequest, answer: Generation) -> None:
         """Append a response. Thread-safe.
 
         One sampled with several weight versions is not logged: a resumed stage has only the last.

@@ -22,9 +22,9 @@ from parallel.engine.client import EngineClient, EngineError, EngineRefused
 from parallel.engine.wire import (
     Generate,
     Generation,
+    GenerationRequest,
     InvalidResponse,
     Prompt,
-    Question,
     Sampling,
     sample_of,
 )
@@ -50,7 +50,7 @@ class Task:
     """A response to sample; `key` is the caller's name for it."""
 
     key: Hashable
-    question: Question
+    question: GenerationRequest
 
 
 class _Entry(NamedTuple):
@@ -310,7 +310,7 @@ class Scheduler:
             count = min(count + 1, MEMORY)
             self._means[key] = (mean + (len(sample.response) - mean) / count, count)
 
-    def _expected(self, question: Question) -> float:
+    def _expected(self, question: GenerationRequest) -> float:
         """Return the mean for the domain and prompt length, else the domain, else `max_tokens`."""
         known = (self._means[key][0] for key in _keys(question) if key in self._means)
         return next(known, float(question.sampling.max_tokens))
@@ -338,5 +338,5 @@ class Scheduler:
         return described.instance if described else None
 
 
-def _keys(question: Question) -> list[tuple[str, int | None]]:
+def _keys(question: GenerationRequest) -> list[tuple[str, int | None]]:
     return [(question.domain, len(question.prompt)), (question.domain, None)]

@@ -247,7 +247,7 @@ class InvalidResponse(ValueError):
 
 
 @dataclass(frozen=True)
-class Question:
+class GenerationRequest:
     """A request for one response: its prompt, domain, seed and sampling parameters."""
 
     domain: str
@@ -256,7 +256,7 @@ class Question:
     sampling: Sampling
 
 
-def sample_of(question: Question, answer: Generation, model: ModelSettings) -> Sample:
+def sample_of(question: GenerationRequest, answer: Generation, model: ModelSettings) -> Sample:
     """Return the engine's answer to a question as a Sample.
 
     Raises:

@@ -58,7 +58,7 @@ def run(job: StageJob) -> None:
             engines.rewards.expect(groups)
             engines.request(groups, sampling)
         samples = engines.wait(graded, version=1)
-        engines.rest()
+        engines.sleep()
         return samples
 
     bounds = bounds_of(job.settings.model, job.settings.engine)

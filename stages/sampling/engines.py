@@ -16,7 +16,7 @@ from parallel.distributed import broadcast, is_main, on_main
 from parallel.engine.fleet import AllLost, Fleet
 from parallel.engine.log import RolloutLog
 from parallel.engine.scheduler import NoEngine, Scheduler, Task
-from parallel.engine.wire import Generation, Question, Sampling, model_digest
+from parallel.engine.wire import Generation, GenerationRequest, Sampling, model_digest
 from parallel.files import read_checkpoint
 from parallel.model.offload import DeviceShare
 from parallel.model.policy import Policy
@@ -116,7 +116,7 @@ class StageEngines:
         self.version = version
         return measured
 
-    def rest(self) -> None:
+    def sleep(self) -> None:
         """End the turn of engines that share the trainer's devices. Collective.
 
         They have no weights until the next sync. No response may be in flight.
@@ -153,7 +153,7 @@ class StageEngines:
             tokens = self._encode(group.problem, limit)
             for index in range(len(group.drawn)):
                 seed = group.seed + index
-                question = Question(group.problem.domain, tokens, seed, distribution)
+                question = GenerationRequest(group.problem.domain, tokens, seed, distribution)
                 tasks.append(Task(_SampleRequest(group, index, logged=not at_once), question))
         known: list[Sample | None] = [None] * len(tasks)
         if self.log is not None and self.version is not None and not at_once:
@@ -234,7 +234,7 @@ class StageEngines:
         for each in (self._scheduler, self.log, self._rewards):
             if each is not None:
                 each.close()
-        self.rest()
+        self.sleep()
 
     def _receive_until(self, ready: Callable[[], Answer | None]) -> Answer | None:
         deadline = time.monotonic() + TURN_SECONDS

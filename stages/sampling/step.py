@@ -165,7 +165,7 @@ class OnPolicyStage(ABC):
         samples = self.assign_advantages(collected, step)
         if self._prefetcher is not None:
             self._prefetcher.prefetch(step)  # to be sampled while this step trains
-        self.engines.rest()
+        self.engines.sleep()
         with self._timed("seconds_train"):
             updates = [Update(each, self.pack(each)) for each in samples.updates]
             checked = self.check_logprobs(updates)

@@ -93,7 +93,7 @@ def trained_steps(
     directory: Path, address: Path, model: str, engine: str, mode: str
 ) -> list[dict[str, float]]:
     """Train an expert for two steps on a real engine's samples; return their metrics."""
-    from stages.kinds.grpo.work import Expert
+    from stages.kinds.grpo.work import GrpoStage
 
     reward = {"kind": "python", "function": "tests.stages.small_rewards:characters"}
     domain = toy_domain(
@@ -109,7 +109,7 @@ def trained_steps(
         "engine": EngineSettings.model_validate_json(engine),
     }
     job = toy_job(directory, settings.model_copy(update=update))
-    stage = Expert(job.model_copy(update={"engine_addresses": [address]}))
+    stage = GrpoStage(job.model_copy(update={"engine_addresses": [address]}))
     stage.policy.start_fresh(1)
     try:
         return [stage.step(step) for step in (1, 2)]

@@ -10,7 +10,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from parallel.engine.client import EngineClient
-from parallel.engine.wire import Generate, Generation, Prompt, Question, Sampling, sample_of
+from parallel.engine.wire import (
+    Generate,
+    Generation,
+    GenerationRequest,
+    Prompt,
+    Sampling,
+    sample_of,
+)
 from parallel.hugging_face.config import hugging_face_config
 from parallel.sample import Sample
 from parallel.settings import ModelSettings
@@ -45,7 +52,7 @@ def as_samples(drawn: Iterable[Generation], asked: Generate, model: ModelSetting
     answers = {each.number: each for each in drawn}
     return [
         sample_of(
-            Question("a", prompt.tokens, prompt.seed, asked.sampling),
+            GenerationRequest("a", prompt.tokens, prompt.seed, asked.sampling),
             answers.pop(prompt.number),
             model,
         )

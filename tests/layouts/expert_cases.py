@@ -104,7 +104,7 @@ def expert(layout: LayoutSettings, directory: str, objectives: dict[str, dict[st
     from parallel.checkpoint import load
     from stages.domains import DomainSettings
     from stages.kinds.grpo.settings import GrpoSettings
-    from stages.kinds.grpo.work import Expert
+    from stages.kinds.grpo.work import GrpoStage
     from stages.settings import RunSettings, StageJob
 
     training = {
@@ -144,7 +144,7 @@ def expert(layout: LayoutSettings, directory: str, objectives: dict[str, dict[st
         mock.patch("stages.sampling.step.PromptBuffer"),
         mock.patch.object(load, "weights", start_elsewhere),
     ):
-        stage = Expert(job)
+        stage = GrpoStage(job)
     stage.policy.start_fresh(0)
     return stage
 

@@ -60,12 +60,12 @@ def distribute(kind: str) -> tuple[int, int, list[str]]:
 
 def _stage(kind: str) -> Any:
     """Return a stage of a kind, as far as it deals samples."""
-    from stages.kinds.distill.work import Merge
-    from stages.kinds.grpo.work import Expert
+    from stages.kinds.distill.work import DistillStage
+    from stages.kinds.grpo.work import GrpoStage
     from stages.objectives.domain_objective import StageObjectives
     from stages.objectives.loss import ObjectiveSettings
 
-    stage: Any = object.__new__(Merge if kind == "merge" else Expert)
+    stage: Any = object.__new__(DistillStage if kind == "merge" else GrpoStage)
     stage.domains, stage.replay = dict.fromkeys("ab"), True
     alike, other = ObjectiveSettings(), ObjectiveSettings(aggregation="constant")
     own = {"a": alike, "b": other if kind == "unlike experts" else alike}

@@ -14,7 +14,14 @@ import pytest
 
 from parallel.engine.client import EngineRefused
 from parallel.engine.scheduler import NoEngine, Scheduler, Task
-from parallel.engine.wire import Generation, InvalidResponse, Prompt, Question, Sampling, sample_of
+from parallel.engine.wire import (
+    Generation,
+    GenerationRequest,
+    InvalidResponse,
+    Prompt,
+    Sampling,
+    sample_of,
+)
 from parallel.sample import Sample
 from parallel.settings import END_TOKEN
 from tests.awaiting import PATIENCE_SECONDS, wait_until
@@ -26,7 +33,7 @@ SAMPLING = Sampling(temperature=1.0, max_tokens=12, end_tokens=(END_TOKEN, OTHER
 
 def tasks(count: int, first: int = 0, domain: str = "sums") -> list[Task]:
     return [
-        Task(seed, Question(domain, [5, 6, 7][: 1 + seed % 3], seed, SAMPLING))
+        Task(seed, GenerationRequest(domain, [5, 6, 7][: 1 + seed % 3], seed, SAMPLING))
         for seed in range(first, first + count)
     ]
 
@@ -308,8 +315,8 @@ def test_no_response_is_lost_or_doubled_whatever_dies(seed: int) -> None:
     assert sorted(heard, key=str) == sorted((task.key for task in asked), key=str)
 
 
-def good() -> tuple[Question, Generation]:
-    question = Question("sums", [3, 4], 5, SAMPLING)
+def good() -> tuple[GenerationRequest, Generation]:
+    question = GenerationRequest("sums", [3, 4], 5, SAMPLING)
     return question, answer(Prompt(0, question.prompt, 5), SAMPLING, 7)
 
 

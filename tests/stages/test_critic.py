@@ -17,7 +17,7 @@ from parallel.checkpoint.save import Saver
 from parallel.model.policy import Policy, ValueModel, values
 from parallel.sample import Sample
 from parallel.settings import LayoutSettings, OptimizerSettings, RoutingLossSettings
-from stages.kinds.grpo.work import Expert
+from stages.kinds.grpo.work import GrpoStage
 from stages.objectives.groups import Batch
 from stages.objectives.models import Critic, rewards
 from stages.sampling.step import StepSamples
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 ADAM = {"learning_rate": 1e-2}
 
 
-def ppo(directory: Path, updates: int = 2, **critic: Any) -> Expert:
+def ppo(directory: Path, updates: int = 2, **critic: Any) -> GrpoStage:
     advantage = {
         "name": "gae",
         "gamma": 0.9,
@@ -40,7 +40,7 @@ def ppo(directory: Path, updates: int = 2, **critic: Any) -> Expert:
     return expert(directory, objective, updates=updates)
 
 
-def critic_of(stage: Expert) -> tuple[Critic, ValueModel]:
+def critic_of(stage: GrpoStage) -> tuple[Critic, ValueModel]:
     baseline = only(stage).baseline
     assert isinstance(baseline, Critic)
     model = stage.policy.companions["critic"]

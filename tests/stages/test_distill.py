@@ -18,7 +18,7 @@ from parallel.sample import Sample
 from stages.data.problem import Problem
 from stages.kinds.distill.domain_shares import weights_of
 from stages.kinds.distill.settings import DistillSettings, domain_of
-from stages.kinds.distill.work import Merge
+from stages.kinds.distill.work import DistillStage
 from stages.objectives.groups import Batch, Group
 from tests.fake_engines import RefittedFleet, toy_domain, toy_job, toy_run
 
@@ -34,7 +34,7 @@ def start_by_name(policy: Policy, checkpoint: Path) -> None:
     policy.start_fresh(SEEDS.get(checkpoint.name, 0))
 
 
-def merge(directory: Path, **given: Any) -> Merge:
+def merge(directory: Path, **given: Any) -> DistillStage:
     settings = toy_run(sums=toy_domain(), words=toy_domain(prompts={"dataset": "spell_backward"}))
     block = {
         "from": "cold_start",
@@ -59,7 +59,7 @@ def merge(directory: Path, **given: Any) -> Merge:
         mock.patch("stages.sampling.engines.Fleet", RefittedFleet),
         mock.patch.object(load, "weights", start_by_name),
     ):
-        stage = Merge(job)
+        stage = DistillStage(job)
     stage.policy.start_fresh(0)
     return stage
 
@@ -95,7 +95,7 @@ def expected(student: Policy, teacher: Policy, samples: list[Sample]) -> float:
     return float((np.exp(ours) * (ours - theirs)).sum(-1).mean())
 
 
-def gradients(stage: Merge, samples: list[Sample]) -> dict[str, float]:
+def gradients(stage: DistillStage, samples: list[Sample]) -> dict[str, float]:
     return stage.gradients(samples, stage.pack(samples))
 
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from parallel.sample import Sample
-from stages.kinds.distill.work import Merge
+from stages.kinds.distill.work import DistillStage
 from tests.stages.toy_merges import SEEDS, gradients, merge, written
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
-def reported(stage: Merge, samples: list[Sample]) -> tuple[dict[str, float], list[str]]:
+def reported(stage: DistillStage, samples: list[Sample]) -> tuple[dict[str, float], list[str]]:
     """Return the metrics of a first step on samples, and the warnings."""
     stage._version = 1
     with mock.patch("stages.kinds.distill.preflight.report_notice") as notice:

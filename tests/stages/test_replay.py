@@ -12,7 +12,7 @@ import torch
 
 from parallel.checkpoint import load
 from parallel.checkpoint.save import Saver
-from stages.kinds.grpo.work import Expert
+from stages.kinds.grpo.work import GrpoStage
 from stages.sampling.logprob_check import Mismatch, MismatchError
 from tests.fake_engines import (
     GROUP,
@@ -37,7 +37,7 @@ def expert(
     deterministic: bool = False,
     bound: float = 1e9,
     **rollout: Any,
-) -> tuple[Expert, int]:
+) -> tuple[GrpoStage, int]:
     """Return an expert resumed from its newest checkpoint, as the loop does, and its last step."""
     settings = toy_run(bound, sums=toy_domain(rollout=rollout, loop={"steps": 6}))
     settings = settings.model_copy(update={"deterministic": deterministic})
@@ -52,7 +52,7 @@ def expert(
     return stage, state["step"]
 
 
-def save(stage: Expert, directory: Path, step: int) -> None:
+def save(stage: GrpoStage, directory: Path, step: int) -> None:
     saver = Saver(directory / "checkpoints")
     saver.begin(stage.policy, step, stage.state())
     saver.finish()
@@ -110,7 +110,7 @@ def test_a_killed_step_is_replayed_and_counted(deterministic: bool, tmp_path: Pa
     assert asked(engine).total() == A_STEP - left
 
 
-def disagreeing(stage: Expert, *found: float) -> None:
+def disagreeing(stage: GrpoStage, *found: float) -> None:
     """Have the engine seem to be so far from the policy, attempt for attempt."""
     accept, left = stage._accept, iter(found)
 

@@ -16,7 +16,14 @@ import numpy as np
 import pytest
 
 from parallel.engine.log import RolloutLog, frame
-from parallel.engine.wire import Generation, Prompt, Question, Sampling, model_digest, sample_of
+from parallel.engine.wire import (
+    Generation,
+    GenerationRequest,
+    Prompt,
+    Sampling,
+    model_digest,
+    sample_of,
+)
 from parallel.estimates.engine_memory import response_bytes
 from parallel.sample import Sample
 from parallel.settings import END_TOKEN
@@ -38,14 +45,14 @@ from tests.stages.toys import Killed, after, asked
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 SAMPLING = Sampling(temperature=1.0, max_tokens=12, end_tokens=(END_TOKEN,))
-Answered = tuple[Question, Generation]
+Answered = tuple[GenerationRequest, Generation]
 
 
 def answered(seed: int, version: int = 3, later: int | None = None) -> Answered:
     """Return a question and its answer; every third answer has the sets of its tokens."""
     draw = random.Random(seed)
     prompt = [draw.randrange(2, 70) for _ in range(draw.randrange(1, 9))]
-    question = Question(draw.choice(("sums", "Wörter")), prompt, seed, SAMPLING)
+    question = GenerationRequest(draw.choice(("sums", "Wörter")), prompt, seed, SAMPLING)
     given = answer(Prompt(0, prompt, seed), SAMPLING, version, later)
     if seed % 3 == 0:
         tokens = np.frombuffer(given.tokens, np.int32)
@@ -103,10 +110,10 @@ def test_an_answer_matches_only_its_own_question(tmp_path: Path) -> None:
     written(tmp_path, [(question, given)])
     cooler = msgspec.structs.replace(SAMPLING, temperature=0.5)
     others = [
-        Question("others", question.prompt, 5, SAMPLING),
-        Question(question.domain, [*question.prompt, 2], 5, SAMPLING),
-        Question(question.domain, question.prompt, 6, SAMPLING),
-        Question(question.domain, question.prompt, 5, cooler),
+        GenerationRequest("others", question.prompt, 5, SAMPLING),
+        GenerationRequest(question.domain, [*question.prompt, 2], 5, SAMPLING),
+        GenerationRequest(question.domain, question.prompt, 6, SAMPLING),
+        GenerationRequest(question.domain, question.prompt, 5, cooler),
     ]
     log = opened(tmp_path)
     assert log.take(3, others) == [None] * 4

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from parallel.engine.wire import Prompt
-from stages.kinds.grpo.work import Expert
+from stages.kinds.grpo.work import GrpoStage
 from stages.sampling.logprob_check import MismatchError
 from tests.fake_engines import (
     GROUP,
@@ -32,7 +32,7 @@ STEPS = 4
 
 def expert(
     directory: Path, *engines: FakeEngine, bound: float = 1e9, **rollout: Any
-) -> tuple[Expert, RefittedFleet]:
+) -> tuple[GrpoStage, RefittedFleet]:
     """Return an expert that starts from random weights, and its fleet."""
     settings = toy_run(bound, sums=toy_domain(rollout=rollout, loop={"steps": STEPS}))
     stage = opened(toy_job(directory, settings, *engines))
@@ -47,7 +47,7 @@ def prompts(directory: Path) -> list[str]:
     return sorted(prompt for step in trained(directory) for prompt in step)
 
 
-def run(stage: Expert) -> list[dict[str, float]]:
+def run(stage: GrpoStage) -> list[dict[str, float]]:
     return [stage.step(step) for step in range(1, STEPS + 1)]
 
 
@@ -169,7 +169,7 @@ def test_engines_that_disagree_twice_end_the_stage(mode: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("mode", ["sync", "overlap", "async"])
 def test_a_resumed_stage_continues_with_the_prompts_in_flight(mode: str, tmp_path: Path) -> None:
-    make: Callable[[Path], tuple[Expert, RefittedFleet]] = partial(expert, mode=mode)
+    make: Callable[[Path], tuple[GrpoStage, RefittedFleet]] = partial(expert, mode=mode)
     whole, _ = make(tmp_path / "whole", FakeEngine())
     run(whole)
     first, _ = make(tmp_path / "cut", FakeEngine())

@@ -18,7 +18,7 @@ from parallel.model import offload
 from parallel.model.offload import ALL, STATE, WEIGHTS, DeviceShare, Residency
 from parallel.settings import EngineSettings, LayoutSettings
 from stages.kinds.evaluate import work as evaluate
-from stages.kinds.grpo.work import Expert
+from stages.kinds.grpo.work import GrpoStage
 from stages.main import empty_devices
 from stages.sampling.logprob_check import MismatchError
 from stages.sampling.step import OnPolicyStage
@@ -120,11 +120,11 @@ def turns(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], RecordingSha
     yield begin
 
 
-def ema(directory: Path) -> Expert:
+def ema(directory: Path) -> GrpoStage:
     return expert(directory, {"kl": {**KL, "reference": "ema", "ema_decay": 0.5}})
 
 
-def gentle(directory: Path) -> Expert:
+def gentle(directory: Path) -> GrpoStage:
     return expert(directory, {"kl": KL}, updates=1)
 
 
@@ -278,7 +278,7 @@ def test_responses_in_flight_are_an_error_when_engines_are_to_sleep(
     stage.engines.sync_weights(1)
     stage.engines.scheduler._owed.add(7)
     with pytest.raises(RuntimeError, match="in flight and their engines are to sleep"):
-        stage.engines.rest()
+        stage.engines.sleep()
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from parallel.checkpoint import load
 from parallel.checkpoint.save import Saver
 from parallel.sample import Sample
 from stages.kinds.grpo.settings import OWN_REFERENCES, GrpoSettings
-from stages.kinds.grpo.work import Expert
+from stages.kinds.grpo.work import GrpoStage
 from stages.objectives.loss import Totals, policy_loss
 from stages.objectives.surrogate import Tokens
 from tests.fake_engines import toy_domain, toy_job, toy_run
@@ -48,7 +48,7 @@ def mixed(
     tokens: int = 64,
     own: tuple[str, ...] = (),
     **objectives: Objective,
-) -> Expert:
+) -> GrpoStage:
     """Return a stage that trains on a toy domain for each objective.
 
     The domains in `own` have a reference of no other domain, where they name one.
@@ -97,7 +97,7 @@ def samples(*domains: str) -> list[Sample]:
     return found
 
 
-def gradients(stage: Expert) -> dict[str, torch.Tensor]:
+def gradients(stage: GrpoStage) -> dict[str, torch.Tensor]:
     return {
         name: parameter.main_grad.clone()
         for chunk in stage.policy.chunks
@@ -177,7 +177,7 @@ class LogProbs:
         return found
 
 
-def in_fp64(stage: Expert, learned: list[Sample]) -> tuple[LogProbs, dict[str, float]]:
+def in_fp64(stage: GrpoStage, learned: list[Sample]) -> tuple[LogProbs, dict[str, float]]:
     """Run `gradients` on parameters in fp64; pi_old and the reference differ from the policy."""
     parts, policy = stage.pack(learned), LogProbs()
     stage.policy = policy  # type: ignore[assignment]

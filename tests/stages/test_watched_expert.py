@@ -13,7 +13,7 @@ from parallel.checkpoint import load
 from parallel.files import whole_checkpoints
 from parallel.sample import Sample
 from stages.kinds.grpo.settings import GrpoSettings
-from stages.kinds.grpo.work import Expert
+from stages.kinds.grpo.work import GrpoStage
 from stages.loop import GuardStopped, StageStopped, train
 from stages.settings import StageJob
 from tests.fake_engines import toy_domain, toy_job, toy_run
@@ -25,14 +25,14 @@ STEPS = 4
 QUIET = {"mismatch": {"action": "off"}}  # fake engines make their log-probabilities up
 
 
-def run(directory: Path, stop_after: int | None = None, **given: Any) -> Expert:
+def run(directory: Path, stop_after: int | None = None, **given: Any) -> GrpoStage:
     """Return an expert after its training; with `stop_after`, a signal comes in that step."""
     domain = toy_domain(loop={"steps": STEPS, "async_checkpoints": False}, **given)
     job = toy_job(directory, toy_run(sums=domain))
     return looped(opened(job), job, stop_after)
 
 
-def looped(stage: Expert, job: StageJob, stop_after: int | None = None) -> Expert:
+def looped(stage: GrpoStage, job: StageJob, stop_after: int | None = None) -> GrpoStage:
     handlers: list[Any] = []
 
     def step(number: int, whole: Any = stage.step) -> dict[str, float]:

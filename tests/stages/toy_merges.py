@@ -16,7 +16,7 @@ from parallel.files import CHECKSUMS
 from parallel.model.policy import Policy
 from parallel.sample import Sample
 from stages.kinds.distill.settings import DistillSettings
-from stages.kinds.distill.work import Merge
+from stages.kinds.distill.work import DistillStage
 from tests.fake_engines import FakeEngine, RefittedFleet, toy_domain, toy_job, toy_run
 from tests.stages.conftest import OPENED
 from tests.stages.toys import Killed
@@ -46,7 +46,7 @@ def merge(
     domains: dict[str, Any] | None = None,
     collected: dict[str, Path] | None = None,
     **given: Any,
-) -> Merge:
+) -> DistillStage:
     """Return a merge; `domains` are settings of both, `collected` files of stages by domain.
 
     A domain's only teacher has the seed, or the checkpoint, of the domain; of several, each of the
@@ -88,13 +88,15 @@ def merge(
         mock.patch("stages.sampling.engines.Fleet", RefittedFleet),
         mock.patch.object(load, "weights", start_by_name),
     ):
-        stage = Merge(job)
+        stage = DistillStage(job)
     OPENED.append(stage)
     stage.policy.start_fresh(0)
     return stage
 
 
-def resumed(directory: Path, engine: FakeEngine | None = None, **given: Any) -> tuple[Merge, int]:
+def resumed(
+    directory: Path, engine: FakeEngine | None = None, **given: Any
+) -> tuple[DistillStage, int]:
     """Return a merge as the loop continues it from its newest checkpoint, and its last step."""
     stage = merge(directory, engine, **given)
     newest, _ = load.newest_intact(directory / "checkpoints")
@@ -105,14 +107,16 @@ def resumed(directory: Path, engine: FakeEngine | None = None, **given: Any) -> 
     return stage, state["step"]
 
 
-def save(stage: Merge, directory: Path, step: int) -> Path:
+def save(stage: DistillStage, directory: Path, step: int) -> Path:
     saver = Saver(directory / "checkpoints")
     saver.begin(stage.policy, step, stage.state())
     saver.finish()
     return directory / "checkpoints" / f"step_{step}"
 
 
-def run(directory: Path, engine: FakeEngine, **given: Any) -> tuple[Merge, list[dict[str, float]]]:
+def run(
+    directory: Path, engine: FakeEngine, **given: Any
+) -> tuple[DistillStage, list[dict[str, float]]]:
     """Step to the fourth, saved after the second; return the stage and its steps' metrics."""
     stage, done = resumed(directory, engine, **given)
     measured = []
@@ -159,7 +163,7 @@ def written(domain: str, lengths: list[int], seed: int = 0) -> list[Sample]:
     ]
 
 
-def gradients(stage: Merge, samples: list[Sample]) -> dict[str, float]:
+def gradients(stage: DistillStage, samples: list[Sample]) -> dict[str, float]:
     return stage.gradients(samples, stage.pack(samples))
 
 

@@ -21,7 +21,7 @@ from parallel.sample import Sample
 from parallel.settings import EngineSettings
 from stages.data.tokenizer import CharacterTokenizer
 from stages.domains import DomainSettings, SamplingSettings
-from stages.kinds.grpo.work import Expert
+from stages.kinds.grpo.work import GrpoStage
 from stages.objectives.domain_objective import DomainObjective
 from stages.objectives.groups import Batch, Group
 from stages.rewards.reward import RewardPoolSettings
@@ -147,10 +147,10 @@ def faked() -> Iterator[None]:
         yield
 
 
-def opened(job: StageJob) -> Expert:
+def opened(job: StageJob) -> GrpoStage:
     """Return an expert on fake engines that its test need not close."""
     with faked():
-        stage = Expert(job)
+        stage = GrpoStage(job)
     OPENED.append(stage)
     return stage
 
@@ -162,7 +162,7 @@ def expert(
     updates: int = 2,
     engine: EngineSettings | None = None,
     **given: Any,
-) -> Expert:
+) -> GrpoStage:
     domain = toy_domain(
         optimizer={"learning_rate": 1e-2},
         objective=objective,
@@ -178,7 +178,7 @@ def expert(
     return stage
 
 
-def only(stage: Expert) -> DomainObjective:
+def only(stage: GrpoStage) -> DomainObjective:
     """Return the objective that all domains of a stage share."""
     [found] = stage.objectives
     return found

@@ -39,12 +39,12 @@ GAP_DECAY = 0.9  # of the moving averages of `teacher_kl` that `averaged_over: g
 
 def run(job: StageJob) -> None:
     """Train the merge to its last step."""
-    stage = Merge(job)
+    stage = DistillStage(job)
     train(stage, job, stage.loop)
     stage.close()
 
 
-class Merge(OnPolicyStage):
+class DistillStage(OnPolicyStage):
     """The stage that brings a student to the teachers of its domains, on its own samples.
 
     Over the vocabulary student and teacher are compared at temperature 1, whatever the sampling

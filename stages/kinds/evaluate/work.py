@@ -104,7 +104,7 @@ class Evaluation:
                 scores[domain]["samples_per_problem"] = samples
                 scores[domain]["pass_at_k"] = sum(map(bool, right)) / len(right)
             write_atomically(self._result_file(name), json.dumps(scores, indent=2))
-        self.engines.rest()
+        self.engines.sleep()
 
     def _draw_checked(self, attempt: int) -> list[Sample]:
         """Return responses whose log-probabilities are compared. Collective."""
@@ -116,7 +116,7 @@ class Evaluation:
             purpose = f"check, attempt {attempt}" if attempt else "check"
             groups = self._request(domain, problems[:CHECKED], purpose)
         drawn = self.engines.wait_for(groups, self.version)
-        self.engines.rest()
+        self.engines.sleep()
         return drawn
 
     def finish(self) -> None:

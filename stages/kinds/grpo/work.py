@@ -29,12 +29,12 @@ DomainSums = tuple[tuple[str, ...], dict[str, MetricSum]]  # of a micro-batch th
 
 def run(job: StageJob) -> None:
     """Train on the rewards of `job.domains` to the stage's last step."""
-    stage = Expert(job)
+    stage = GrpoStage(job)
     train(stage, job, stage.loop, stage.watch)
     stage.close()
 
 
-class Expert(OnPolicyStage):
+class GrpoStage(OnPolicyStage):
     """The stage that trains on rewards: of a domain, or of several at once.
 
     Its baseline is what rewards are compared with: other samples of the group, or a critic.

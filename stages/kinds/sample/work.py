@@ -105,7 +105,7 @@ class RejectionSampling:
                 for following in self.missing[place + len(requested) : place + ahead + 1]:
                     requested.append(self._request(following))
             self._collect(part, requested.popleft() if is_main() else [])
-        self.engines.rest()
+        self.engines.sleep()
 
     def finish(self) -> None:
         """Write collected.parquet, and last collection.json. Collective.
@@ -187,7 +187,7 @@ class RejectionSampling:
                 groups = groups_of(self.problems[name][:CHECKED], 1, seed)
                 self.engines.request(groups, sampling)
             drawn = self.engines.wait_for(groups, VERSION)
-            self.engines.rest()
+            self.engines.sleep()
             return drawn
 
         bounds = bounds_of(self.job.settings.model, self.job.settings.engine)
