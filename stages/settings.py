@@ -275,7 +275,7 @@ class StageJob(Settings):
 
 
 class DomainCheckJob(Settings):
-    """The job file of `python -m stages.domain_check JOB`, which writes to `result`."""
+    """The job file of stages/domain_tools/domain_check.py, which writes to `result`."""
 
     domain: str
     settings: DomainSettings
@@ -301,7 +301,7 @@ class UngradedSample(Settings):
 
 
 class RegradeJob(Settings):
-    """The job file of `python -m stages.regrade JOB`, which writes to `result`.
+    """The job file of `python -m stages.domain_tools.regrade JOB`, which writes to `result`.
 
     `seed` and `stage` are those that the stage's prompts were drawn with.
     """

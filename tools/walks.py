@@ -1,116 +1,167 @@
-"""The walks of docs/architecture.md: the files a reader opens from one place to another.
+"""The walks of docs/architecture.md: the code that runs on two ways through the floors, traced.
 
-`python -m tools.walks` prints the table; `python -m tools.walks NAME` a walk's files, hop by hop.
-
-A walk of walks.yaml is a list of files in the order a reader opens them. A hop leads from a file to
-one that it imports or that imports it, or it crosses from one process to another through a file or
-a socket; those are written with their reason, as `{file: PATH, by: REASON}`. The script refuses a
-walk with a file that does not exist, or whose file no earlier file of the walk leads to, so that no
-file between can be left out. Walks of an earlier revision are checked against that revision.
+`python -m tools.walks` prints the table; `python -m tools.walks WALK` a walk's files, each with the
+number of its functions that ran. Every function of the floors counts that is called between the
+walk's begin and its end, in any thread, also while a module is imported. Each walk is traced in a
+process of its own, so that no import is already made.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 import tempfile
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any
 
-import yaml
+from tools.structure import FLOORS, REPOSITORY
 
-from tools.structure import FLOORS, REPOSITORY, imports
-
-WALKS = Path(__file__).with_suffix(".yaml")
+OPTIMIZED = 0x2  # the flag of a function's code; bodies of modules and classes lack it
+TRACED_STEP = "tests/stages/test_expert.py::test_the_kl_coefficient_is_controlled_and_resumed"
 
 
 @dataclass(frozen=True)
 class Walk:
-    """A walk at one revision: its files in the order they are opened, and the hops between them."""
+    """The functions that ran: (file, qualified name).
 
-    files: tuple[str, ...]
-    hops: int
+    Example: a method and two functions in two files.
+        >>> walk = Walk([("stages/loop.py", "Loop.run"), ("stages/loop.py", "save"), ("a.py", "b")])
+        >>> len(walk.files), len(walk.functions), len(walk.classes)
+        (2, 3, 1)
+    """
+
+    functions: list[tuple[str, str]]
+
+    @property
+    def files(self) -> Mapping[str, int]:
+        """The number of functions of each file, the most first."""
+        return dict(Counter(file for file, _ in self.functions).most_common())
+
+    @property
+    def classes(self) -> set[tuple[str, str]]:
+        """The classes whose methods ran."""
+        methods = ((file, name.rpartition(".")[0]) for file, name in self.functions)
+        return {(file, owner) for file, owner in methods if owner and "<locals>" not in owner}
 
 
-def check(steps: list[Any], root: Path) -> Walk:
-    """Return a walk of a checkout.
+class Tracer:
+    """A profile function that records the functions of the floors."""
 
-    `hops` counts the imports among the walk's files that a reader follows: one for every file of
-    the walk and every file of the walk that it imports.
+    def __init__(self, root: Path = REPOSITORY) -> None:
+        self._prefixes = tuple(f"{root / floor}/" for floor in FLOORS)
+        self._root = len(f"{root}/")
+        self._codes: set[CodeType] = set()
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> None:
+        if event == "call":
+            self._codes.add(frame.f_code)
+
+    def start(self) -> None:
+        """Record from now on, in this thread and in those that it starts."""
+        threading.setprofile(self)
+        sys.setprofile(self)
+
+    def stop(self) -> Walk:
+        """Stop recording; return what ran."""
+        sys.setprofile(None)
+        threading.setprofile(None)
+        functions = {
+            (code.co_filename[self._root :], code.co_qualname)
+            for code in self._codes
+            if code.co_filename.startswith(self._prefixes)
+            and code.co_flags & OPTIMIZED
+            and not code.co_name.startswith("<")
+        }
+        return Walk(sorted(functions))
+
+
+def dry_run() -> Walk:
+    """Trace `braid run configs/quickstart.yaml --dry-run`, with the imports of its commands."""
+    tracer = Tracer()
+    with tempfile.TemporaryDirectory() as runs:
+        tracer.start()
+        from pipeline.cli import main
+
+        config = REPOSITORY / "configs" / "quickstart.yaml"
+        main(["run", str(config), "--dry-run", "--runs-dir", runs])
+        return tracer.stop()
+
+
+def grpo_step() -> Walk:
+    """Trace the first GRPO step of a test: fake engines, the rest real, one rank.
 
     Raises:
-        ValueError: a file does not exist, or no earlier file leads to it.
+        RuntimeError: the test did not reach its first step.
     """
-    graph = imports(root)
-    files: list[str] = []
-    for step in steps:
-        path, reason = (step["file"], step["by"]) if isinstance(step, dict) else (step, None)
-        if not (root / path).exists():
-            raise ValueError(f"{path}: no such file")
-        name = _module(path)
-        before = {_module(each) for each in files}
-        linked = graph.get(name, frozenset()) & before or any(
-            name in graph.get(each, ()) for each in before
-        )
-        if files and not linked and not reason:
-            raise ValueError(f"{path}: no earlier file of the walk imports it or is imported by it")
-        if path not in files:
-            files.append(path)
-    modules = {_module(path) for path in files}
-    return Walk(tuple(files), sum(len(graph.get(name, frozenset()) & modules) for name in modules))
+    import pytest
+
+    from stages.sampling.step import OnPolicyStage
+
+    walks: list[Walk] = []
+    step = OnPolicyStage.step
+
+    def traced(stage: OnPolicyStage, number: int) -> dict[str, float]:
+        if walks:
+            return step(stage, number)
+        tracer = Tracer()
+        tracer.start()
+        try:
+            return step(stage, number)
+        finally:
+            walks.append(tracer.stop())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OnPolicyStage, "step", traced)
+        pytest.main(["-q", "-p", "no:cacheprovider", "--rootdir", str(REPOSITORY), TRACED_STEP])
+    if not walks:
+        raise RuntimeError(f"{TRACED_STEP} ran no step of a GRPO stage")
+    return walks[0]
 
 
-def _module(path: str) -> str:
-    return path.removesuffix(".py").replace("/", ".")
+WALKS: dict[str, tuple[str, Callable[[], Walk]]] = {
+    "dry-run": ("`braid run configs/quickstart.yaml --dry-run`", dry_run),
+    "grpo-step": ("one GRPO step, from prompts to the weight sync", grpo_step),
+}
 
 
-def checkout(revision: str, directory: Path) -> Path:
-    """Write the floors, the configurations and the scripts of a revision into a directory."""
-    names = [*FLOORS, "configs", "slurm"]
-    archive = subprocess.run(
-        ["git", "archive", revision, *names], cwd=REPOSITORY, capture_output=True, check=True
-    )
-    subprocess.run(["tar", "-x", "-C", directory], input=archive.stdout, check=True)
-    return directory
+def traced_apart(walk: str) -> Walk:
+    """Trace a walk in a fresh process.
 
-
-def rows() -> list[tuple[str, Walk, Walk, int]]:
-    """Return every walk's title, the walk before and today, and the most files it should have."""
-    described = yaml.safe_load(WALKS.read_text())
-    with tempfile.TemporaryDirectory() as directory:
-        earlier = checkout(described["before"], Path(directory))
-        return [
-            (
-                walk["title"],
-                check(walk["before"], earlier),
-                check(walk["now"], REPOSITORY),
-                walk["aim"],
-            )
-            for walk in described["walks"].values()
-        ]
+    Raises:
+        subprocess.CalledProcessError: it failed; its output is on standard error.
+    """
+    command = [sys.executable, "-W", "ignore", "-m", "tools.walks", "--here", walk]
+    process = subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, check=True)
+    return Walk([(file, name) for file, name in json.loads(process.stdout.splitlines()[-1])])
 
 
 def table() -> str:
     """Return the table of docs/architecture.md."""
-    lines = ["| walk | files before | now | aim | imports among them before | now |"]
-    lines.append("|---|---:|---:|---:|---:|---:|")
-    for title, before, now, aim in rows():
-        numbers = (len(before.files), len(now.files), aim, before.hops, now.hops)
+    lines = ["| walk | files | functions | classes |", "|---|---:|---:|---:|"]
+    for name, (title, _) in WALKS.items():
+        walk = traced_apart(name)
+        numbers = (len(walk.files), len(walk.functions), len(walk.classes))
         lines.append(f"| {title} | {' | '.join(map(str, numbers))} |")
     return "\n".join(lines)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    walks = yaml.safe_load(WALKS.read_text())["walks"]
-    parser.add_argument("walk", nargs="?", choices=walks, help="print this walk of walks.yaml")
-    chosen = parser.parse_args().walk
-    try:
-        print(
-            *([table()] if chosen is None else check(walks[chosen]["now"], REPOSITORY).files),
-            sep="\n",
-        )
-    except ValueError as error:
-        sys.exit(f"walks.yaml: {error}")
+    parser.add_argument("walk", nargs="?", choices=WALKS, help="print this walk's files")
+    parser.add_argument("--here", choices=WALKS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.here:
+        walk = WALKS[options.here][1]()
+        print("\n" + json.dumps(walk.functions))
+    elif options.walk:
+        files = traced_apart(options.walk).files
+        print(*(f"{count:4} {file}" for file, count in files.items()), sep="\n")
+    else:
+        print(table())

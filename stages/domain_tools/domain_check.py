@@ -1,4 +1,4 @@
-"""The check of a domain before any training: `python -m stages.domain_check JOB`.
+"""The check of a domain before any training: `python -m stages.domain_tools.domain_check JOB`.
 
 It makes the domain's prompts and demonstrations as a stage does, and scores three responses to each
 prompt: the reference answer, which should earn most, an empty one and one without an answer.

@@ -1,4 +1,4 @@
-"""The rewards of recorded samples, again: `python -m stages.regrade JOB`."""
+"""The rewards of recorded samples, again: `python -m stages.domain_tools.regrade JOB`."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ import json, sys, warnings
 warnings.filterwarnings("ignore")
 import torch
 torch.cuda.is_available = lambda: sys.argv[1] == "cuda"
-from parallel import device
+from parallel.machine import device
 from parallel.cpu import megatron
 megatron.activate()
 from megatron.core import optimizer
@@ -49,7 +49,7 @@ print(json.dumps({
 LAYERS_ONLY = """
 import sys, torch
 torch.cuda.is_available = lambda: sys.argv[1] == "cuda"
-from parallel import device
+from parallel.machine import device
 print(device.layer_specs(), device.has_apex(), device.fallbacks())
 """
 NO_CORE = "raise OSError('libcublas.so.12: cannot open shared object file')"

@@ -44,6 +44,10 @@ PRODUCT_WORDS = {r"faults?": "error", r"folders?": "directory"}
 READ = (".py", ".md", ".yaml", ".sbatch", ".sh", ".toml", ".cfg")
 EXEMPT = {"tests/repository/language.py", "tests/repository/test_language.py", "CHANGELOG.md"}
 
+# A local of such a name does not say what it holds. They were 13 % of all; in peers .1 to .9 %.
+VAGUE = "each found own part parts given known named chosen kept first rest others said made wanted"
+VAGUE_NAMES = {*VAGUE.split(), "asked", "drawn", "begun", "owed", "behind", "useless"}
+
 NOUN_CLAUSES = ("What", "Whether", "How", "Of", "That", "Those", "Its", "Where", "Which", "Why")
 NO_VERBS = (*NOUN_CLAUSES, "The", "A", "An", "Every", "Everything", "Each", "All", "One", "This")
 NO_VERBS = (*NO_VERBS, "These", "Two", "Three", "From", "As", "No", "Nothing", "Bytes", "Against")
@@ -66,6 +70,16 @@ def words(path: Path) -> Iterator[tuple[int, str]]:
     for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
         for found in pattern.finditer(line):
             yield number, found[0]
+
+
+def locals_of(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the line and the name of every assignment to a name: of loops and `with` as well.
+
+    Constants do not count, nor do attributes and parameters.
+    """
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and not node.id.isupper():
+            yield node.lineno, node.id
 
 
 def docstrings(path: Path) -> Iterator[tuple[int, str]]:

@@ -5,13 +5,29 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tools.structure import FLOORS, REPOSITORY
 
 from tests.repository import language
+
+MOST_VAGUE = 0.02  # of all assignments to names; a change may only lower it
 
 
 def test_no_file_has_a_listed_word_or_an_unclear_docstring() -> None:
     found = [text for path in language.files() for text in language.findings(path)]
     assert not found, "\n".join(["reword (tests/repository/language.py lists by what):", *found])
+
+
+def test_a_local_says_what_it_holds() -> None:
+    names = [
+        (f"{path.relative_to(REPOSITORY)}:{line}", name)
+        for floor in FLOORS
+        for path in sorted((REPOSITORY / floor).rglob("*.py"))
+        for line, name in language.locals_of(path)
+    ]
+    vague = [f"{where}: {name}" for where, name in names if name in language.VAGUE_NAMES]
+    assert len(vague) <= MOST_VAGUE * len(names), "\n".join(
+        ["name these by what they hold:", *vague]
+    )
 
 
 @pytest.fixture
@@ -27,6 +43,15 @@ def test_a_listed_word_is_found(planted: Path, word: str) -> None:
     planted.write_text(f"TEXT = 1\nOTHER = 'it {word}'\n")
     [found] = language.findings(planted)
     assert found.startswith("stages/page.py:2: ")
+
+
+def test_every_binding_of_a_local_counts(planted: Path) -> None:
+    planted.write_text(
+        "SIZE = 1\nfor each in (found := []):\n    with each as own:\n"
+        "        a.given = [part for part in b]\n"
+    )
+    names = sorted(name for _, name in language.locals_of(planted))
+    assert names == ["each", "found", "own", "part"]
 
 
 @pytest.mark.parametrize("text", ["a fork bomb, retold", "as many as 4", "default-folder", "kind"])
