@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from pipeline.config.unroll import Blocks, Unrolled, is_path
 from stages.kinds.distill.settings import domain_of
+from stages.kinds.kind import KINDS
 from stages.settings import RunSettings
 
 
@@ -38,10 +39,10 @@ def _parents(stage: Unrolled, blocks: Blocks) -> Iterator[str]:
     """Yield the models that a stage's weights come from, `from` first."""
     inputs = blocks.inputs(stage)
     named = [(inputs.parent, stage.domain)] if inputs.parent else []
-    if stage.settings.kind == "merge_weights":  # other kinds only compare with their models
+    if KINDS[stage.settings.kind].merges:  # other kinds only compare with their models
         named += [(name, stage.domain) for name in inputs.models.values()]
         named += [(name, domain) for domain, name in inputs.references.items()]
-    if inputs.parent is None and stage.settings.kind == "import":
+    if inputs.parent is None and KINDS[stage.settings.kind].imports:
         yield "model.initial_weights"
     yield from filter(None, (blocks.resolve(name, domain) for name, domain in named))
 

@@ -27,7 +27,7 @@ from stages.kinds.sample.settings import SampleSettings
 from stages.objectives.loss import ObjectiveSettings
 from stages.settings import RunSettings
 
-GATE = "gates."
+GATE_PREFIX = "gates."
 # Of BLOCK.DOMAIN; with "gates." and a suffix it stays below the 255 bytes of file systems.
 LONGEST_NAME = 201
 MOST_NAMED = 4  # stages of a block in one message
@@ -83,7 +83,7 @@ class Unrolled:
         """The name of its gate, None where it has none."""
         gate = self.settings.gated
         measured = set(self.domains) & set(gate.domains or self.domains) if gate else ()
-        return f"{GATE}{self.name}" if measured else None
+        return f"{GATE_PREFIX}{self.name}" if measured else None
 
 
 class Blocks:

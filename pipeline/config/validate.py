@@ -50,6 +50,8 @@ from pipeline.config.unroll import REFERENCES, WEIGHTED, is_path
 from pipeline.text import shown
 from stages.domains import DomainSettings
 from stages.keys import STRUCTURE, flatten
+from stages.kinds.grpo.settings import GRPO
+from stages.kinds.sft.settings import SFT
 from stages.rewards.reward import RewardPoolSettings
 from stages.settings import RunSettings
 
@@ -191,12 +193,12 @@ def load_with_domain(run: Path, path: Path, samples: int | None = None) -> RunSe
 
 def _alone(stages: Node | None, tree: Mapping) -> Mapping:
     """Return the blocks of stages that any domain passes through, without other blocks' names."""
-    trained = {"kind": "grpo", "from": TRAINED_FROM, "for_each": "domain"}
+    trained = {"kind": GRPO.name, "from": TRAINED_FROM, "for_each": "domain"}
     leaves: dict[str, Node] = {key: Leaf(each, tree.place) for key, each in trained.items()}
     found: dict[str, Node] = {"domain": Mapping(leaves, tree.place)}
     for name, block in stages.entries.items() if isinstance(stages, Mapping) else ():
         kind = find(block, ("kind",)) if isinstance(block, Mapping) else None
-        if isinstance(block, Mapping) and isinstance(kind, Leaf) and kind.value == "sft":
+        if isinstance(block, Mapping) and isinstance(kind, Leaf) and kind.value == SFT.name:
             own = {key: each for key, each in block.entries.items() if key not in OF_OTHERS}
             found[name] = Mapping(own, block.place)
     return Mapping(found, tree.place)

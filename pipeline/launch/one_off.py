@@ -32,10 +32,11 @@ from pipeline.run.run import Run
 from pipeline.text import say, shown
 from stages.directory import StageDirectory
 from stages.domains import DomainEvaluationSettings
-from stages.kinds.evaluate.settings import EvaluationSettings
+from stages.kinds.evaluate.settings import EVALUATE, EvaluationSettings
+from stages.kinds.export.settings import EXPORT
 from stages.settings import RunSettings, StageJob
 
-DIRECTORIES = {"evaluate": "evaluations", "preview": "previews", "export": "exports"}
+DIRECTORIES = {EVALUATE.name: "evaluations", "preview": "previews", EXPORT.name: "exports"}
 LOOK_SECONDS = 0.5  # between two checks for a signal
 # The settings of an evaluation that options of `braid evaluate` override.
 FLAGS = {
@@ -80,7 +81,7 @@ def evaluate(
         console,
         programs,
         _evaluated(settings, changes),
-        "evaluate",
+        EVALUATE.name,
         models=models,
         evaluated_on={name: list(dict.fromkeys(domains)) for name in models} if domains else {},
         samples=True,
@@ -152,14 +153,15 @@ def export(
 
     Raises:
         UserError: `to` is neither new nor an empty directory that can be replaced, the stage is
-            not finished or of kind quantize, there is no such checkpoint, or the export failed.
+            not finished or already left the export, there is no such checkpoint, or the export
+            failed.
     """
-    if any(each.name == stage and each.kind == "quantize" for each in run.stages):
+    if any(each.name == stage and each.declared.exports_itself for each in run.stages):
         there = shown(run.stage(stage).exported)
         raise UserError(f"{stage} is quantized, and its stage already leaves the export: {there}")
     _check_free(to)
     written = {"parent": checkpoint_of(run, stage, step), "output": to.absolute()}
-    _execute(run, console, programs, run.settings, "export", **written)
+    _execute(run, console, programs, run.settings, EXPORT.name, **written)
 
 
 def _check_free(to: Path) -> None:

@@ -215,7 +215,7 @@ def attempt(
                 view.say(f"failed: {failed.failure.cause}")
                 raise
         report_verdict(run, stage, view.say)
-        if stage.kind == "sample":
+        if stage.declared.collects:
             report_kept(run.stage(stage.name), view.say)
 
 
@@ -230,7 +230,7 @@ def report_kept(directory: StageDirectory, say: Callable[[str], None]) -> None:
 def stage_job(run: Run, stage: Stage, attempt: int) -> StageJob:
     """Return the job of one attempt at a stage; a launcher adds the addresses of its engines."""
     directory, settings = run.stage(stage.name), run.settings
-    if stage.kind == "gate":
+    if stage.declared.judges:
         asked = gate_of(stage, settings).model_dump(include={"problems", "samples_per_problem"})
         evaluation = settings.evaluation.model_copy(update=asked)
         settings = settings.model_copy(update={"evaluation": evaluation})
@@ -248,7 +248,7 @@ def stage_job(run: Run, stage: Stage, attempt: int) -> StageJob:
         models={key: run.model_path(name) for key, name in stage.models.items()},
         data={key: run.stage(name).collected.absolute() for key, name in stage.data.items()},
         evaluated_on=stage.evaluated_on,
-        output=directory.exported.absolute() if stage.kind == "export" else None,
+        output=directory.exported.absolute() if stage.declared.exports else None,
         samples=stage.needs_engine,
         settings=settings,
     )

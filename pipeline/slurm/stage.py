@@ -97,7 +97,7 @@ def run_stage(run: Run, stage: Stage, console: Console, programs: Programs) -> M
         if job_id is not None:
             _record_refusal(run, stage, job_id, refusal, newest)
         raise
-    return run.write_results() if stage.kind == "evaluate" else None
+    return run.write_results() if stage.declared.evaluates else None
 
 
 def _record_refusal(

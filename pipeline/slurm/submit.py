@@ -15,7 +15,7 @@ from parallel.errors import UserError
 from parallel.files import write_atomically
 from parallel.machine.slots import check_engine_size
 from pipeline.config.cluster import ClusterSettings
-from pipeline.config.unroll import GATE
+from pipeline.config.unroll import GATE_PREFIX
 from pipeline.config.validate import place_in_cluster
 from pipeline.config.yaml_core import dump
 from pipeline.run.directory import RunDirectory
@@ -260,7 +260,7 @@ def _submission(
 
 def _array_name(stage: Stage) -> str:
     """Return the name of an array of a block's stages, or of their gates."""
-    return f"{GATE}{stage.block}" if stage.kind == "gate" else str(stage.block)
+    return f"{GATE_PREFIX}{stage.block}" if stage.declared.judges else str(stage.block)
 
 
 def _with_keys(

@@ -43,7 +43,9 @@ def tuned(config: Path, *overrides: str) -> Stage:
 def test_the_reference_is_the_parent_or_another_model(config: Path) -> None:
     stage = tuned(config)
     assert (stage.parent, stage.models, stage.steps) == ("cold_start", {}, 3)
-    assert stage.declared.work == "stages.dpo" and stage.trains and not stage.needs_engine
+    assert (
+        stage.declared.work == "stages.kinds.dpo.work" and stage.trains and not stage.needs_engine
+    )
     other = tuned(config, "stages.tuned.reference=experts.sums")
     assert other.models == {"reference": "experts.sums"}
     assert other.inputs == ("cold_start", "experts.sums")

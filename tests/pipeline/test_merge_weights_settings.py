@@ -38,7 +38,7 @@ def test_a_block_stands_for_the_model_of_each_domain(config: Path) -> None:
     stage = soup(config)
     assert stage.models == {"sums": "experts.sums", "words": "experts.words"}
     assert stage.inputs == ("cold_start", "experts.sums", "experts.words")
-    assert stage.declared.work == "stages.merge_weights"
+    assert stage.declared.work == "stages.kinds.merge_weights.work"
     assert (stage.trains, stage.needs_engine, stage.steps) == (True, False, 0)
     named = soup(config, PAIR, "stages.soup.weights={w: 2}")
     assert named.models == {"s": "experts.sums", "w": "experts.words"}
