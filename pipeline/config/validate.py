@@ -51,6 +51,7 @@ from pipeline.text import shown
 from stages.domains import DomainSettings
 from stages.keys import STRUCTURE, flatten
 from stages.kinds.grpo.settings import GRPO
+from stages.kinds.kind import GATE_KEY
 from stages.kinds.sft.settings import SFT
 from stages.rewards.reward import RewardPoolSettings
 from stages.settings import RunSettings
@@ -58,7 +59,7 @@ from stages.settings import RunSettings
 Root = TypeVar("Root", bound=Settings)
 TOKENIZER: Key = ("model", "tokenizer")
 # Of a block: what names other stages or domains, or is of the graph alone.
-OF_OTHERS = (*STRUCTURE, "gate")
+OF_OTHERS = (*STRUCTURE, GATE_KEY)
 OF_A_RUN = {"name", "model", "domains"}  # of which a template of stages has none
 TRAINED_FROM = "./"  # a model outside the run, which is never read
 # Paths relative to the file in which they are written; `*` stands for every name.

@@ -27,7 +27,7 @@ from stages.guards.settings import GateSettings, MergeGateSettings
 from stages.keys import NEUTRAL_KEYS, flatten, leaves, matches
 from stages.kinds.distill.settings import DistillSettings, domain_of
 from stages.kinds.evaluate.settings import GATE
-from stages.kinds.kind import KINDS, StageKind, with_domains
+from stages.kinds.kind import GATE_KEY, KINDS, StageKind, with_domains
 from stages.settings import RunSettings
 
 PROBLEMS = ("domains.*.prompts", "domains.*.demonstrations", "data")
@@ -204,7 +204,7 @@ class _Compiler:
                     others[domain] = stage.teachers[label]  # else `self`: as its start was
         against = {each: others.get(each, stage.parent or "") for each in domains}
         models = {model: model for model in (stage.name, *against.values())}
-        own = {"gate": gate.model_dump(mode="json", exclude={"domains"})}
+        own = {GATE_KEY: gate.model_dump(mode="json", exclude={"domains"})}
         return Stage(
             name,
             GATE.name,

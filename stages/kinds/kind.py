@@ -23,6 +23,7 @@ from parallel.settings import (
 from stages.domains import DomainSettings, LoopSettings, PolicySettings
 from stages.guards.settings import GateSettings
 
+GATE_KEY = "gate"  # of a block, which has the settings of its stages' gates
 Found = Iterator[tuple[str, str]]  # (dotted key, message)
 SOURCE = (
     "a stage of this run, or the path of a stage's directory of another run, of a checkpoint, or of"
@@ -97,7 +98,7 @@ class StageSettings(Settings):
     @property
     def gated(self) -> GateSettings | None:
         """The gate on the stage; None where it has none."""
-        return getattr(self, "gate", None)
+        return getattr(self, GATE_KEY, None)
 
     def inputs(self, run: RunBlocks, domains: Sequence[str]) -> Inputs:
         """Return what a stage of this block on `domains` starts from."""
