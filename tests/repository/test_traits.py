@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Collection, Iterator
+from dataclasses import fields
 
 import pytest
 from tools.structure import FLOORS, REPOSITORY
 
 from parallel.families import FAMILIES
 from stages.kinds import KINDS
+from stages.kinds.kind import StageKind
 
 # Literals that are equal to a kind's name and mean something else, by file.
 MEANS_NO_KIND = {
@@ -66,6 +68,17 @@ def test_the_pipeline_names_no_kind_of_stage() -> None:
         if kind not in MEANS_NO_KIND.get(file, set())
     ]
     assert not violations, "\n".join(violations)
+
+
+def test_the_pipeline_asks_for_every_trait() -> None:
+    asked = {
+        node.attr
+        for path in (REPOSITORY / "pipeline").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+    }
+    traits = {field.name for field in fields(StageKind) if field.type == "bool"}
+    assert traits and traits <= asked
 
 
 @pytest.mark.skipif(not FAMILIES_HAVE_TRAITS, reason="families are still asked for by name")
