@@ -43,6 +43,7 @@ from pipeline.slurm.queue import check_not_queued
 from pipeline.tables import Cell, table, terminal
 from pipeline.text import say, shown
 from stages.domains import DomainSettings
+from stages.kinds.evaluate.settings import EVALUATE
 from stages.rewards.reward import RewardPoolSettings
 
 DIRECTORY = Path("configs/domains")
@@ -103,7 +104,7 @@ def domain_check(arguments: Namespace) -> None:
         one_off.finished_training(run, arguments.stage)
         settings = load_with_domain(run.settings_file, path, arguments.samples)
         # Like an evaluation it samples, and trains nothing.
-        check_capacity(settings, [Stage("preview", "evaluate")], gpus_here(settings))
+        check_capacity(settings, [Stage("preview", EVALUATE.name)], gpus_here(settings))
         model = run.settings.model
         domain = load_domain(path, run.settings.rewards)
         pool, positions = run.settings.rewards, model.max_positions

@@ -44,7 +44,7 @@ from pipeline.estimate.simulation import (
     simulation_text,
 )
 from pipeline.new_run.new_run import Prepared, prepare
-from pipeline.new_run.run_blocks import Wanted
+from pipeline.new_run.run_blocks import RunRequest
 from pipeline.new_run.run_file import profile_text
 from pipeline.run.graph import compile_graph
 from pipeline.text import say, shown
@@ -246,7 +246,7 @@ def _line(prompt: str) -> str:
         raise UserError("no answer; nothing is written") from None
 
 
-def _wanted(arguments: Namespace, profile: ClusterSettings | None) -> Wanted:
+def _wanted(arguments: Namespace, profile: ClusterSettings | None) -> RunRequest:
     dry_run = arguments.dry_run
     model, described, weights = model_named(arguments.model, arguments.weights, dry_run=dry_run)
     per_node = arguments.gpus_per_node or (profile and profile.gpus_per_node) or PER_NODE
@@ -259,7 +259,7 @@ def _wanted(arguments: Namespace, profile: ClusterSettings | None) -> Wanted:
         )
     sheet = data_sheet(arguments.gpu, profile) if gpus else None
     kinds = sheets_of_kinds(arguments.gpu, profile) if gpus else {}
-    return Wanted(
+    return RunRequest(
         name=arguments.name or arguments.target.stem,
         output=arguments.target,
         model=model,

@@ -294,7 +294,7 @@ def _show_run(arguments: Namespace, run: Run) -> None:
     if report.evaluated(run, states):
         if (models := report.current_models(run, states)) is None:
             again = " ".join(
-                f"--from {each.name}" for each in run.stages if each.kind == "evaluate"
+                f"--from {each.name}" for each in run.stages if each.declared.evaluates
             )
             say(f"\n{shown(run.results)} is damaged; rerun the evaluation with {again}")
         else:

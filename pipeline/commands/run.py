@@ -51,8 +51,8 @@ from pipeline.run.select import (
 from pipeline.slurm.queue import check_not_queued
 from pipeline.tables import Cell, table, terminal
 from pipeline.text import say, shown, visible, warn
+from stages.kinds.evaluate.settings import EVALUATE
 
-AUDITED = ("sft", "grpo", "distill", "dpo", "sample", "gate", "evaluate")
 GATE_HELP = """\
   braid gate override quickstart gates.experts.spell_backward --reason "noise: 3 of 500 problems"
 
@@ -183,7 +183,7 @@ def evaluate(arguments: Namespace) -> None:
     """Evaluate finished stages again."""
     run, step = common.load_trusted_run(arguments), arguments.step
     changes = {key: each for key in one_off.FLAGS if (each := getattr(arguments, key)) is not None}
-    check_capacity(run.settings, [Stage("evaluate", "evaluate")], gpus_here(run.settings))
+    check_capacity(run.settings, [Stage(EVALUATE.name, EVALUATE.name)], gpus_here(run.settings))
     with run.lock():
         check_not_queued(run)
         on, stage, domains = (terminal(), common.PROGRAMS), arguments.stage, arguments.domain
@@ -264,7 +264,7 @@ def _audited(run: Run, name: str | None, step: int | None) -> list[str]:
     Raises:
         UserError: there is no such stage, or nothing of it can be audited.
     """
-    known = [stage.name for stage in run.stages if stage.kind in AUDITED]
+    known = [stage.name for stage in run.stages if stage.declared.audited]
     if name is not None and name not in known:
         raise UserError(f"no stage {name} can be audited; {hint(name, known)}")
     if name is None and step is not None:
@@ -356,15 +356,16 @@ def _written_results(run: Run, only: Collection[str]) -> Models | None:
     """Write results.json where an evaluation of the chosen stages is done; return its models."""
     states = run.refresh().states
     done = (stage for stage in run.chosen(only) if states[stage.name].state == "done")
-    return run.write_results() if any(stage.kind == "evaluate" for stage in done) else None
+    return run.write_results() if any(stage.declared.evaluates for stage in done) else None
 
 
 def _show_results(run: Run, models: Models) -> None:
     print("", report.results_table(models, own=run.own_domains), sep="\n")
     say(f"\nresults: {shown(run.results)}")
     for stage in run.stages:
-        if stage.kind in ("export", "quantize") and run.states[stage.name].state == "done":
-            model = stage.parent if stage.kind == "export" else stage.name
+        exports = stage.declared.exports or stage.declared.exports_itself
+        if exports and run.states[stage.name].state == "done":
+            model = stage.parent if stage.declared.exports else stage.name
             say(f"model of {model}: {shown(run.stage(stage.name).exported)}")
 
 

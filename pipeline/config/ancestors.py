@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from pipeline.config.unroll import Blocks, Unrolled, is_path
 from stages.kinds.distill.settings import domain_of
+from stages.kinds.kind import KINDS
 from stages.settings import RunSettings
 
 
@@ -16,7 +17,7 @@ def ancestor_cautions(settings: RunSettings) -> Iterator[tuple[str, str]]:
     """
     blocks = Blocks(settings)
     parents = {stage.name: list(_parents(stage, blocks)) for stage in blocks.stages}
-    found = {}
+    cautions = {}
     for stage in blocks.stages:
         if blocks.inputs(stage).parent is None or not parents[stage.name]:
             continue
@@ -27,31 +28,31 @@ def ancestor_cautions(settings: RunSettings) -> Iterator[tuple[str, str]]:
                 continue
             if _line(teacher, parents).isdisjoint(_line(student, parents)):
                 key = f"{stage.key}.{stage.settings.key_of('teachers', label)}"
-                found[key, teacher] = (
+                cautions[key, teacher] = (
                     f"{teacher} and {student}, which {stage.name} starts from, have no common"
                     " ancestor; a student learns little from a teacher of another start"
                 )
-    yield from ((key, message) for (key, _), message in found.items())
+    yield from ((key, message) for (key, _), message in cautions.items())
 
 
 def _parents(stage: Unrolled, blocks: Blocks) -> Iterator[str]:
     """Yield the models that a stage's weights come from, `from` first."""
     inputs = blocks.inputs(stage)
-    named = [(inputs.parent, stage.domain)] if inputs.parent else []
-    if stage.settings.kind == "merge_weights":  # other kinds only compare with their models
-        named += [(name, stage.domain) for name in inputs.models.values()]
-        named += [(name, domain) for domain, name in inputs.references.items()]
-    if inputs.parent is None and stage.settings.kind == "import":
+    references = [(inputs.parent, stage.domain)] if inputs.parent else []
+    if KINDS[stage.settings.kind].merges:  # other kinds only compare with their models
+        references += [(name, stage.domain) for name in inputs.models.values()]
+        references += [(name, domain) for domain, name in inputs.references.items()]
+    if inputs.parent is None and KINDS[stage.settings.kind].imports:
         yield "model.initial_weights"
-    yield from filter(None, (blocks.resolve(name, domain) for name, domain in named))
+    yield from filter(None, (blocks.resolve(name, domain) for name, domain in references))
 
 
 def _line(name: str, parents: Mapping[str, Iterable[str]]) -> set[str]:
     """Return a model and all that it descends from."""
-    found: set[str] = set()
+    ancestors: set[str] = set()
     left = [name]
     while left:
-        if (model := left.pop()) not in found:
-            found.add(model)
+        if (model := left.pop()) not in ancestors:
+            ancestors.add(model)
             left += parents.get(model, ())
-    return found
+    return ancestors

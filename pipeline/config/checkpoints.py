@@ -122,11 +122,13 @@ def weights_violation(directory: Path, model: ModelSettings) -> str | None:
     config, problem = json_object(path := directory / "config.json")
     if problem is not None:
         return f"{problem}; name the directory of a Hugging Face checkpoint"
-    own = text_configuration(config)
-    if (problem := _config_violation(path, own, model) or _files_violation(directory)) is not None:
+    text_config = text_configuration(config)
+    if (
+        problem := _config_violation(path, text_config, model) or _files_violation(directory)
+    ) is not None:
         return problem
-    found = tensors_violation(directory, model, fp8_blocks(config.get("quantization_config")))
-    return found and f"{shown(found[0])}: {found[1]}"
+    mismatch = tensors_violation(directory, model, fp8_blocks(config.get("quantization_config")))
+    return mismatch and f"{shown(mismatch[0])}: {mismatch[1]}"
 
 
 def _config_violation(path: Path, config: dict[str, Any], model: ModelSettings) -> str | None:
@@ -135,8 +137,8 @@ def _config_violation(path: Path, config: dict[str, Any], model: ModelSettings) 
     if not isinstance(kind, str | None):
         return f"{shown(path)}: model_type: must be the name of a family"
     if kind not in FAMILIES:
-        known = hint(str(kind), FAMILIES)
-        unknown = f"unknown family {json.dumps(kind)}; {known}"
+        suggestion = hint(str(kind), FAMILIES)
+        unknown = f"unknown family {json.dumps(kind)}; {suggestion}"
         return f"{shown(path)}: model_type: {unknown}; {ADDING_A_FAMILY}"
     if kind != model.family:
         return f"{shown(path)}: model_type: {kind}, but model.family is {model.family}"
@@ -198,8 +200,8 @@ def has_weights(directory: Path) -> bool:
 def _files_violation(directory: Path) -> str | None:
     path = directory / WEIGHTS_INDEX
     if not path.exists() and not path.is_symlink():
-        if found := unindexed_weights(directory):
-            return next(filter(None, map(_not_a_file, found)), None)
+        if weight_files := unindexed_weights(directory):
+            return next(filter(None, map(_not_a_file, weight_files)), None)
         return (
             f"{shown(directory)} has neither a *.safetensors file nor {WEIGHTS_INDEX}; download "
             "the weights, or convert other formats with transformers' save_pretrained"
@@ -208,12 +210,12 @@ def _files_violation(directory: Path) -> str | None:
     if problem is not None:
         return problem
     files = index.get("weight_map")
-    named = files.values() if isinstance(files, dict) else ()
-    if not named or not all(isinstance(name, str) for name in named):
+    file_names = files.values() if isinstance(files, dict) else ()
+    if not file_names or not all(isinstance(name, str) for name in file_names):
         return f"{shown(path)}: weight_map: must name the file of every tensor"
-    if paths := sorted(name for name in set(named) if not is_file_name(name)):
+    if paths := sorted(name for name in set(file_names) if not is_file_name(name)):
         return f"{shown(path)}: weight_map: {paths[0]!r} is no name of a file in the same directory"
-    absent = sorted(name for name in set(named) if not (directory / name).is_file())
+    absent = sorted(name for name in set(file_names) if not (directory / name).is_file())
     if not absent:
         return None
     more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
@@ -229,14 +231,14 @@ def json_object(path: Path) -> tuple[dict[str, Any], str | None]:
             return {}, problem
         if path.stat().st_size > MOST_BYTES:
             return {}, f"{shown(path)}: larger than {MOST_BYTES >> 20} MiB"
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         return {}, f"{shown(path)}: cannot be read: {error.strerror}"
     except (ValueError, RecursionError) as error:
         return {}, f"{shown(path)}: is not valid JSON: {error}"
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         return {}, f"{shown(path)}: is not a JSON object"
-    return found, None
+    return content, None
 
 
 def _not_a_file(path: Path) -> str | None:

@@ -45,14 +45,14 @@ def seconds_of(walltime: str) -> int:
 
     Its forms are `M`, `M:S`, `H:M:S`, `D-H`, `D-H:M` and `D-H:M:S`.
     """
-    days, dash, rest = walltime.rpartition("-")
-    parts = [int(part) for part in rest.split(":")]
+    days, dash, clock = walltime.rpartition("-")
+    numbers = [int(number) for number in clock.split(":")]
     if dash:
-        hours, minutes, seconds = [*parts, 0, 0][:3]
-    elif len(parts) == 3:
-        hours, minutes, seconds = parts
+        hours, minutes, seconds = [*numbers, 0, 0][:3]
+    elif len(numbers) == 3:
+        hours, minutes, seconds = numbers
     else:
-        hours, (minutes, seconds) = 0, [*parts, 0][:2]
+        hours, (minutes, seconds) = 0, [*numbers, 0][:2]
     return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
@@ -68,12 +68,12 @@ def _walltime(value: Any) -> Any:
 
 def _option(value: str) -> str:
     """Reject options that Braid sets: sbatch takes the last one given, and would override it."""
-    given = value.strip()
-    name = given[:2] if given[1:2] != "-" else re.split(r"[=\s]", given)[0]
-    for own, instead in OWN_OPTIONS.items():
+    option = value.strip()
+    name = option[:2] if option[1:2] != "-" else re.split(r"[=\s]", option)[0]
+    for reserved, instead in OWN_OPTIONS.items():
         # sbatch accepts abbreviations: a prefix selects the option unless it is an option itself.
-        if name == own or (len(name) > 3 and own.startswith(name) and name != "--gpus"):
-            raise PydanticCustomError("option", f"{own} is set by Braid; {instead}")
+        if name == reserved or (len(name) > 3 and reserved.startswith(name) and name != "--gpus"):
+            raise PydanticCustomError("option", f"{reserved} is set by Braid; {instead}")
     return value
 
 
@@ -194,18 +194,20 @@ class ClusterSettings(Settings):
 
     def of_kind(self, kind: Kind) -> ClusterSettings:
         """Return the profile with the overrides for stages of a kind applied."""
-        if (own := self.kinds.get(kind)) is None:
+        if (overrides := self.kinds.get(kind)) is None:
             return self
-        changed = {name: value for name, value in own if value is not None and name != "options"}
-        return self.model_copy(update={**changed, "options": (*self.options, *own.options)})
+        changed = {
+            name: value for name, value in overrides if value is not None and name != "options"
+        }
+        return self.model_copy(update={**changed, "options": (*self.options, *overrides.options)})
 
 
 def violations(cluster: ClusterSettings) -> Iterator[tuple[str, str]]:
     """Yield every rule between the keys that the profile breaks, as (dotted key, message)."""
     yield from _too_short(cluster)
     yield from _too_few_gpus(cluster, "ranks_per_node")
-    for kind, own in cluster.kinds.items():
-        if {"ranks_per_node", "gpus_per_node"} & own.model_fields_set:
+    for kind, overrides in cluster.kinds.items():
+        if {"ranks_per_node", "gpus_per_node"} & overrides.model_fields_set:
             yield from _too_few_gpus(cluster.of_kind(kind), f"kinds.{kind}.ranks_per_node")
     if cluster.local_directory is not None and not cluster.local_directory.startswith("/"):
         yield "local_directory", f"{cluster.local_directory} must be an absolute path"
@@ -236,7 +238,9 @@ def _too_few_gpus(cluster: ClusterSettings, key: str) -> Iterator[tuple[str, str
 
 def _too_short(cluster: ClusterSettings) -> Iterator[tuple[str, str]]:
     """Yield every walltime that is shorter than the warning, as (dotted key, message)."""
-    others = [(f"kinds.{kind}.walltime", own.walltime) for kind, own in cluster.kinds.items()]
-    for key, walltime in [("walltime", cluster.walltime), *others]:
+    of_kinds = [
+        (f"kinds.{kind}.walltime", overrides.walltime) for kind, overrides in cluster.kinds.items()
+    ]
+    for key, walltime in [("walltime", cluster.walltime), *of_kinds]:
         if walltime is not None and 0 < seconds_of(walltime) <= cluster.warning_seconds:
             yield key, f"{walltime} must be more than warning_seconds = {cluster.warning_seconds}"

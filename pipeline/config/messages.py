@@ -42,10 +42,10 @@ def violations_below(
     root = schema_of(root)
     key = schema.without_arms(root, error["loc"])
     block, annotation = find(tree, key), schema.type_at(root, key)
-    known = schema.fields(annotation)
+    fields = schema.fields(annotation)
     for name, node in block.entries.items() if isinstance(block, Mapping) else ():
-        if name not in known:
-            message = unknown(annotation, name, known)
+        if name not in fields:
+            message = unknown(annotation, name, fields)
             yield Violation(node.place, dotted((*key, name)), message)
 
 
@@ -102,24 +102,24 @@ def _message(root: type[Settings], error: ErrorDetails) -> str:
         annotation = schema.type_at(root, tuple(parent))
         return unknown(annotation, str(name), schema.fields(annotation))
     if error["type"] == "union_tag_invalid":
-        known, given = error["ctx"]["expected_tags"], str(error["ctx"]["tag"])
-        near = nearest_name(given, (each.strip("'") for each in known.split(", ")))
-        arms = " or ".join(known.rsplit(", ", 1))
-        return f"should be {arms}, not {json.dumps(given)}{f'; {near}' if near else ''}"
+        tags, tag = error["ctx"]["expected_tags"], str(error["ctx"]["tag"])
+        near = nearest_name(tag, (expected.strip("'") for expected in tags.split(", ")))
+        arms = " or ".join(tags.rsplit(", ", 1))
+        return f"should be {arms}, not {json.dumps(tag)}{f'; {near}' if near else ''}"
     if error["type"] == "too_short":
-        least, given = error["ctx"]["min_length"], error["ctx"]["actual_length"]
-        return f"should have at least {least} {'item' if least == 1 else 'items'}, not {given}"
-    given = "a mapping" if isinstance(error["input"], dict) else json.dumps(error["input"])
-    given = shortened(given, LONGEST_VALUE)
+        least, length = error["ctx"]["min_length"], error["ctx"]["actual_length"]
+        return f"should have at least {least} {'item' if least == 1 else 'items'}, not {length}"
+    stated = "a mapping" if isinstance(error["input"], dict) else json.dumps(error["input"])
+    stated = shortened(stated, LONGEST_VALUE)
     if error["type"] == "bool_type":
-        return f"should be true or false, not {given}"
+        return f"should be true or false, not {stated}"
     reason = error["msg"].removeprefix("Input ").replace("an object", MAPPING)
     reason = reason.replace("a valid array", "a list")
     reason = reason.replace("a valid dictionary or object to extract fields from", MAPPING)
     if (*error["loc"],) == FAMILY:
         near = nearest_name(str(error["input"]), FAMILIES)
-        given = "; ".join(filter(None, (given, near, ADDING_A_FAMILY)))
-    return f"{reason[0].lower()}{reason[1:]}, not {given}"
+        stated = "; ".join(filter(None, (stated, near, ADDING_A_FAMILY)))
+    return f"{reason[0].lower()}{reason[1:]}, not {stated}"
 
 
 def renamed_to(root: type[Settings], location: tuple[str | int, ...]) -> str | None:
@@ -127,19 +127,19 @@ def renamed_to(root: type[Settings], location: tuple[str | int, ...]) -> str | N
     return schema.renamed(schema.type_at(root, location[:-1]), str(location[-1]))
 
 
-def unknown(annotation: Any, name: str, known: Collection[str]) -> str:
+def unknown(annotation: Any, name: str, fields: Collection[str]) -> str:
     """Return the message of a key that a block does not have, with what was probably meant."""
     if now := schema.renamed(annotation, name):
         return f"renamed to {now}"
     if of := _kind_without(annotation, name):
         return of
-    return f"unknown key; {schema.alias_hint(name, known) or hint(name, known)}"
+    return f"unknown key; {schema.alias_hint(name, fields) or hint(name, fields)}"
 
 
 def _kind_without(annotation: Any, name: str) -> str | None:
     """Return that only stages of other kinds have a key, such as `gate`; None where none has."""
-    own = [kind.name for kind in KINDS.values() if kind.settings and kind.settings is annotation]
+    kinds = [kind.name for kind in KINDS.values() if kind.settings and kind.settings is annotation]
     having = [kind.name for kind in KINDS.values() if name in schema.fields(kind.settings)]
-    if not own or not having:
+    if not kinds or not having:
         return None
-    return f"stages of kind {own[0]} have no such key; only of {', '.join(sorted(having))}"
+    return f"stages of kind {kinds[0]} have no such key; only of {', '.join(sorted(having))}"

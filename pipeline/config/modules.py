@@ -33,7 +33,7 @@ def find_module(module: str, directory: Path | None = None) -> ModuleSpec | None
     It is looked up in `directory`, or as a stage's process would: in the working directory, then on
     `sys.path`.
     """
-    top, *parts = module.split(".")
+    top, *submodules = module.split(".")
     try:
         if directory is not None:
             spec = PathFinder.find_spec(top, [str(directory)])
@@ -41,12 +41,12 @@ def find_module(module: str, directory: Path | None = None) -> ModuleSpec | None
             spec = PathFinder.find_spec(top, [str(Path.cwd())]) or find_spec(top)
     except ValueError:  # not a valid module name
         return None
-    for part in parts:
+    for submodule in submodules:
         if spec is None or spec.submodule_search_locations is None:
             return None
         # By the last name alone: with the full name, a namespace package (no __init__.py) looks up
         # its parent in sys.modules, where it is not.
-        spec = PathFinder.find_spec(part, list(spec.submodule_search_locations))
+        spec = PathFinder.find_spec(submodule, list(spec.submodule_search_locations))
     return spec
 
 
@@ -58,18 +58,18 @@ def module_files(module: str, directory: Path | None = None) -> ModuleFiles | No
     root = origin.parents[above]
     if root.resolve() in _installed():
         return ModuleFiles(root, (origin,), True)
-    found: dict[Path, None] = {}
+    files: dict[Path, None] = {}
     seen: set[str] = set()
     left = [module]
     while left:
-        for each in _with_packages(left.pop()):
-            if each in seen or each.partition(".")[0] in OURS:
+        for name in _with_packages(left.pop()):
+            if name in seen or name.partition(".")[0] in OURS:
                 continue
-            seen.add(each)
-            if (path := _source(each, root)) is not None and path not in found:
-                found[path] = None
-                left += _imports(path, each)
-    return ModuleFiles(root, tuple(sorted(found)), False)
+            seen.add(name)
+            if (path := _source(name, root)) is not None and path not in files:
+                files[path] = None
+                left += _imports(path, name)
+    return ModuleFiles(root, tuple(sorted(files)), False)
 
 
 def _source(module: str, directory: Path | None) -> Path | None:
@@ -82,8 +82,8 @@ def _source(module: str, directory: Path | None) -> Path | None:
 
 def _with_packages(module: str) -> Iterator[str]:
     """Yield the packages that a module is in, and itself."""
-    parts = module.split(".")
-    yield from (".".join(parts[: number + 1]) for number in range(len(parts)))
+    names = module.split(".")
+    yield from (".".join(names[: number + 1]) for number in range(len(names)))
 
 
 def _installed() -> set[Path]:

@@ -29,21 +29,23 @@ def requantized(run: RunSettings, starting: Collection[str] | None) -> Iterator[
     blocks = Blocks(run)
     for stage in blocks.among(starting):
         parent = blocks.inputs(stage).parent
-        found = blocks.by_name.get(blocks.resolve(parent, stage.domain) or "") if parent else None
-        if found is None or not isinstance(found.settings, QuantizeSettings):
+        parent_stage = (
+            blocks.by_name.get(blocks.resolve(parent, stage.domain) or "") if parent else None
+        )
+        if parent_stage is None or not isinstance(parent_stage.settings, QuantizeSettings):
             continue
         if isinstance(stage.settings, ExportSettings):
             yield (
                 f"{stage.key}.from",
-                f"{found.name} is quantized, and its stage already leaves the export:"
-                f" stages/{found.name}/huggingface; remove this stage, or export"
-                f" {found.settings.from_}",
+                f"{parent_stage.name} is quantized, and its stage already leaves the export:"
+                f" stages/{parent_stage.name}/huggingface; remove this stage, or export"
+                f" {parent_stage.settings.from_}",
             )
         elif isinstance(stage.settings, QuantizeSettings):
             yield (
                 f"{stage.key}.from",
-                f"{found.name} is quantized already; name the model before that,"
-                f" {found.settings.from_}",
+                f"{parent_stage.name} is quantized already; name the model before that,"
+                f" {parent_stage.settings.from_}",
             )
 
 

@@ -89,7 +89,7 @@ class Violation:
 
     def __str__(self) -> str:
         key, message = shortened(self.key, LONGEST_KEY), shortened(self.message, LONGEST_MESSAGE)
-        return visible(": ".join(part for part in (str(self.place), key, message) if part))
+        return visible(": ".join(text for text in (str(self.place), key, message) if text))
 
 
 class ConfigError(UserError):
@@ -253,8 +253,8 @@ class Reader:
                 base = self._bases(child, where, key)
             else:
                 entries[name] = self._node(child, where, (*key, name))
-        own = Mapping(entries, place)
-        return own if base is None else merge(base, own)
+        mapping = Mapping(entries, place)
+        return mapping if base is None else merge(base, mapping)
 
     def _entries(
         self, node: MappingNode, place: SourceLocation, key: Key
@@ -276,10 +276,10 @@ class Reader:
         """Return the mapping in a file, or in a list of files, each merged into those before it."""
         if not isinstance(node, ListNode):
             return self._extended(node, place, key)
-        files = [(each, place.at(each.line)) for each in node.items]
+        files = [(child, place.at(child.line)) for child in node.items]
         if not files:
             return self._unreadable(place, (*key, "extends"), "must name at least one file")
-        bases = (self._extended(each, where, key) for each, where in files)
+        bases = (self._extended(child, where, key) for child, where in files)
         return reduce(merge, bases)
 
     def _extended(self, node: yaml_core.Node, place: SourceLocation, key: Key) -> Mapping:
@@ -331,11 +331,11 @@ def merge(base: Mapping, over: Mapping) -> Mapping:
 
 def override_at(tree: Mapping, key: Key, node: Node) -> Mapping:
     """Return the tree with the value at `key` overridden by `node`."""
-    name, rest = key[0], key[1:]
+    name, inner_key = key[0], key[1:]
     below = tree.entries.get(name)
-    if rest:
+    if inner_key:
         below = below if isinstance(below, Mapping) else Mapping({}, node.place)
-        node = override_at(below, rest, node)
+        node = override_at(below, inner_key, node)
     else:
         node = _over(below, node)
     return Mapping({**tree.entries, name: node}, tree.place)
@@ -350,34 +350,34 @@ def plain(node: Node) -> Any:
 
 def find(node: Node, key: tuple[str | int, ...]) -> Node | None:
     """Return the node at `key`, or None."""
-    for part in key:
-        if not isinstance(node, Mapping) or part not in node.entries:
+    for name in key:
+        if not isinstance(node, Mapping) or name not in node.entries:
             return None
-        node = node.entries[str(part)]
+        node = node.entries[str(name)]
     return node
 
 
 def nearest(node: Node, key: tuple[str | int, ...]) -> SourceLocation:
     """Return the location of `key`, or else of the deepest mapping above it."""
-    for part in key:
-        if not isinstance(node, Mapping) or part not in node.entries:
+    for name in key:
+        if not isinstance(node, Mapping) or name not in node.entries:
             break
-        node = node.entries[str(part)]
+        node = node.entries[str(name)]
     return node.place
 
 
 def key_in(tree: Mapping, name: str) -> Key:
     """Return a dotted key as the names in a tree, one of which may wrongly hold a dot itself."""
     node: Node | None = tree
-    found: list[str] = []
-    rest = f"{name}."
-    while rest:
-        known = node.entries if isinstance(node, Mapping) else {}
-        fits = [each for each in known if rest.startswith(f"{each}.")]
-        part = max(fits, key=len, default=rest.partition(".")[0])
-        found.append(part)
-        node, rest = known.get(part), rest[len(part) + 1 :]
-    return tuple(found)
+    names: list[str] = []
+    remainder = f"{name}."
+    while remainder:
+        entries = node.entries if isinstance(node, Mapping) else {}
+        fits = [candidate for candidate in entries if remainder.startswith(f"{candidate}.")]
+        next_name = max(fits, key=len, default=remainder.partition(".")[0])
+        names.append(next_name)
+        node, remainder = entries.get(next_name), remainder[len(next_name) + 1 :]
+    return tuple(names)
 
 
 def matching(tree: Mapping, pattern: Key) -> Iterator[Key]:
@@ -398,13 +398,15 @@ def apply_deletions(tree: Mapping) -> tuple[Mapping, list[Violation]]:
             continue
         entries = mapping.entries.items()
         nulls = {n: leaf for n, leaf in entries if isinstance(leaf, Leaf) and leaf.value is None}
-        known = [name for name, _ in entries if name not in nulls or nulls[name].replaces]
+        defined = [name for name, _ in entries if name not in nulls or nulls[name].replaces]
         for name, leaf in nulls.items():
             if not leaf.replaces:
-                message = f"null deletes an inherited name, and there is none; {hint(name, known)}"
+                message = (
+                    f"null deletes an inherited name, and there is none; {hint(name, defined)}"
+                )
                 errors.append(Violation(leaf.place, dotted((*key, name)), message))
-        kept = {name: node for name, node in entries if name not in nulls}
-        tree = replaced(tree, key, Mapping(kept, mapping.place))
+        remaining = {name: node for name, node in entries if name not in nulls}
+        tree = replaced(tree, key, Mapping(remaining, mapping.place))
     return tree, errors
 
 
@@ -427,8 +429,8 @@ def _over(below: Node | None, node: Node) -> Node:
 def _shipped(name: str) -> Path | None:
     """Return the file of `configs/` that a path names as if it were written there or above."""
     paths = (directory / name for directory in (CONFIGS, CONFIGS.parent))
-    found = (path for path in paths if path.is_relative_to(CONFIGS) and path.is_file())
-    return next(found, None)
+    shipped = (path for path in paths if path.is_relative_to(CONFIGS) and path.is_file())
+    return next(shipped, None)
 
 
 def _text(path: Path) -> str:

@@ -136,14 +136,14 @@ def _architecture_rules(model: ModelSettings) -> Found:
     try:
         architecture(model)
     except ValidationError as error:
-        known = FAMILIES[model.family].further.model_fields
-        for each in error.errors():
-            key = ".".join(map(str, ("model.architecture", *each["loc"])))
-            if each["type"] == "extra_forbidden" and len(each["loc"]) == 1:
-                yield key, f"unknown key of {model.family}; {hint(str(each['loc'][0]), known)}"
+        keys = FAMILIES[model.family].further.model_fields
+        for details in error.errors():
+            key = ".".join(map(str, ("model.architecture", *details["loc"])))
+            if details["type"] == "extra_forbidden" and len(details["loc"]) == 1:
+                yield key, f"unknown key of {model.family}; {hint(str(details['loc'][0]), keys)}"
             else:
-                should = each["msg"].removeprefix("Input ")
-                yield key, f"{should}, not {json.dumps(each['input'], default=str)}"
+                should = details["msg"].removeprefix("Input ")
+                yield key, f"{should}, not {json.dumps(details['input'], default=str)}"
 
 
 def _engine_rules(model: ModelSettings, engine: EngineSettings) -> Found:
@@ -161,10 +161,10 @@ def _engine_rules(model: ModelSettings, engine: EngineSettings) -> Found:
 
 def _stage_rules(run: RunSettings, starting: Collection[str] | None) -> Found:
     """Check the `starting` stages by their kind, optimizers, and what their gates may measure."""
-    found: dict[tuple[str, str], None] = {}  # two stages may state the same in their domain
+    broken: dict[tuple[str, str], None] = {}  # two stages may state the same in their domain
     for stage in Blocks(run).among(starting):
         block, key, domains = stage.settings, stage.key, stage.domains
-        found.update(dict.fromkeys(block.violations(key, run, domains)))
+        broken.update(dict.fromkeys(block.violations(key, run, domains)))
         trained, policy = block.trained_by(run, domains), block.policy(run, domains)
         at, objectives = under(key), [policy.objective] if policy else []
         if isinstance(block, GrpoSettings):
@@ -175,17 +175,17 @@ def _stage_rules(run: RunSettings, starting: Collection[str] | None) -> Found:
             optimizers["objective.advantage.critic.optimizer"] = advantage.critic.optimizer
         for name, optimizer in optimizers.items():
             for setting, message in optimizer_violations(optimizer, run.model, run.layout):
-                found[at(f"{name}.{setting}"), message] = None
+                broken[at(f"{name}.{setting}"), message] = None
         if stage.gate is not None and (gate := block.gated):
             if gate.problems < run.layout.data:
                 few = f"{gate.problems} is {too_few(run.layout)}"
-                found[f"{key}.gate.problems", few] = None
+                broken[f"{key}.gate.problems", few] = None
             coldest = min(run.answer_sampling(name).temperature for name in domains)
             for message in _repeated(gate.samples_per_problem, coldest):
-                found[f"{key}.gate.samples_per_problem", message] = None
+                broken[f"{key}.gate.samples_per_problem", message] = None
             if isinstance(gate, GainGateSettings):
-                found.update(dict.fromkeys(_bound_rules(key, gate, policy, objectives, at)))
-    yield from found
+                broken.update(dict.fromkeys(_bound_rules(key, gate, policy, objectives, at)))
+    yield from broken
 
 
 def _bound_rules(
@@ -205,7 +205,7 @@ def _bound_rules(
     for name, never, when, instead in (
         (
             "max_kl",
-            not any(each.kl.coefficient for each in objectives),
+            not any(objective.kl.coefficient for objective in objectives),
             f"not logged with {at('objective.kl.coefficient')} = 0",
             "or a coefficient above 0",
         ),
@@ -224,7 +224,7 @@ def _bound_rules(
         ),
         (
             "max_router_movement",
-            not any(each.ratio.needs_router_shift for each in objectives),
+            not any(objective.ratio.needs_router_shift for objective in objectives),
             f"only logged with {at('objective.ratio.name')} = rspo",
             "",
         ),
@@ -252,19 +252,19 @@ class _Use:
 
 def _uses(run: RunSettings) -> dict[str, _Use]:
     """Return the use of every domain, in one walk of the stages."""
-    found = {name: _Use() for name in run.domains}
+    uses = {name: _Use() for name in run.domains}
     for name, block in run.stages.items():
-        key, own = f"stages.{name}", run.domains_of(block)
+        key, block_domains = f"stages.{name}", run.domains_of(block)
         if isinstance(block, GrpoSettings) and block.objective:
-            for each in own:
-                found[each].objectives[key] = block.objective
+            for domain in block_domains:
+                uses[domain].objectives[key] = block.objective
         if isinstance(block, SftSettings):
-            for each in block.demonstrated(own):
-                found[each].shown_in = found[each].shown_in or key
+            for domain in block.demonstrated(block_domains):
+                uses[domain].shown_in = uses[domain].shown_in or key
     for _, domains, sampling, _ in run.rollouts():
-        for each in domains:
-            found[each].longest = max(found[each].longest, sampling.max_response_tokens)
-    return found
+        for domain in domains:
+            uses[domain].longest = max(uses[domain].longest, sampling.max_response_tokens)
+    return uses
 
 
 def _domain_rules(
@@ -330,19 +330,26 @@ def _reward_rules(key: str, domain: DomainSettings, pool: RewardPoolSettings) ->
     if not any(reward.weight for reward in domain.rewards.values()):
         yield key, "every weight is 0, so that all responses score the same; give one a weight"
     for name, reward in domain.rewards.items():
-        own, longest = f"{key}.{name}", domain.sampling.max_response_tokens
+        reward_key, longest = f"{key}.{name}", domain.sampling.max_response_tokens
         if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
-            yield own, "a reward's name must be letters, digits, _ or -, since it names a metric"
-        yield from reward.rules(RewardContext(own, domain.prompts.source, longest, pool))
+            yield (
+                reward_key,
+                "a reward's name must be letters, digits, _ or -, since it names a metric",
+            )
+        yield from reward.rules(RewardContext(reward_key, domain.prompts.source, longest, pool))
 
 
 def _step_rules(key: str, domain: DomainSettings, objective: str) -> Found:
     """Check that the rewards at `key` score steps, as advantage `process` requires."""
-    own = [reward for reward in domain.rewards.values() if isinstance(reward, PythonReward)]
+    python_rewards = [
+        reward for reward in domain.rewards.values() if isinstance(reward, PythonReward)
+    ]
     required = f"{objective}.advantage process requires step rewards"
-    if not own:
+    if not python_rewards:
         yield key, f"{required}, which only kind: python has"
-    elif all(each.unfinished == "zero" or each.timed_out is not None for each in own):
+    elif all(
+        reward.unfinished == "zero" or reward.timed_out is not None for reward in python_rewards
+    ):
         yield (
             key,
             f"{required}, and a truncated or timed-out response has none; set unfinished: score "
@@ -355,10 +362,10 @@ def _split_rules(domains: Mapping[str, DomainSettings]) -> Found:
     first, *others = domains
     shared = domains[first].prompts.held_out_fraction
     for name in others:
-        if (own := domains[name].prompts.held_out_fraction) != shared:
+        if (fraction := domains[name].prompts.held_out_fraction) != shared:
             yield (
                 f"domains.{name}.prompts.held_out_fraction",
-                f"{own} must be {shared}, as in domains.{first}, or one domain could train on "
+                f"{fraction} must be {shared}, as in domains.{first}, or one domain could train on "
                 "another's evaluation prompts",
             )
 
@@ -376,17 +383,17 @@ def evaluation_rules(evaluation: EvaluationSettings, layout: LayoutSettings) -> 
 
 def answer_rules(run: RunSettings) -> Found:
     """Check how each domain's held-out problems are answered."""
-    size, found = run.model.vocabulary_size, dict[tuple[str, str], None]()
+    size, broken = run.model.vocabulary_size, dict[tuple[str, str], None]()
     for name, domain in run.domains.items():
-        own, sampling = domain.evaluation, run.answer_sampling(name)
+        evaluation, sampling = domain.evaluation, run.answer_sampling(name)
         if sampling.top_k > size:
-            key = "evaluation" if own.top_k is None else f"domains.{name}.evaluation"
+            key = "evaluation" if evaluation.top_k is None else f"domains.{name}.evaluation"
             more = f"{sampling.top_k} is more than model.vocabulary_size = {size}"
-            found[f"{key}.top_k", f"{more}; use 0 for all tokens"] = None
-        if own.temperature is not None:
-            for message in _repeated(run.evaluation.samples_per_problem, own.temperature):
-                found[f"domains.{name}.evaluation.temperature", message] = None
-    yield from found
+            broken[f"{key}.top_k", f"{more}; use 0 for all tokens"] = None
+        if evaluation.temperature is not None:
+            for message in _repeated(run.evaluation.samples_per_problem, evaluation.temperature):
+                broken[f"domains.{name}.evaluation.temperature", message] = None
+    yield from broken
 
 
 def _repeated(samples: int, temperature: float) -> Iterator[str]:

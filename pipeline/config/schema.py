@@ -57,11 +57,11 @@ def type_at(root: type[BaseModel], key: Key) -> Any:
     `key` includes the class's tag, as the locations of pydantic's errors do.
     """
     annotation: Any = root
-    for part in key:
-        if part in (classes := arms(annotation)):
-            annotation = classes[part]
-        elif known := fields(annotation):
-            annotation = _bare(known.get(part))
+    for name in key:
+        if name in (classes := arms(annotation)):
+            annotation = classes[name]
+        elif annotations := fields(annotation):
+            annotation = _bare(annotations.get(name))
         elif get_origin(annotation) is dict:
             annotation = _bare(get_args(annotation)[1])
         elif annotation is not Any:
@@ -71,12 +71,12 @@ def type_at(root: type[BaseModel], key: Key) -> Any:
 
 def fields(annotation: Any) -> dict[Any, Any]:
     """Return the keys of a settings class, or of all classes of a union, with annotations."""
-    own = [annotation] if _is_settings(annotation) else []
-    classes = [*own, *arms(annotation).values()]
+    itself = [annotation] if _is_settings(annotation) else []
+    classes = [*itself, *arms(annotation).values()]
     return {
         field.alias or name: field.annotation
-        for each in classes
-        for name, field in each.model_fields.items()
+        for settings_class in classes
+        for name, field in settings_class.model_fields.items()
     }
 
 
@@ -85,31 +85,31 @@ def renamed(annotation: Any, name: str) -> str | None:
     return annotation.renamed.get(name) if _is_settings(annotation) else None
 
 
-def alias_hint(name: str, known: Collection[str]) -> str | None:
+def alias_hint(name: str, fields: Collection[str]) -> str | None:
     """Return the end of a message about another project's name for a key; None for others.
 
     A key of the same block, one of `known`, is named without its path.
     """
     if (target := ALIASES.get(name)) is None:
         return None
-    own = target.rpartition(".")[2]
+    short_name = target.rpartition(".")[2]
     remark = f" ({_REMARKS[name]})" if name in _REMARKS else ""
-    return f'did you mean "{own if own in known else target}"?{remark}'
+    return f'did you mean "{short_name if short_name in fields else target}"?{remark}'
 
 
 def without_arms(root: type[BaseModel], location: Key) -> Key:
     """Return one of pydantic's locations without the tags of unions: the key in the file."""
     return tuple(
-        part
-        for depth, part in enumerate(location)
-        if part not in arms(type_at(root, location[:depth]))
+        name
+        for depth, name in enumerate(location)
+        if name not in arms(type_at(root, location[:depth]))
     )
 
 
 def arms(annotation: Any) -> dict[Any, type[BaseModel]]:
     """Return the settings classes of a union by their tag's value; empty for no union."""
     classes = _classes(annotation)
-    return {each.model_fields[_tag(classes)].default: each for each in classes}
+    return {arm.model_fields[_tag(classes)].default: arm for arm in classes}
 
 
 def tag(annotation: Any) -> str:
@@ -124,15 +124,13 @@ def _is_settings(annotation: Any) -> bool:
 def _classes(annotation: Any) -> list[type[BaseModel]]:
     if get_origin(annotation) not in (Union, types.UnionType):
         return []
-    return [each for each in map(_bare, get_args(annotation)) if _is_settings(each)]
+    return [arm for arm in map(_bare, get_args(annotation)) if _is_settings(arm)]
 
 
 def _tag(classes: list[type[BaseModel]]) -> str:
     """Return the key that is a literal of one value in all classes, another one in each."""
     for name, field in classes[0].model_fields.items():
-        defaults = {
-            each.model_fields[name].default for each in classes if name in each.model_fields
-        }
+        defaults = {arm.model_fields[name].default for arm in classes if name in arm.model_fields}
         only = get_origin(field.annotation) is Literal and len(get_args(field.annotation)) == 1
         if only and len(defaults) == len(classes):
             return name
@@ -144,6 +142,6 @@ def _bare(annotation: Any) -> Any:
     if get_origin(annotation) is Annotated:
         return _bare(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType):
-        others = [arm for arm in get_args(annotation) if arm is not type(None)]
-        return _bare(others[0]) if len(others) == 1 else annotation
+        non_null = [arm for arm in get_args(annotation) if arm is not type(None)]
+        return _bare(non_null[0]) if len(non_null) == 1 else annotation
     return annotation

@@ -55,8 +55,8 @@ def tensors_violation(
         except (OSError, HeaderError) as error:
             return path, f"{error}; download or export the file again"
     try:
-        for own in [*text_tensors({name: each.shape for name, each in stored.items()})]:
-            stored[own.name] = stored[own.stored]._replace(shape=own.shape)
+        for tensor in [*text_tensors({name: header.shape for name, header in stored.items()})]:
+            stored[tensor.name] = stored[tensor.stored]._replace(shape=tensor.shape)
     except StackError as error:
         return directory, f"{error}; download or export the file again"
     expected = {name: shape for name, shape, _ in stored_tensors(model)}
@@ -80,8 +80,8 @@ def _differing(
         if name not in stored:
             if f"{name}{PACKED}" not in stored:
                 yield f"{name} is missing"
-        elif (found := stored[name]).shape != shape:
-            yield f"{name} is {[*found.shape]} in {found.file.name} and should be {[*shape]}"
+        elif (tensor := stored[name]).shape != shape:
+            yield f"{name} is {[*tensor.shape]} in {tensor.file.name} and should be {[*shape]}"
         elif (problem := unreadable(name, stored, blocks)) is not None:
             yield problem
 
@@ -108,11 +108,11 @@ def _header(path: Path) -> dict[str, Stored]:
             raise HeaderError(f"{size} bytes without a header, so no safetensors file")
         text = file.read(length)
     try:
-        found: dict[str, Any] = json.loads(text.decode())
-        entries = [(name, each) for name, each in found.items() if name != "__metadata__"]
+        header: dict[str, Any] = json.loads(text.decode())
+        entries = [(name, entry) for name, entry in header.items() if name != "__metadata__"]
     except (ValueError, AttributeError, RecursionError) as error:
         raise HeaderError(f"its header cannot be read: {error!r}") from error
-    places = sorted((*_place(name, each), name) for name, each in entries)
+    places = sorted((*_place(name, entry), name) for name, entry in entries)
     end = 0
     for begin, after, name in places:
         if begin != end:
@@ -122,8 +122,8 @@ def _header(path: Path) -> dict[str, Stored]:
         raise HeaderError(f"{size} bytes, and its header says {whole}")
     begins = {name: LENGTH_BYTES + length + begin for begin, _, name in places}
     return {
-        name: Stored(path, each["dtype"], tuple(each["shape"]), begins[name])
-        for name, each in entries
+        name: Stored(path, entry["dtype"], tuple(entry["shape"]), begins[name])
+        for name, entry in entries
     }
 
 
@@ -132,8 +132,8 @@ def _place(name: str, entry: Any) -> tuple[int, int]:
 
     Raises HeaderError where the entry of a header is none, or its parts disagree.
     """
-    given = entry if isinstance(entry, dict) else {}
-    dtype, shape, offsets = (given.get(key) for key in ("dtype", "shape", "data_offsets"))
+    fields = entry if isinstance(entry, dict) else {}
+    dtype, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or dtype not in BITS:
         raise HeaderError(f"{_short(name)}: unknown dtype {reprlib.repr(dtype)}")
     if not _are_lengths(shape):
@@ -152,7 +152,7 @@ def _are_lengths(value: Any) -> TypeGuard[list[int]]:
     return (
         isinstance(value, list)
         and len(value) <= MOST_DIMENSIONS
-        and all(type(each) is int and 0 <= each < LONGEST_DIMENSION for each in value)
+        and all(type(length) is int and 0 <= length < LONGEST_DIMENSION for length in value)
     )
 
 

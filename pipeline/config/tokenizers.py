@@ -40,13 +40,13 @@ TOKENIZER_FILES = (TOKENIZER_FILE, "tokenizer.model", "vocab.json", "tekken.json
 
 def outside_models(blocks: Blocks) -> list[tuple[str, Path]]:
     """Return each model outside the run with its key, once however many stages name it."""
-    found = {
+    models = {
         (key, path)
         for stage in blocks.stages
         for key, reference, domain, leaves in blocks.references(stage)
         if leaves == "checkpoints" and (path := blocks.resolve(reference, domain)) and is_path(path)
     }
-    return [(key, Path(path)) for key, path in sorted(found)]
+    return [(key, Path(path)) for key, path in sorted(models)]
 
 
 def tokenizer_violation(path: Path, model: ModelSettings) -> str | None:
@@ -81,17 +81,17 @@ def size_violation(model: ModelSettings) -> str | None:
 
 def template_cautions(settings: RunSettings) -> Iterator[tuple[str, str]]:
     """Yield each model outside the run with another chat template, as (dotted key, message)."""
-    own = settings.model.tokenizer
+    tokenizer = settings.model.tokenizer
     for key, path in outside_models(Blocks(settings)):
         name = _tokenizer_of(path)
-        if name is None or CHARACTERS in (name, own) or _same(name, own):
+        if name is None or CHARACTERS in (name, tokenizer) or _same(name, tokenizer):
             continue
-        ours, theirs = template_digest(Path(own)), template_digest(Path(name))
+        ours, theirs = template_digest(Path(tokenizer)), template_digest(Path(name))
         if None not in (ours, theirs) and ours != theirs:
             yield (
                 key,
-                f"{shown(path)} has another chat template than {_shown(own)}; the run's renders"
-                " its prompts, which this model may not have been trained on",
+                f"{shown(path)} has another chat template than {_shown(tokenizer)}; the run's"
+                " renders its prompts, which this model may not have been trained on",
             )
 
 
@@ -205,7 +205,7 @@ def _tokenizer_of(path: Path) -> str | None:
     """Return the tokenizer of a model, as `model.tokenizer` names it; None where none is known."""
     if (path / "config.json").exists():
         return str(path)
-    settings = (each / "run.yaml" for each in path.resolve().parents)
+    settings = (above / "run.yaml" for above in path.resolve().parents)
     if (run := next(filter(Path.is_file, settings), None)) is None:
         return None
     try:
@@ -230,17 +230,20 @@ def _tokens(name: str) -> dict[int, str]:
     The stage that loads a broken one reports it.
     """
     if name == CHARACTERS:
-        first = max(PAD_TOKEN, END_TOKEN) + 1
+        first_letter = max(PAD_TOKEN, END_TOKEN) + 1
         special = {PAD_TOKEN: PAD, END_TOKEN: END}
-        return special | dict(enumerate(LETTERS, start=first))
+        return special | dict(enumerate(LETTERS, start=first_letter))
     try:
-        found = json.loads(read_text(Path(name) / TOKENIZER_FILE))
-        vocabulary = found["model"]["vocab"]
+        content = json.loads(read_text(Path(name) / TOKENIZER_FILE))
+        vocabulary = content["model"]["vocab"]
         if isinstance(vocabulary, dict):  # of BPE and WordPiece; Unigram has pairs with scores
             tokens = {int(number): token for token, number in vocabulary.items()}
         else:
             tokens = {number: str(pair[0]) for number, pair in enumerate(vocabulary)}
-        added = {int(each["id"]): str(each["content"]) for each in found.get("added_tokens", ())}
+        added = {
+            int(added_token["id"]): str(added_token["content"])
+            for added_token in content.get("added_tokens", ())
+        }
     # OverflowError: the id Infinity, which Python's JSON has.
     except (OSError, LookupError, TypeError, ValueError, RecursionError, AttributeError):
         return {}

@@ -27,7 +27,7 @@ from stages.kinds.sample.settings import SampleSettings
 from stages.objectives.loss import ObjectiveSettings
 from stages.settings import RunSettings
 
-GATE = "gates."
+GATE_PREFIX = "gates."
 # Of BLOCK.DOMAIN; with "gates." and a suffix it stays below the 255 bytes of file systems.
 LONGEST_NAME = 201
 MOST_NAMED = 4  # stages of a block in one message
@@ -83,7 +83,7 @@ class Unrolled:
         """The name of its gate, None where it has none."""
         gate = self.settings.gated
         measured = set(self.domains) & set(gate.domains or self.domains) if gate else ()
-        return f"{GATE}{self.name}" if measured else None
+        return f"{GATE_PREFIX}{self.name}" if measured else None
 
 
 class Blocks:
@@ -91,32 +91,34 @@ class Blocks:
 
     def __init__(self, run: RunSettings) -> None:
         self.run = run
-        self.stages = [each for name in run.stages for each in _unrolled(run, name)]
+        self.stages = [stage for name in run.stages for stage in _unrolled(run, name)]
         self._inputs: dict[tuple[str, str | None], Inputs] = {}
 
     @cached_property
     def by_name(self) -> dict[str, Unrolled]:
         """The stages by name; of two with one name the first, so that references keep theirs."""
-        found: dict[str, Unrolled] = {}
-        for each in self.stages:
-            found.setdefault(each.name, each)
-        return found
+        stages: dict[str, Unrolled] = {}
+        for stage in self.stages:
+            stages.setdefault(stage.name, stage)
+        return stages
 
     @cached_property
     def _by_block(self) -> dict[str, list[Unrolled]]:
-        found: dict[str, list[Unrolled]] = {name: [] for name in self.run.stages}
-        for each in self.stages:
-            found[each.block].append(each)
-        return found
+        stages: dict[str, list[Unrolled]] = {name: [] for name in self.run.stages}
+        for stage in self.stages:
+            stages[stage.block].append(stage)
+        return stages
 
     @cached_property
     def _of_domain(self) -> dict[tuple[str, str | None], str]:
         """The stage of each domain of the blocks that have several."""
-        return {(each.block, each.domain): each.name for each in self.stages}
+        return {(stage.block, stage.domain): stage.name for stage in self.stages}
 
     def among(self, names: Collection[str] | None) -> list[Unrolled]:
         """Return the stages that `names` has, or whose gates it has; all where it is None."""
-        return [each for each in self.stages if names is None or {each.name, each.gate} & {*names}]
+        return [
+            stage for stage in self.stages if names is None or {stage.name, stage.gate} & {*names}
+        ]
 
     def resolve(self, reference: str, domain: str | None = None) -> str | None:
         """Return the stage, or the path, that a reference means; None where it means none.
@@ -142,22 +144,22 @@ class Blocks:
 
         That is empty for a stage that is only waited for.
         """
-        found, block, key = self.inputs(stage), stage.settings, stage.key
-        if found.parent is not None:
-            yield f"{key}.{block.key_of('parent')}", found.parent, stage.domain, "checkpoints"
-        for label, name in found.teachers.items():
+        inputs, block, key = self.inputs(stage), stage.settings, stage.key
+        if inputs.parent is not None:
+            yield f"{key}.{block.key_of('parent')}", inputs.parent, stage.domain, "checkpoints"
+        for label, name in inputs.teachers.items():
             at = f"{key}.{block.key_of('teachers', label)}"
             yield at, name, domain_of(label), "checkpoints"
-        for domain, name in found.references.items():
+        for domain, name in inputs.references.items():
             if isinstance(block, GrpoSettings):
                 where = "objective.kl.reference"  # in the block, or in its domain
                 yield block.keys(key, stage.domains, domain)(where), name, domain, "checkpoints"
             else:
                 yield f"{key}.{block.key_of('references', domain)}", name, domain, "checkpoints"
-        for known_as, name in found.models.items():
+        for known_as, name in inputs.models.items():
             at = f"{key}.{block.key_of('models', known_as)}"
             yield at, name, stage.domain, "checkpoints"
-        for source, name in found.data.items():
+        for source, name in inputs.data.items():
             yield f"{key}.{block.key_of('data', source)}", name, stage.domain, "data"
         for name in block.after:
             yield f"{key}.after", name, stage.domain, ""
@@ -171,15 +173,15 @@ def policies(
     Two stages that state nothing themselves share their domain's. With `starting`, only the
     policies of these stages.
     """
-    found: dict[str, tuple[At, PolicySettings, ObjectiveSettings]] = {}
+    by_key: dict[str, tuple[At, PolicySettings, ObjectiveSettings]] = {}
     for stage in Blocks(run).among(starting):
         if not isinstance(block := stage.settings, GrpoSettings) or not stage.domains:
             continue  # without domains, `graph_rules` reports it
         policy = block.policy(run, stage.domains)
         for domain, objective in block.objectives(run, stage.domains).items():
             at = block.keys(stage.key, stage.domains, domain)
-            found.setdefault(at("objective"), (at, policy, objective))
-    yield from found.values()
+            by_key.setdefault(at("objective"), (at, policy, objective))
+    yield from by_key.values()
 
 
 def _named(template: str, domain: str | None) -> str:
@@ -193,7 +195,9 @@ def _unrolled(run: RunSettings, block: str) -> list[Unrolled]:
         only = domains[0] if len(domains) == 1 else None
         return [Unrolled(settings.as_ or block, block, settings, domains, only)]
     template = settings.as_ or f"{block}.{{domain}}"
-    return [Unrolled(_named(template, each), block, settings, (each,), each) for each in domains]
+    return [
+        Unrolled(_named(template, domain), block, settings, (domain,), domain) for domain in domains
+    ]
 
 
 def graph_rules(run: RunSettings) -> Found:
@@ -223,13 +227,13 @@ def unread(run: RunSettings) -> Found:
         if leaves
     }
     every = any(blocks.inputs(stage).every_model for stage in blocks.stages)
-    found: dict[str, list[Unrolled]] = {}
+    unread_stages: dict[str, list[Unrolled]] = {}
     for stage in blocks.stages:
         leaves = KINDS[stage.settings.kind].leaves
         measured = leaves == "checkpoints" and (every or stage.gate is not None)
         if leaves in UNREAD and stage.name not in read and not measured:
-            found.setdefault(stage.key, []).append(stage)
-    for key, stages in found.items():
+            unread_stages.setdefault(stage.key, []).append(stage)
+    for key, stages in unread_stages.items():
         leaves = KINDS[stages[0].settings.kind].leaves
         names = [stage.name for stage in stages[:MOST_NAMED]]
         more = f" and {len(stages) - MOST_NAMED} more" if len(stages) > MOST_NAMED else ""
@@ -256,21 +260,21 @@ def _paired(
         for name, source in data.items():
             if not isinstance(source, BestWorstPairSettings) or is_path(source.stage):
                 continue
-            found = blocks.by_name[blocks.resolve(source.stage, stage.domain) or ""]
-            if isinstance(found.settings, SampleSettings):
-                yield f"{stage.key}.data.{name}.stage", found, found.settings
+            sampling_stage = blocks.by_name[blocks.resolve(source.stage, stage.domain) or ""]
+            if isinstance(sampling_stage.settings, SampleSettings):
+                yield f"{stage.key}.data.{name}.stage", sampling_stage, sampling_stage.settings
 
 
 def pair_rules(run: RunSettings, starting: Collection[str] | None) -> Found:
     """Yield each source of pairs whose stage keeps one response to a prompt."""
     blocks = Blocks(run)
-    for key, stage, own in _paired(blocks, starting):
-        sizes = {own.sampled(blocks.run, each).group_size for each in stage.domains}
+    for key, stage, settings in _paired(blocks, starting):
+        sizes = {settings.sampled(blocks.run, domain).group_size for domain in stage.domains}
         least = "a pair needs two responses to a prompt, and"
-        if own.keep.per_prompt == 1:
+        if settings.keep.per_prompt == 1:
             yield key, f"{least} {stage.key}.keep.per_prompt = 1 keeps one; use null, or 2"
         elif sizes == {1}:
-            where = stage.key if own.sampling else f"domains.{stage.domains[0]}"
+            where = stage.key if settings.sampling else f"domains.{stage.domains[0]}"
             yield key, f"{least} {where}.sampling.group_size = 1 samples one; sample more"
 
 
@@ -279,16 +283,18 @@ def pairless(run: RunSettings) -> Found:
 
     That is the sum of the weights where each reward is at most 1.
     """
-    found: dict[str, str] = {}
-    for key, stage, own in _paired(Blocks(run)):
+    cautions: dict[str, str] = {}
+    for key, stage, settings in _paired(Blocks(run)):
         rewards = [run.domains[name].rewards.values() for name in stage.domains]
-        highest = max(sum(max(each.weight, 0.0) for each in of) for of in rewards)
-        if own.keep.reward is not None and own.keep.reward >= highest:
-            found[key] = (
-                f"{stage.key}.keep.reward = {own.keep.reward:g} leaves no pair where each reward is"
-                " at most 1: the two responses of a pair have different rewards; use null"
+        highest = max(
+            sum(max(reward.weight, 0.0) for reward in domain_rewards) for domain_rewards in rewards
+        )
+        if settings.keep.reward is not None and settings.keep.reward >= highest:
+            cautions[key] = (
+                f"{stage.key}.keep.reward = {settings.keep.reward:g} leaves no pair where each"
+                " reward is at most 1: the two responses of a pair have different rewards; use null"
             )
-    yield from found.items()
+    yield from cautions.items()
 
 
 def _block_rules(run: RunSettings) -> Found:
@@ -301,17 +307,17 @@ def _block_rules(run: RunSettings) -> Found:
                 "or digit; `as` may have dots",
             )
         lists = {"domains": block.domains, "gate.domains": block.gated and block.gated.domains}
-        own = run.domains_of(block)
-        for where, named in lists.items():
-            for domain in named or ():
+        domains = run.domains_of(block)
+        for where, names in lists.items():
+            for domain in names or ():
                 if domain not in run.domains:
                     yield f"{key}.{where}", f"no such domain: {domain}; {hint(domain, run.domains)}"
-                elif domain not in own:
+                elif domain not in domains:
                     yield (
                         f"{key}.{where}",
                         f"{key}.domains leaves out {domain}, so no gate would measure it",
                     )
-            if named == ():
+            if names == ():
                 yield f"{key}.{where}", "must name at least one domain; null is all"
         if block.gated is not None and block.from_ is None:
             yield (
@@ -328,8 +334,8 @@ def _block_rules(run: RunSettings) -> Found:
                     f"{template}.{{domain}}",
                 )
             elif not re.fullmatch(NAME, template.replace("{domain}", "domain")):
-                said = template or '""'
-                why = f"{said} must be letters, digits, _, - or ., since it names a directory"
+                written = template or '""'
+                why = f"{written} must be letters, digits, _, - or ., since it names a directory"
                 yield f"{key}.{where}", why
         if block.as_ and "{domain}" in block.as_ and not block.for_each:
             yield f"{key}.as", f"{block.as_} has no domain without for_each: domain; add that"
@@ -340,7 +346,7 @@ def _name_rules(blocks: Blocks) -> Found:
 
     Of several names that the same two blocks give, the first.
     """
-    first: dict[str, Unrolled] = {}
+    by_name: dict[str, Unrolled] = {}
     pairs: set[tuple[str, str]] = set()
     for stage in blocks.stages:
         if len(stage.name) > LONGEST_NAME:
@@ -353,7 +359,7 @@ def _name_rules(blocks: Blocks) -> Found:
             why = f"{SELF} is the student itself in `teachers` of a merge; choose another name"
             yield stage.key, why
         for name in filter(None, (stage.name, stage.gate)):
-            other = first.setdefault(name, stage)
+            other = by_name.setdefault(name, stage)
             if other is not stage and (stage.key, other.key) not in pairs:
                 pairs.add((stage.key, other.key))
                 yield (
@@ -366,23 +372,23 @@ def _name_rules(blocks: Blocks) -> Found:
 def _reference_rules(blocks: Blocks) -> Found:
     for stage in blocks.stages:
         for key, reference, domain, leaves in blocks.references(stage):
-            if (found := blocks.resolve(reference, domain)) is None:
+            if (target := blocks.resolve(reference, domain)) is None:
                 yield key, _unresolved(blocks, reference, domain)
-            elif is_path(found):
+            elif is_path(target):
                 if not leaves:
                     yield key, f"{reference} is a path; only stages of the run can be waited for"
-            elif leaves and (left := KINDS[blocks.by_name[found].settings.kind].leaves) != leaves:
-                yield key, f"{found} leaves {left}, and {leaves} are needed here"
+            elif leaves and (left := KINDS[blocks.by_name[target].settings.kind].leaves) != leaves:
+                yield key, f"{target} leaves {left}, and {leaves} are needed here"
 
 
 def _unresolved(blocks: Blocks, reference: str, domain: str | None) -> str:
-    alike = [each.name for each in blocks.stages if each.block == reference]
+    alike = [stage.name for stage in blocks.stages if stage.block == reference]
     if domain and len(alike) > 1:
         return f"{reference} has no stage of the domain {domain}; it has {', '.join(alike)}"
     if alike:
         return f"{reference} stands for {len(alike)} stages: name one of {', '.join(alike)}"
-    known = dict.fromkeys([*blocks.by_name, *blocks.run.stages])
-    return f"no such stage: {reference or json.dumps(reference)}; {hint(reference, known)}"
+    names = dict.fromkeys([*blocks.by_name, *blocks.run.stages])
+    return f"no such stage: {reference or json.dumps(reference)}; {hint(reference, names)}"
 
 
 def _cycle_rules(blocks: Blocks) -> Found:
@@ -390,10 +396,10 @@ def _cycle_rules(blocks: Blocks) -> Found:
     waits: dict[str, dict[str, str]] = {stage.name: {} for stage in blocks.stages}
     for stage in blocks.stages:
         for key, reference, domain, _ in blocks.references(stage):
-            if (found := blocks.resolve(reference, domain)) and not is_path(found):
-                waits[stage.name].setdefault(found, key)
+            if (target := blocks.resolve(reference, domain)) and not is_path(target):
+                waits[stage.name].setdefault(target, key)
     messages: dict[str, str] = {}
-    for path in _cycles({name: [*found] for name, found in waits.items()}):
+    for path in _cycles({name: [*targets] for name, targets in waits.items()}):
         messages.setdefault(waits[path[0]][path[1]], f"dependency cycle: {' -> '.join(path)}")
     yield from messages.items()
 
@@ -409,7 +415,7 @@ def _cycles(waits: Mapping[str, Sequence[str]]) -> Iterator[list[str]]:
         places.update(path)
         while stack:
             name, following = stack[-1]
-            step = next((each for each in following if each not in done), None)
+            step = next((successor for successor in following if successor not in done), None)
             if step is None:
                 done.add(name)
                 stack.pop()

@@ -50,13 +50,16 @@ from pipeline.config.unroll import REFERENCES, WEIGHTED, is_path
 from pipeline.text import shown
 from stages.domains import DomainSettings
 from stages.keys import STRUCTURE, flatten
+from stages.kinds.grpo.settings import GRPO
+from stages.kinds.kind import GATE_KEY
+from stages.kinds.sft.settings import SFT
 from stages.rewards.reward import RewardPoolSettings
 from stages.settings import RunSettings
 
 Root = TypeVar("Root", bound=Settings)
 TOKENIZER: Key = ("model", "tokenizer")
 # Of a block: what names other stages or domains, or is of the graph alone.
-OF_OTHERS = (*STRUCTURE, "gate")
+OF_OTHERS = (*STRUCTURE, GATE_KEY)
 OF_A_RUN = {"name", "model", "domains"}  # of which a template of stages has none
 TRAINED_FROM = "./"  # a model outside the run, which is never read
 # Paths relative to the file in which they are written; `*` stands for every name.
@@ -132,13 +135,13 @@ def load_unfinished(
         return settings
 
 
-def located(path: Path, overrides: Sequence[str], found: Iterable[tuple[str, str]]) -> list[str]:
+def located(path: Path, overrides: Sequence[str], messages: Iterable[tuple[str, str]]) -> list[str]:
     """Return every (dotted key, message) about a valid configuration, with file and line."""
-    if not (listed := list(found)):  # most configurations are read only once
+    if not (listed := list(messages)):  # most configurations are read only once
         return []
     reader = Reader()
     tree, _ = apply_deletions(_with_overrides(reader.file(path), overrides, reader))
-    return [str(each) for each in _located(tree, listed)]
+    return [str(violation) for violation in _located(tree, listed)]
 
 
 def load_domain(path: Path, pool: RewardPoolSettings) -> DomainSettings:
@@ -150,8 +153,8 @@ def load_domain(path: Path, pool: RewardPoolSettings) -> DomainSettings:
     tree = _with_domain(Mapping({}, SourceLocation(path)), path, reader)
     tree, settings = _valid(_Domains, tree, reader)
     domain = settings.domains[path.stem]
-    found = rules.domain_violations(path.stem, domain, pool)
-    _check_rules(tree, chain(found, environment.domain_violations(path.stem, domain)))
+    broken = rules.domain_violations(path.stem, domain, pool)
+    _check_rules(tree, chain(broken, environment.domain_violations(path.stem, domain)))
     return domain
 
 
@@ -191,15 +194,15 @@ def load_with_domain(run: Path, path: Path, samples: int | None = None) -> RunSe
 
 def _alone(stages: Node | None, tree: Mapping) -> Mapping:
     """Return the blocks of stages that any domain passes through, without other blocks' names."""
-    trained = {"kind": "grpo", "from": TRAINED_FROM, "for_each": "domain"}
-    leaves: dict[str, Node] = {key: Leaf(each, tree.place) for key, each in trained.items()}
-    found: dict[str, Node] = {"domain": Mapping(leaves, tree.place)}
+    trained = {"kind": GRPO.name, "from": TRAINED_FROM, "for_each": "domain"}
+    leaves: dict[str, Node] = {key: Leaf(value, tree.place) for key, value in trained.items()}
+    blocks: dict[str, Node] = {"domain": Mapping(leaves, tree.place)}
     for name, block in stages.entries.items() if isinstance(stages, Mapping) else ():
         kind = find(block, ("kind",)) if isinstance(block, Mapping) else None
-        if isinstance(block, Mapping) and isinstance(kind, Leaf) and kind.value == "sft":
-            own = {key: each for key, each in block.entries.items() if key not in OF_OTHERS}
-            found[name] = Mapping(own, block.place)
-    return Mapping(found, tree.place)
+        if isinstance(block, Mapping) and isinstance(kind, Leaf) and kind.value == SFT.name:
+            entries = {key: node for key, node in block.entries.items() if key not in OF_OTHERS}
+            blocks[name] = Mapping(entries, block.place)
+    return Mapping(blocks, tree.place)
 
 
 class _Domains(Settings):
@@ -213,8 +216,8 @@ def _settings(
 ) -> RunSettings:
     """Return a tree's settings. Raises ConfigError for the schema, then for the rules."""
     tree, settings = _valid(RunSettings, tree, reader)
-    found = rules.violations(settings, graph=graph)
-    _check_rules(tree, chain(found, environment.violations(settings) if to_start else ()))
+    broken = rules.violations(settings, graph=graph)
+    _check_rules(tree, chain(broken, environment.violations(settings) if to_start else ()))
     return settings
 
 
@@ -226,23 +229,25 @@ def _valid(root: type[Root], tree: Mapping, reader: Reader) -> tuple[Mapping, Ro
         invalid += nothing_deleted
     # A value that could not be read is not also reported as one of the wrong type.
     noted = {(violation.place.file, violation.key) for violation in reader.violations}
-    invalid = [each for each in invalid if (each.place.file, each.key) not in noted]
-    found = [*reader.violations, *invalid]
-    if found or settings is None:
-        raise ConfigError(sorted(found, key=_reading_order), more)
+    invalid = [
+        violation for violation in invalid if (violation.place.file, violation.key) not in noted
+    ]
+    violations = [*reader.violations, *invalid]
+    if violations or settings is None:
+        raise ConfigError(sorted(violations, key=_reading_order), more)
     return tree, settings
 
 
 def _check_rules(tree: Mapping, broken: Iterable[tuple[str, str]]) -> None:
     """Raise ConfigError with every (dotted key, message) at its location, if there is one."""
-    if found := _located(tree, broken):
-        raise ConfigError(found)
+    if violations := _located(tree, broken):
+        raise ConfigError(violations)
 
 
-def _located(tree: Mapping, found: Iterable[tuple[str, str]]) -> list[Violation]:
+def _located(tree: Mapping, messages: Iterable[tuple[str, str]]) -> list[Violation]:
     """Return every (dotted key, message) at its location, in reading order."""
-    pairs = ((nearest(tree, key_in(tree, key)), key, message) for key, message in found)
-    return sorted((Violation(*each) for each in pairs), key=_reading_order)
+    triples = ((nearest(tree, key_in(tree, key)), key, message) for key, message in messages)
+    return sorted((Violation(*triple) for triple in triples), key=_reading_order)
 
 
 def _with_domain(tree: Mapping, path: Path, reader: Reader) -> Mapping:
@@ -277,15 +282,15 @@ def _differing(value: Any) -> Any:
     if not isinstance(value, Settings):
         return value
     leaves = value.model_dump(mode="json", by_alias=False)
-    tags, others = {}, {}
+    tags, values = {}, {}
     for name, field in type(value).model_fields.items():
         child = getattr(value, name)
         if get_origin(field.annotation) is Literal and len(get_args(field.annotation)) == 1:
             tags[name] = child
         elif child != field.get_default(call_default_factory=True):
             blocks = isinstance(child, Settings | dict)
-            others[field.alias or name] = _differing(child) if blocks else leaves[name]
-    return {**tags, **others}
+            values[field.alias or name] = _differing(child) if blocks else leaves[name]
+    return {**tags, **values}
 
 
 def _with_overrides(tree: Mapping, overrides: Iterable[str], reader: Reader) -> Mapping:
@@ -320,7 +325,7 @@ def _overridden(tree: Mapping, key: Key, node: Node) -> Mapping:
     if not (
         of_blocks
         or schema.fields(schema.type_at(RunSettings, at))
-        or any(isinstance(each, Leaf) and each.value is None for each in node.entries.values())
+        or any(isinstance(child, Leaf) and child.value is None for child in node.entries.values())
     ):
         return replaced(tree, key, node)
     for name, child in node.entries.items():
@@ -334,15 +339,15 @@ def _unknown_override(tree: Mapping, key: Key) -> Violation | None:
         parent = schema.type_at(RunSettings, _with_arms(tree, key[:depth]))
         to_add = ""
         if fields := schema.fields(parent):
-            known = list(fields)
+            names = list(fields)
         elif schema.fields(schema.type_at(RunSettings, key[: depth + 1])):
             entries = find(tree, key[:depth])
-            known = list(entries.entries) if isinstance(entries, Mapping) else []
+            names = list(entries.entries) if isinstance(entries, Mapping) else []
             to_add = f"; to add it: {dotted(key[:depth])}='{{{name}: ...}}'"
         else:
             return None
-        if name not in known:
-            message = unknown(parent, name, known) + to_add
+        if name not in names:
+            message = unknown(parent, name, names) + to_add
             return Violation(SourceLocation(None), dotted(key[: depth + 1]), message)
     return None
 
@@ -352,15 +357,15 @@ def _with_arms(tree: Mapping, key: Key) -> Key:
 
     Two kinds of stages may have blocks of one name with different keys, such as `gate`.
     """
-    found: Key = ()
+    tagged: Key = ()
     for depth, name in enumerate(key, 1):
-        found = (*found, name)
-        annotation = schema.type_at(RunSettings, found)
+        tagged = (*tagged, name)
+        annotation = schema.type_at(RunSettings, tagged)
         if depth < len(key) and (classes := schema.arms(annotation)):
             selected = find(tree, (*key[:depth], schema.tag(annotation)))
             if isinstance(selected, Leaf) and str(selected.value) in classes:
-                found = (*found, str(selected.value))
-    return found
+                tagged = (*tagged, str(selected.value))
+    return tagged
 
 
 def _with_absolute_paths(tree: Mapping) -> Mapping:
@@ -379,7 +384,7 @@ def _with_absolute_paths(tree: Mapping) -> Mapping:
 def _with_absolute_names(weights: Mapping) -> Mapping:
     """Return the weights of models with absolute paths, whose names are keys."""
     entries = {
-        _absolute(name, each.place, WEIGHTED): each for name, each in weights.entries.items()
+        _absolute(name, weight.place, WEIGHTED): weight for name, weight in weights.entries.items()
     }
     return replace(weights, entries=entries)
 
@@ -387,7 +392,7 @@ def _with_absolute_names(weights: Mapping) -> Mapping:
 def _absolute(value: Any, place: SourceLocation, pattern: Key) -> Any:
     """Return a path, or every path of a list, as an absolute one; anything else as it is."""
     if isinstance(value, list):
-        return [_absolute(each, place, pattern) for each in value]
+        return [_absolute(element, place, pattern) for element in value]
     name = pattern in REFERENCES and isinstance(value, str) and not is_path(value)
     if not isinstance(value, str) or name or (pattern == TOKENIZER and value == CHARACTERS):
         return value
@@ -409,23 +414,27 @@ def _validated(
         return root.model_validate_json(text, strict=True), [], 0
     except ValidationError as error:
         listed = error.errors(include_url=False)
-        if nulls := [key for each in listed if (key := _deleting_null(root, tree, each))]:
+        if nulls := [key for details in listed if (key := _deleting_null(root, tree, details))]:
             return _validated(root, reduce(_without, nulls, tree), complete=complete)
         renamed = {
-            (*each["loc"][:-1], now)
-            for each in listed
-            if each["type"] == "extra_forbidden" and (now := renamed_to(root, each["loc"]))
+            (*details["loc"][:-1], now)
+            for details in listed
+            if details["type"] == "extra_forbidden" and (now := renamed_to(root, details["loc"]))
         }
         reported = [
-            each
-            for each in listed
-            if (complete or not _is_of_unread_file(root, tree, each))
-            and (each["type"] not in MISSING or each["loc"] not in renamed)
+            details
+            for details in listed
+            if (complete or not _is_of_unread_file(root, tree, details))
+            and (details["type"] not in MISSING or details["loc"] not in renamed)
         ]
-        first = reported[:MOST_ERRORS]
-        found = [violation_of(root, tree, details) for details in first]
-        found += (each for details in first for each in violations_below(root, tree, details))
-        return None, found, len(reported) - len(first)
+        described = reported[:MOST_ERRORS]
+        violations = [violation_of(root, tree, details) for details in described]
+        violations += (
+            violation
+            for details in described
+            for violation in violations_below(root, tree, details)
+        )
+        return None, violations, len(reported) - len(described)
 
 
 def _is_of_unread_file(root: type[Settings], tree: Mapping, error: ErrorDetails) -> bool:
@@ -457,8 +466,8 @@ def _without(tree: Mapping, key: Key) -> Mapping:
     """Return the tree without a key."""
     block = find(tree, key[:-1])
     assert isinstance(block, Mapping)
-    kept = {name: node for name, node in block.entries.items() if name != key[-1]}
-    return replaced(tree, key[:-1], Mapping(kept, block.place))
+    remaining = {name: node for name, node in block.entries.items() if name != key[-1]}
+    return replaced(tree, key[:-1], Mapping(remaining, block.place))
 
 
 def _reading_order(violation: Violation) -> tuple[str, int]:

@@ -145,24 +145,24 @@ class _Composer:
         return MappingNode(self._entries(), line)
 
     def _items(self) -> list[Node]:
-        found = []
+        nodes = []
         self._path.append(None)
         while type(event := self._next()) is not SequenceEndEvent:
-            found.append(self._node(event))
+            nodes.append(self._node(event))
         self._path.pop()
-        return found
+        return nodes
 
     def _entries(self) -> list[tuple[ScalarNode, Node]]:
-        found = []
+        entries = []
         self._path.append("")
         while type(event := self._next()) is not MappingEndEvent:
             key = self._node(event)
             if not isinstance(key, ScalarNode):
                 raise _refused(event, "keys must be text")
             self._path[-1] = key.text
-            found.append((key, self._node(self._next())))
+            entries.append((key, self._node(self._next())))
         self._path.pop()
-        return found
+        return entries
 
 
 def _refused(event: Any, problem: str) -> yaml.MarkedYAMLError:

@@ -154,11 +154,11 @@ class Launcher:
         """
         if job.samples and (failure := self._engines.restart_failed(report)):
             raise JobFailed(job.stage, failure)
-        if first := _failed(ranks):
+        if failed_first := _failed(ranks):
             wait_for_all(ranks, SETTLE_SECONDS)
             if job.samples and (failure := self._engines.failed()):
                 raise JobFailed(job.stage, failure)
-            raise JobFailed(job.stage, first_cause(_failed(ranks), first))
+            raise JobFailed(job.stage, first_cause(_failed(ranks), failed_first))
         return all(rank.status() == 0 for rank in ranks)
 
 
@@ -168,8 +168,8 @@ def run_to_the_end(work: Work) -> None:
         time.sleep(POLL_SECONDS)
 
 
-def first_cause(failed: Sequence[Process], first: Sequence[Process]) -> ProcessFailure:
-    """Return the failure that explains the others; `first` are the ranks that failed first.
+def first_cause(failed: Sequence[Process], failed_first: Sequence[Process]) -> ProcessFailure:
+    """Return the failure that explains the others; `failed_first` failed before the rest.
 
     A rank that gives its reason comes first, and one that only lost its connection to another
     comes last; a killed rank could report nothing, while those that it brought down could.
@@ -178,7 +178,7 @@ def first_cause(failed: Sequence[Process], first: Sequence[Process]) -> ProcessF
     def doubt(rank: Process) -> tuple[bool, bool, bool, bool]:
         failure = rank.failure()
         survived = (rank.status() or 0) >= 0
-        return (not failure.stated, lost_another(failure.tail), survived, rank not in first)
+        return (not failure.stated, lost_another(failure.tail), survived, rank not in failed_first)
 
     return min(failed, key=doubt).failure()
 
@@ -232,9 +232,9 @@ class EngineSupervisor:
                 report(f"{failed[1].cause}; restarting it")
                 _restart(members)
         data = self._settings.engine.data
-        for first in range(len(self._engines) * data, len(self._directories), data):
-            self._directories[first].meeting.unlink(missing_ok=True)
-            self._engines.append([self._member(index) for index in range(first, first + data)])
+        for start in range(len(self._engines) * data, len(self._directories), data):
+            self._directories[start].meeting.unlink(missing_ok=True)
+            self._engines.append([self._member(index) for index in range(start, start + data)])
 
     def _member(self, index: int) -> SupervisedEngine:
         """Start the process of this number."""
@@ -250,8 +250,10 @@ class EngineSupervisor:
             if (failed := _first_failed(members)) is None:
                 continue
             (member, failure), engine = failed, members[0]
-            first = not member.was_ready and not failure.lost
-            if first and not (engine.restarts == 0 and self._may_start_again(member, failure)):
+            never_started = not member.was_ready and not failure.lost
+            if never_started and not (
+                engine.restarts == 0 and self._may_start_again(member, failure)
+            ):
                 return failure  # an engine that never started would fail again
             bound = self._settings.engine.max_restarts
             if engine.restarts >= bound:
@@ -277,8 +279,8 @@ class EngineSupervisor:
 
     def failed(self) -> ProcessFailure | None:
         """Return the failure of the first engine that has one."""
-        found = next(filter(None, map(_first_failed, self._engines)), None)
-        return found and found[1]
+        failed = next(filter(None, map(_first_failed, self._engines)), None)
+        return failed and failed[1]
 
     def stop(self) -> None:
         """End every engine and everything it started."""
@@ -291,8 +293,8 @@ def _first_failed(
     members: Sequence[SupervisedEngine],
 ) -> tuple[SupervisedEngine, ProcessFailure] | None:
     """Return the member that failed, of several the one that explains the others; None if none."""
-    found = [(each, failure) for each in members if (failure := each.failure())]
-    return min(found, key=lambda each: lost_another(each[1].tail), default=None)
+    failures = [(member, failure) for member in members if (failure := member.failure())]
+    return min(failures, key=lambda pair: lost_another(pair[1].tail), default=None)
 
 
 def _restart(members: Sequence[SupervisedEngine]) -> None:
@@ -361,8 +363,8 @@ class SupervisedEngine:
         self.was_ready = self.was_ready or ready
         if ended:
             failure = self._process.failure()
-            named = self.was_ready and failure.stated
-            return replace(failure, cause=f"{self._name}: {failure.cause}") if named else failure
+            prefixed = self.was_ready and failure.stated
+            return replace(failure, cause=f"{self._name}: {failure.cause}") if prefixed else failure
         if ready:
             try:
                 reason = self.directory.restart.read_text(errors="replace")
@@ -395,7 +397,7 @@ def write_engine_job(
     engine, member = divmod(index, settings.engine.data)
     gpus = visible_gpus() if placement.on_gpus else []  # whatever torch the launcher itself has
     sizes = [gpu.total_bytes for gpu in gpus]
-    samplings = [each.sampling for each in settings.rollouts()]
+    samplings = [rollout.sampling for rollout in settings.rollouts()]
     samplings += [settings.answer_sampling(name) for name in settings.domains]
     job = EngineJob(
         model=settings.model,

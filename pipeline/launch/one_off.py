@@ -32,10 +32,11 @@ from pipeline.run.run import Run
 from pipeline.text import say, shown
 from stages.directory import StageDirectory
 from stages.domains import DomainEvaluationSettings
-from stages.kinds.evaluate.settings import EvaluationSettings
+from stages.kinds.evaluate.settings import EVALUATE, EvaluationSettings
+from stages.kinds.export.settings import EXPORT
 from stages.settings import RunSettings, StageJob
 
-DIRECTORIES = {"evaluate": "evaluations", "preview": "previews", "export": "exports"}
+DIRECTORIES = {EVALUATE.name: "evaluations", "preview": "previews", EXPORT.name: "exports"}
 LOOK_SECONDS = 0.5  # between two checks for a signal
 # The settings of an evaluation that options of `braid evaluate` override.
 FLAGS = {
@@ -80,13 +81,13 @@ def evaluate(
         console,
         programs,
         _evaluated(settings, changes),
-        "evaluate",
+        EVALUATE.name,
         models=models,
         evaluated_on={name: list(dict.fromkeys(domains)) for name in models} if domains else {},
         samples=True,
     )
-    found: Models = json.loads(results.read_text())["models"]
-    return found, results
+    accuracies: Models = json.loads(results.read_text())["models"]
+    return accuracies, results
 
 
 def _evaluated(settings: RunSettings, changes: Mapping[str, Any]) -> RunSettings:
@@ -95,9 +96,9 @@ def _evaluated(settings: RunSettings, changes: Mapping[str, Any]) -> RunSettings
     Raises:
         UserError: a value is out of bounds or conflicts with another.
     """
-    own = {key: None for key in changes if key in DomainEvaluationSettings.model_fields}
+    cleared = {key: None for key in changes if key in DomainEvaluationSettings.model_fields}
     domains = {
-        name: domain.model_copy(update={"evaluation": domain.evaluation.model_copy(update=own)})
+        name: domain.model_copy(update={"evaluation": domain.evaluation.model_copy(update=cleared)})
         for name, domain in settings.domains.items()
     }
     evaluation = _changed(settings, changes)
@@ -116,9 +117,9 @@ def _changed(settings: RunSettings, changes: Mapping[str, Any]) -> EvaluationSet
     try:
         evaluation = EvaluationSettings(**{**settings.evaluation.model_dump(), **changes})
     except ValidationError as error:
-        first = error.errors()[0]
-        flag = FLAGS[str(first["loc"][0])]
-        raise UserError(f"{flag} {first['input']}: {first['msg'].lower()}") from None
+        details = error.errors()[0]
+        flag = FLAGS[str(details["loc"][0])]
+        raise UserError(f"{flag} {details['input']}: {details['msg'].lower()}") from None
     for key, message in evaluation_rules(evaluation, settings.layout):
         raise UserError(f"{FLAGS[key.removeprefix('evaluation.')]}: {message}")
     return evaluation
@@ -141,8 +142,8 @@ def preview(
     """
     sampled = {"domain": domain, "parent": checkpoint, "samples": True}
     results = _execute(run, console, programs, settings, "preview", **sampled)
-    found: dict[str, Any] = json.loads(results.read_text())
-    return found
+    content: dict[str, Any] = json.loads(results.read_text())
+    return content
 
 
 def export(
@@ -152,14 +153,17 @@ def export(
 
     Raises:
         UserError: `to` is neither new nor an empty directory that can be replaced, the stage is
-            not finished or of kind quantize, there is no such checkpoint, or the export failed.
+            not finished or already left the export, there is no such checkpoint, or the export
+            failed.
     """
-    if any(each.name == stage and each.kind == "quantize" for each in run.stages):
+    if any(
+        candidate.name == stage and candidate.declared.exports_itself for candidate in run.stages
+    ):
         there = shown(run.stage(stage).exported)
         raise UserError(f"{stage} is quantized, and its stage already leaves the export: {there}")
     _check_free(to)
     written = {"parent": checkpoint_of(run, stage, step), "output": to.absolute()}
-    _execute(run, console, programs, run.settings, "export", **written)
+    _execute(run, console, programs, run.settings, EXPORT.name, **written)
 
 
 def _check_free(to: Path) -> None:
@@ -184,7 +188,10 @@ def checkpoint_of(run: Run, stage: str, step: int | None) -> Path:
     Raises:
         UserError: there is no such checkpoint, or it is stale.
     """
-    trained = next((each for each in run.stages if each.name == stage and each.trains), None)
+    trained = next(
+        (candidate for candidate in run.stages if candidate.name == stage and candidate.trains),
+        None,
+    )
     if step is None or trained is None or run.states[stage].state == "stale":
         finished_training(run, stage)
     return run.checkpoint_path(stage, step)
@@ -196,16 +203,16 @@ def finished_training(run: Run, stage: str | None = None) -> list[str]:
     Raises:
         UserError: there is no such finished stage.
     """
-    known = [each.name for each in run.stages if each.trains]
-    done = [name for name in known if run.states[name].state == "done"]
+    with_model = [candidate.name for candidate in run.stages if candidate.trains]
+    done = [name for name in with_model if run.states[name].state == "done"]
     if stage is None and done:
         return done
     if stage in done:
         return [stage]
-    if stage is not None and stage not in known:
-        raise UserError(f"no stage {stage} has a model; {hint(stage, known)}")
+    if stage is not None and stage not in with_model:
+        raise UserError(f"no stage {stage} has a model; {hint(stage, with_model)}")
     what = f"stage {stage} is {run.states[stage].state}" if stage else "no stage is done yet"
-    stale = [name for name, found in run.states.items() if found.state == "stale"]
+    stale = [name for name, state in run.states.items() if state.state == "stale"]
     resume = f"{run.resume_command()} {rerun_options(run.stages, stale)}".rstrip()
     raise UserError(f"{shown(run.path)}: {what}; finish it with: {resume}")
 
@@ -221,7 +228,7 @@ def _execute(
     """Run a job in a directory named after the time; return the path of its results."""
     name = time.strftime("%Y%m%d-%H%M%S")
     names = chain([name], (f"{name}-{number}" for number in count(2)))
-    paths = (run.path / DIRECTORIES[kind] / each for each in names)
+    paths = (run.path / DIRECTORIES[kind] / directory_name for directory_name in names)
     directory = StageDirectory(next(path for path in paths if not path.exists()))
     job = StageJob(
         stage=kind,
@@ -327,7 +334,7 @@ def regrade(
             for row in rows
         ],
     }
-    found: list[dict[str, Any]] = answer_of(
+    grades: list[dict[str, Any]] = answer_of(
         "the grading", "stages.domain_tools.regrade", job, check
     )
-    return found
+    return grades

@@ -101,9 +101,9 @@ class ForkServer:
 class ForkServers:
     """A context in which ranks and engines are forked where possible; servers log to `logs`."""
 
-    def __init__(self, logs: Path, wanted: bool) -> None:
+    def __init__(self, logs: Path, enabled: bool) -> None:
         self._logs = logs
-        self._wanted = wanted and not GPU_FILE.exists()
+        self._enabled = enabled and not GPU_FILE.exists()
         self._servers: dict[str, ForkServer] = {}
 
     def __enter__(self) -> ForkServers:
@@ -119,7 +119,7 @@ class ForkServers:
         None where the program has no server, or servers are disabled or unfit.
         """
         module = command[2] if command[:2] == [sys.executable, "-m"] else None
-        if not self._wanted or module not in PRELOADS:
+        if not self._enabled or module not in PRELOADS:
             return None
         server = self._servers.get(module)
         if server is None or (server.process.status() or 0) < 0:  # it was killed
@@ -207,9 +207,9 @@ class ThisMachine:
     def start_engine(self, name: str, index: int, command: Sequence[str], log: Path) -> Process:
         environment = process_environment(self.on_gpus) | environment_of(self.interface)
         if self._gpus:
-            own = self._gpus.engines[index]
-            environment |= self._visible(own_first(own, self._gpus.stage))
-            slots = ",".join(map(str, range(len(own))))  # the first that it sees
+            engine_gpus = self._gpus.engines[index]
+            environment |= self._visible(own_first(engine_gpus, self._gpus.stage))
+            slots = ",".join(map(str, range(len(engine_gpus))))  # the first that it sees
             return self._start(name, on_gpus(command, slots), log, environment, None)
         cores = share_cores(self._engine, self._cores).engines[index]
         return self._start(name, command, log, environment, cores)

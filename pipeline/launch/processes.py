@@ -156,7 +156,7 @@ class Child:
         self._log_start = size(log)
         self._unread = b""
         self._notices: list[str] = []
-        self._said = ""
+        self._reported = ""
         self._status_pipe, self._theirs = os.pipe()
         os.set_blocking(self._status_pipe, False)
         self._fork: PendingFork | None = None
@@ -228,7 +228,7 @@ class Child:
                 try:
                     self._execute()
                 except OSError as error:  # counts as the failure of the process
-                    self._said = f"{ERROR_MARK}{self.name} cannot be started: {error}"
+                    self._reported = f"{ERROR_MARK}{self.name} cannot be started: {error}"
                     self._process = Forked(0, returncode=1)
             if self._process is not None:
                 self._fork = None
@@ -272,7 +272,7 @@ class Child:
             hint = " (out of memory?)" if -status == signal.SIGKILL else ""
             ending = f"was killed by {signal_name(-status)}{hint}"
         ending = f"{self.name} {ending}"
-        return failure_from_log(ending, status < 0, self.log, self._log_start, self._said)
+        return failure_from_log(ending, status < 0, self.log, self._log_start, self._reported)
 
     def _listen(self) -> None:
         """Read the status pipe, which works even where the log cannot be written."""
@@ -281,19 +281,19 @@ class Child:
                 self._unread += heard
         *lines, self._unread = self._unread.split(b"\n")
         for line in lines:
-            said = line.decode(errors="replace")
-            if said.startswith(NOTICE_MARK):
-                self._notices.append(said.removeprefix(NOTICE_MARK))
+            message = line.decode(errors="replace")
+            if message.startswith(NOTICE_MARK):
+                self._notices.append(message.removeprefix(NOTICE_MARK))
             else:
-                self._said = self._said or said
+                self._reported = self._reported or message
 
 
 def failure_from_log(
-    ending: str, killed: bool, log: Path, start: int, said: str = ""
+    ending: str, killed: bool, log: Path, start: int, reported: str = ""
 ) -> ProcessFailure:
-    """Return the cause that a process `said` or logged from byte `start` on, else its `ending`."""
+    """Return the cause that a process `reported`, or logged from byte `start` on, else `ending`."""
     lines = log_lines(log, start)
-    for line in [said, *reversed(lines)]:
+    for line in [reported, *reversed(lines)]:
         if line.startswith(ERROR_MARK):
             return ProcessFailure(line.removeprefix(ERROR_MARK), log, stated=True)
     tail = tuple(lines[-TAIL_LINES:])

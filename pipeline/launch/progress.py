@@ -63,13 +63,13 @@ class Progress:
             return f"starting: {awaited} ({time.monotonic() - self.started:.0f} s)"
         labels = [self.last[name] for name in LABELS if name in self.last]
         unit = "problem" if labels else "step"  # an evaluation counts problems
-        parts = [f"{unit} {self.step}/{self.steps}", *labels]
+        columns = [f"{unit} {self.step}/{self.steps}", *labels]
         if self.step == self.steps:
             # A checkpoint may take minutes; an evaluation writes one small file.
-            parts += [] if labels else [f"saving step {self.step}"]
+            columns += [] if labels else [f"saving step {self.step}"]
         elif self.seconds_left is not None:
-            parts.append(f"{clock(self.seconds_left)} left")
-        return "  ".join([*parts, *self._values(self.last)])
+            columns.append(f"{clock(self.seconds_left)} left")
+        return "  ".join([*columns, *self._values(self.last)])
 
     def result(self) -> str:
         """Return the last step of a finished stage and its values; nothing for an evaluation."""
@@ -94,13 +94,13 @@ class StageView:
         self._screen = screen
         self._title = title
         self._metrics = metrics
-        self._begun = time.time()
+        self._start_time = time.time()
         self._engines: Sequence[Path] = ()
         self._tail = MetricsTail(metrics)
         self.started = time.monotonic()
         self._progress = Progress(self.started, steps)
         self._next = 0.0
-        self._said, self._repeat = "", 0.0
+        self._last_text, self._repeat = "", 0.0
 
     def expect(self, engines: Sequence[Path]) -> None:
         """Set the address files that the stage's engines write when they are ready."""
@@ -119,8 +119,8 @@ class StageView:
 
     def _say_progress(self) -> None:
         text, now = self._progress.describe(self._awaited()), time.monotonic()
-        if text != self._said or now >= self._repeat:
-            self._said, self._repeat = text, now + REPEAT_SECONDS
+        if text != self._last_text or now >= self._repeat:
+            self._last_text, self._repeat = text, now + REPEAT_SECONDS
             self.say(text)
 
     def finish(self) -> None:
@@ -148,10 +148,10 @@ class StageView:
         # A stage touches its metrics file when it has loaded its model.
         touched = self._metrics.stat().st_mtime if self._metrics.exists() else 0.0
         ready = sum(address.exists() for address in self._engines)
-        parts = [] if touched >= self._begun - CLOCKS_DIFFER_SECONDS else ["the ranks load"]
+        pending = [] if touched >= self._start_time - CLOCKS_DIFFER_SECONDS else ["the ranks load"]
         if ready < len(self._engines):
-            parts.append(f"{ready} of {len(self._engines)} engines ready")
-        return ", ".join(parts) or f"the first {'rollout' if self._engines else 'step'}"
+            pending.append(f"{ready} of {len(self._engines)} engines ready")
+        return ", ".join(pending) or f"the first {'rollout' if self._engines else 'step'}"
 
 
 class Screen:

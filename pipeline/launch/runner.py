@@ -49,11 +49,11 @@ def run_stages(
         Stopped: a stop signal was received.
     """
     close_killed_attempts(run, run.stages)
-    wanted = run.chosen(only)
-    check_stale(run, wanted)
+    stages = run.chosen(only)
+    check_stale(run, stages)
     states = run.states
-    check_dependencies(wanted, states)
-    unfinished = [stage for stage in wanted if states[stage.name].state != "done"]
+    check_dependencies(stages, states)
+    unfinished = [stage for stage in stages if states[stage.name].state != "done"]
     with Signals() as signals, Screen(console) as screen, ExitStack() as stack:
         servers = stack.enter_context(
             ForkServers(run.fork_servers, run.settings.launch.fork_servers)
@@ -133,10 +133,10 @@ class StageScheduler:
         except Exception as failure:  # raised when the other slots have ended
             self._failures.append(failure)
             lost = {stage.name}
-            for each in self._waiting:  # dependencies come first
-                if lost & {*each.waits_for}:
-                    lost.add(each.name)
-            self._waiting = [each for each in self._waiting if each.name not in lost]
+            for waiting in self._waiting:  # dependencies come first
+                if lost & {*waiting.waits_for}:
+                    lost.add(waiting.name)
+            self._waiting = [waiting for waiting in self._waiting if waiting.name not in lost]
         del self._running[slot]
 
 
@@ -159,23 +159,26 @@ def machine_shares(
     """
     samples = any(stage.needs_engine for stage in stages)
     if stages and (gpus := usable_gpus()):
-        if (part := len(gpus) // count) == 0:
+        if (per_stage := len(gpus) // count) == 0:
             raise UserError(f"--parallel {count} needs {count} GPUs, {len(gpus)} available")
         if any(stage.takes_turns for stage in stages):
             check_turns(settings)
         layout, engine = settings.layout, settings.engine if samples else None
-        starts = range(0, count * part, part)
-        parts = [(gpus[start : start + part], start) for start in starts]
-        return [MachineShare(None, share_gpus(layout, engine, *each)) for each in parts]
+        starts = range(0, count * per_stage, per_stage)
+        shares = [(gpus[start : start + per_stage], start) for start in starts]
+        return [MachineShare(None, share_gpus(layout, engine, *share)) for share in shares]
     cores = sorted(os.sched_getaffinity(0))
-    if (part := len(cores) // count) == 0:
+    if (per_stage := len(cores) // count) == 0:
         raise UserError(f"--parallel {count} needs {count} CPU cores, {len(cores)} available")
     if samples:
         check_cpu_engine(settings.model)
-        share_cores(settings.engine, cores[:part])
+        share_cores(settings.engine, cores[:per_stage])
     if count == 1:
         return [MachineShare(None, None)]
-    return [MachineShare(cores[slot * part : (slot + 1) * part], None) for slot in range(count)]
+    return [
+        MachineShare(cores[slot * per_stage : (slot + 1) * per_stage], None)
+        for slot in range(count)
+    ]
 
 
 def attempt(
@@ -215,14 +218,14 @@ def attempt(
                 view.say(f"failed: {failed.failure.cause}")
                 raise
         report_verdict(run, stage, view.say)
-        if stage.kind == "sample":
+        if stage.declared.collects:
             report_kept(run.stage(stage.name), view.say)
 
 
 def report_kept(directory: StageDirectory, say: Callable[[str], None]) -> None:
     """Report how many responses a finished stage kept; `say` takes one line."""
     counts = json.loads(read_text(directory.collection))
-    dropped = sorted(counts["dropped"].items(), key=lambda each: -each[1])
+    dropped = sorted(counts["dropped"].items(), key=lambda pair: -pair[1])
     reasons = "; dropped: " + ", ".join(f"{count} by {why}" for why, count in dropped)
     say(f"kept {counts['rows']} of {counts['drawn']} responses{reasons if dropped else ''}")
 
@@ -230,9 +233,9 @@ def report_kept(directory: StageDirectory, say: Callable[[str], None]) -> None:
 def stage_job(run: Run, stage: Stage, attempt: int) -> StageJob:
     """Return the job of one attempt at a stage; a launcher adds the addresses of its engines."""
     directory, settings = run.stage(stage.name), run.settings
-    if stage.kind == "gate":
-        asked = gate_of(stage, settings).model_dump(include={"problems", "samples_per_problem"})
-        evaluation = settings.evaluation.model_copy(update=asked)
+    if stage.declared.judges:
+        overrides = gate_of(stage, settings).model_dump(include={"problems", "samples_per_problem"})
+        evaluation = settings.evaluation.model_copy(update=overrides)
         settings = settings.model_copy(update={"evaluation": evaluation})
     return StageJob(
         stage=stage.name,
@@ -248,7 +251,7 @@ def stage_job(run: Run, stage: Stage, attempt: int) -> StageJob:
         models={key: run.model_path(name) for key, name in stage.models.items()},
         data={key: run.stage(name).collected.absolute() for key, name in stage.data.items()},
         evaluated_on=stage.evaluated_on,
-        output=directory.exported.absolute() if stage.kind == "export" else None,
+        output=directory.exported.absolute() if stage.declared.exports else None,
         samples=stage.needs_engine,
         settings=settings,
     )
@@ -285,8 +288,8 @@ def start_of(directory: StageDirectory) -> str:
     """Return where a new attempt resumes from, in words."""
     if checkpoint := directory.newest_checkpoint():
         return f"from step {checkpoint.step}"
-    if drawn := len(list(directory.drawn.glob("*.parquet"))):
-        return f"from {drawn} drawn parts"
+    if drawn_parts := len(list(directory.drawn.glob("*.parquet"))):
+        return f"from {drawn_parts} drawn parts"
     measured = len(list(directory.measured.glob("*.json")))
     return f"from {measured} measured models" if measured else "from the start"
 
@@ -303,12 +306,12 @@ def close_killed_attempts(run: Run, stages: Iterable[Stage]) -> None:
         if event is not None and event.state == "running":
             job = run.stage(event.stage).job(event.attempt)
             # The newest event may be a notice, written long after the attempt's first event.
-            first = event
-            for earlier in reversed([each for each in events if each.stage == event.stage]):
+            first_event = event
+            for earlier in reversed([past for past in events if past.stage == event.stage]):
                 if (earlier.state, earlier.attempt) != ("running", event.attempt):
                     break
-                first = earlier
-            seen = job.stat().st_mtime if job.exists() else first.timestamp
-            seconds = max(0.0, seen - first.timestamp)
+                first_event = earlier
+            seen = job.stat().st_mtime if job.exists() else first_event.timestamp
+            seconds = max(0.0, seen - first_event.timestamp)
             run.ledger.append(event.stage, "failed", KILLED, event.attempt, seconds)
     run.refresh()

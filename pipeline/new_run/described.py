@@ -57,7 +57,7 @@ def model_of(directory: Path) -> ModelSettings:
     for key, name in {**family.names, **OTHERS}.items():
         value = config.get(key)
         if value is None and name == "experts":
-            value = next((config[each] for each in EXPERTS if each in config), None)
+            value = next((config[alias] for alias in EXPERTS if alias in config), None)
         if value is None and name == "head_dim" and {"hidden_size", "layers"} <= values.keys():
             value = _quotient(config.get("hidden_size"), config.get("num_attention_heads"))
         if value is None:
@@ -85,14 +85,14 @@ def model_of(directory: Path) -> ModelSettings:
 
 def _message(error: ValidationError, family: Family) -> str:
     """Return the first error of settings by the key that config.json has."""
-    first = error.errors(include_url=False)[0]
+    details = error.errors(include_url=False)[0]
     keys = {name: key for key, name in {**family.names, **OTHERS}.items()}
-    name, *below = map(str, first["loc"])
+    name, *below = map(str, details["loc"])
     where = ".".join([keys.get(name, name), *below])
-    if first["type"] == "missing":
+    if details["type"] == "missing":
         return f"{where}: missing; download it again"
-    given = shortened(json.dumps(first["input"], default=str), LONGEST_VALUE)
-    return f"{where}: {first['msg']}, not {given}"
+    stated = shortened(json.dumps(details["input"], default=str), LONGEST_VALUE)
+    return f"{where}: {details['msg']}, not {stated}"
 
 
 def _config(directory: Path) -> dict[str, Any]:
@@ -101,10 +101,10 @@ def _config(directory: Path) -> dict[str, Any]:
         raise UserError(f"{shown(directory)} {why}")
     if not directory.is_dir():
         raise UserError(f"no such directory: {shown(directory)}; name the one of a model's files")
-    given, problem = json_object(directory / "config.json")
+    content, problem = json_object(directory / "config.json")
     if problem is not None:
         raise UserError(f"{problem}; name the directory of a Hugging Face checkpoint")
-    config = text_configuration(given)
+    config = text_configuration(content)
     rope = config.get("rope_parameters")  # of transformers 5
     flat = {key: rope[key] for key in ROPE if key in rope} if isinstance(rope, dict) else {}
     scaling = config.get("rope_scaling")
@@ -113,11 +113,11 @@ def _config(directory: Path) -> dict[str, Any]:
 
 def _family_keys(config: dict[str, Any], family: Family) -> dict[str, Any]:
     """Return the keys that a family's settings have in another form than config.json."""
-    found: dict[str, Any] = {"rope_scaling": _rope_scaling(config["rope_scaling"], family)}
+    keys: dict[str, Any] = {"rope_scaling": _rope_scaling(config["rope_scaling"], family)}
     kinds = config.get("layer_types")
     if isinstance(kinds, list) and "full_attention" in kinds:  # transformers writes them alone
-        found["full_attention_interval"] = kinds.index("full_attention") + 1
-    return found
+        keys["full_attention_interval"] = kinds.index("full_attention") + 1
+    return keys
 
 
 def _rope_scaling(scaling: Any, family: Family) -> Any:
@@ -130,10 +130,12 @@ def _rope_scaling(scaling: Any, family: Family) -> Any:
     of_gpt_oss = family.further is GptOssArchitecture  # which scales unless config.json says not to
     stated = {key: value for key, value in scaling.items() if value is not None}
     kind = stated.get("rope_type", stated.get("type"))
-    own = {key: value for key, value in stated.items() if key not in (*ROPE, "rope_type", "type")}
-    if (kind == "default" and not of_gpt_oss) or (kind is None and not own):
+    parameters = {
+        key: value for key, value in stated.items() if key not in (*ROPE, "rope_type", "type")
+    }
+    if (kind == "default" and not of_gpt_oss) or (kind is None and not parameters):
         return None
-    return {**own, "rope_type" if of_gpt_oss else "type": kind}
+    return {**parameters, "rope_type" if of_gpt_oss else "type": kind}
 
 
 def _check_scaling(path: Path, config: dict[str, Any], family: Family) -> None:
@@ -164,6 +166,6 @@ def _precision(config: dict[str, Any]) -> str:
     return PRECISIONS.get(str(config.get("dtype") or config.get("torch_dtype")), "bf16")
 
 
-def _quotient(whole: Any, parts: Any) -> int | None:
-    counts = isinstance(whole, int) and isinstance(parts, int) and parts
-    return whole // parts if counts else None
+def _quotient(whole: Any, divisor: Any) -> int | None:
+    counts = isinstance(whole, int) and isinstance(divisor, int) and divisor
+    return whole // divisor if counts else None

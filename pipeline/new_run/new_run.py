@@ -18,7 +18,7 @@ from pipeline.config.validate import load
 from pipeline.estimate.budget import steps_within, walltimes
 from pipeline.estimate.fit import FittedRun, fitted, gpus_that_fit
 from pipeline.estimate.simulation import SimulatedStage, simulated
-from pipeline.new_run.run_blocks import THINKING, Blocks, Wanted, check_size, first_blocks, put
+from pipeline.new_run.run_blocks import THINKING, Blocks, RunRequest, check_size, first_blocks, put
 from pipeline.new_run.run_file import NewDomain, NewRun
 from pipeline.new_run.starting_data import StartingData, estimated_data, read_rows, scored_data
 from pipeline.run.graph import compile_graph
@@ -51,10 +51,10 @@ class Prepared:
     @property
     def gpu_hours(self) -> float:
         """The GPU hours of the stages that train."""
-        return sum(each.gpu_hours for each in self.times)
+        return sum(timed.gpu_hours for timed in self.times)
 
 
-def prepare(wanted: Wanted, announce: Callable[[str], None]) -> Prepared:
+def prepare(request: RunRequest, announce: Callable[[str], None]) -> Prepared:
     """Return the run, after its tokenizer, data, layout and cost have been checked.
 
     `announce` gets a line before each part that takes long.
@@ -62,46 +62,46 @@ def prepare(wanted: Wanted, announce: Callable[[str], None]) -> Prepared:
     Raises:
         UserError: one of them is wrong, in one message.
     """
-    check_size(wanted)
-    blocks = first_blocks(wanted)
-    draft = _load(_new_run(wanted, blocks), wanted.output, to_start=False)
-    if wanted.gpus is None:
+    check_size(request)
+    blocks = first_blocks(request)
+    draft = _load(_new_run(request, blocks), request.output, to_start=False)
+    if request.gpus is None:
         check_cpu_engine(draft.model)
-    announce(f"reading the rows of {', '.join(wanted.domains)} ...")
-    counts, chats = _read_all(wanted, draft)
-    on_gpus = wanted.gpus is not None
+    announce(f"reading the rows of {', '.join(request.domains)} ...")
+    counts, chats = _read_all(request, draft)
+    on_gpus = request.gpus is not None
     least, most = HELD_OUT if on_gpus else (CPU_PROBLEMS, CPU_PROBLEMS)
     fraction, notes = _fraction(counts, least), []
-    if not wanted.has_weights:
-        notes.append(f"weights are not checked: {shown(wanted.weights)} has no *.safetensors yet")
-    if (problem := missing_files(wanted.weights, chats=chats)) is None:
+    if not request.has_weights:
+        notes.append(f"weights are not checked: {shown(request.weights)} has no *.safetensors yet")
+    if (problem := missing_files(request.weights, chats=chats)) is None:
         announce("scoring the answers of some of them with the domains' rewards ...")
-        data = _scored(wanted, blocks, fraction)
+        data = _scored(request, blocks, fraction)
         if len(counts) < len(data):  # rows of Parquet are counted only now
             chats = True  # perhaps
-            better = _fraction([each.rows for each in data.values()], least)
-            data = data if better == fraction else _scored(wanted, blocks, better)
-    elif wanted.has_weights or len(counts) < len(wanted.domains):  # the rest is Parquet
+            better = _fraction([domain_data.rows for domain_data in data.values()], least)
+            data = data if better == fraction else _scored(request, blocks, better)
+    elif request.has_weights or len(counts) < len(request.domains):  # the rest is Parquet
         raise UserError(problem)
     else:
         notes.append(f"answers are not scored, and uses of rows are estimates: {problem}")
-        data = _estimated(wanted, blocks, dict(zip(draft.domains, counts, strict=True)), fraction)
-    notes += _notes_on_data(draft, data, chats, wanted)
+        data = _estimated(request, blocks, dict(zip(draft.domains, counts, strict=True)), fraction)
+    notes += _notes_on_data(draft, data, chats, request)
     blocks["evaluation"] = {"problems": _problems(data, most)}
     if on_gpus:
-        announce(f"searching the layouts of {wanted.ranks} GPUs ...")
-    found = _on_gpus(wanted, blocks, data) if on_gpus else _on_cores(wanted, blocks, data)
-    return replace(found, notes=[*notes, *found.notes])
+        announce(f"searching the layouts of {request.ranks} GPUs ...")
+    prepared = _on_gpus(request, blocks, data) if on_gpus else _on_cores(request, blocks, data)
+    return replace(prepared, notes=[*notes, *prepared.notes])
 
 
-def _read_all(wanted: Wanted, draft: RunSettings) -> tuple[list[int], bool]:
+def _read_all(request: RunRequest, draft: RunSettings) -> tuple[list[int], bool]:
     """Return the counts of rows of the domains that could be read, and whether any has chats."""
     counts, chats = [], False
     for name, domain in draft.domains.items():
         if not isinstance(domain.prompts, FilePromptSettings):
             raise UserError(
-                f"domains.{name}: {shown(wanted.domains[name][0])} generates its prompts; name one "
-                "that reads rows (prompts.source: jsonl or parquet)"
+                f"domains.{name}: {shown(request.domains[name][0])} generates its prompts; name "
+                "one that reads rows (prompts.source: jsonl or parquet)"
             )
         if (read := read_rows(name, domain.prompts)) is not None:
             counts.append(read[0])
@@ -112,32 +112,32 @@ def _read_all(wanted: Wanted, draft: RunSettings) -> tuple[list[int], bool]:
 def _fraction(counts: Sequence[int], least: int) -> float:
     """Return the smallest share that holds out `least` problems of these rows, or the largest."""
     smallest = min(counts, default=0)
-    fits = (each for each in FRACTIONS if OF_EVALUATION * each * smallest >= least)
+    fits = (fraction for fraction in FRACTIONS if OF_EVALUATION * fraction * smallest >= least)
     return next(fits, FRACTIONS[-1])
 
 
-def _scored(wanted: Wanted, blocks: Blocks, fraction: float) -> dict[str, StartingData]:
+def _scored(request: RunRequest, blocks: Blocks, fraction: float) -> dict[str, StartingData]:
     """Return the counts of every domain's rows with this share held out, which `blocks` get."""
-    for name in wanted.domains:
+    for name in request.domains:
         put(blocks, f"domains.{name}.prompts.held_out_fraction", fraction)
-    draft = _load(_new_run(wanted, blocks), wanted.output, to_start=wanted.has_weights)
+    draft = _load(_new_run(request, blocks), request.output, to_start=request.has_weights)
     return {
-        name: scored_data(name, domain, str(wanted.weights), draft.rewards)
+        name: scored_data(name, domain, str(request.weights), draft.rewards)
         for name, domain in draft.domains.items()
     }
 
 
 def _estimated(
-    wanted: Wanted, blocks: Blocks, counts: Mapping[str, int], fraction: float
+    request: RunRequest, blocks: Blocks, counts: Mapping[str, int], fraction: float
 ) -> dict[str, StartingData]:
     """Return what `_scored` does where the model's tokenizer is not there yet."""
-    for name in wanted.domains:
+    for name in request.domains:
         put(blocks, f"domains.{name}.prompts.held_out_fraction", fraction)
     return {name: estimated_data(rows, fraction, OF_EVALUATION) for name, rows in counts.items()}
 
 
 def _problems(data: Mapping[str, StartingData], most: int) -> int:
-    name, fewest = min(data.items(), key=lambda each: each[1].held_out)
+    name, fewest = min(data.items(), key=lambda pair: pair[1].held_out)
     if fewest.held_out == 0 or fewest.trained == 0:
         raise UserError(
             f"domains.{name}: {fewest.rows} rows leave {fewest.trained} prompts to train on and "
@@ -147,23 +147,23 @@ def _problems(data: Mapping[str, StartingData], most: int) -> int:
 
 
 def _notes_on_data(
-    draft: RunSettings, data: Mapping[str, StartingData], chats: bool, wanted: Wanted
+    draft: RunSettings, data: Mapping[str, StartingData], chats: bool, request: RunRequest
 ) -> list[str]:
     notes = []
-    for name, each in data.items():
+    for name, domain_data in data.items():
         room = draft.longest_prompt(draft.domains[name].sampling)
-        if each.longest > room:
+        if domain_data.longest > room:
             notes.append(
-                f"domains.{name}: its longest prompt has {each.longest} tokens; those above {room} "
-                "are skipped (engine.max_model_tokens)"
+                f"domains.{name}: its longest prompt has {domain_data.longest} tokens; those "
+                f"above {room} are skipped (engine.max_model_tokens)"
             )
-    if wanted.thinks and wanted.gpus is not None:
-        longest = max(each.sampling.max_response_tokens for each in draft.domains.values())
+    if request.thinks and request.gpus is not None:
+        longest = max(domain.sampling.max_response_tokens for domain in draft.domains.values())
         notes.append(
             f"the chat template has thoughts: responses have up to {longest:,} tokens, as in "
             f"{shown(THINKING)}, and truncated ones are masked from the loss"
         )
-    if not chats and missing_files(wanted.weights, chats=True) is None:
+    if not chats and missing_files(request.weights, chats=True) is None:
         notes.append(
             "prompts are text, which the model reads without its chat template; rows such as "
             '{"prompt": [{"role": "user", "content": "..."}]} are rendered with it'
@@ -171,81 +171,85 @@ def _notes_on_data(
     return notes
 
 
-def _on_gpus(wanted: Wanted, blocks: Blocks, data: Mapping[str, StartingData]) -> Prepared:
+def _on_gpus(request: RunRequest, blocks: Blocks, data: Mapping[str, StartingData]) -> Prepared:
     """Return the run with a layout, and steps within the budget."""
-    assert wanted.gpus is not None
-    assumed, gpus = wanted.gpus, wanted.ranks
-    draft = _load(_new_run(wanted, blocks), wanted.output, to_start=False)
-    if (found := fitted(draft, gpus, assumed)) is None:
+    assert request.gpus is not None
+    assumed, gpus = request.gpus, request.ranks
+    draft = _load(_new_run(request, blocks), request.output, to_start=False)
+    if (fitted_run := fitted(draft, gpus, assumed)) is None:
         more = gpus_that_fit(draft, gpus, assumed)
         use = f"{more} would; use --gpus {more}" if more else "no number of them would"
-        raise UserError(f"no layout of {gpus} {wanted.gpu} fits the model into their memory; {use}")
-    for key, value in found.changes.items():
-        put(blocks, key, value)
-    blocks["layout"], engine = found.settings.layout, found.settings.engine
-    blocks["engine"] = {"count": engine.count, "tensor": engine.tensor, **blocks["engine"]}
-    stages = compile_graph(found.settings)
-    times = simulated(stages, found.settings, assumed)
-    hours = sum(each.gpu_hours for each in times)
-    notes = [*_notes_on_layout(found)]
-    if wanted.budget is not None and hours > wanted.budget:
-        steps = steps_within(times, wanted.budget)
-        for each in times:
-            where = f"domains.{each.stage.domain}" if each.stage.domain else "stages.merge"
-            put(blocks, f"{where}.loop.steps", steps[each.stage.name])
-        share = wanted.budget / hours
-        notes.append(
-            f"all {max(each.steps for each in times)} steps of an expert would cost {hours:,.0f} "
-            f"GPU hours; the budget of {wanted.budget:,.0f} pays for {share:.0%} of them"
+        raise UserError(
+            f"no layout of {gpus} {request.gpu} fits the model into their memory; {use}"
         )
-    settings = _load(_new_run(wanted, blocks), wanted.output, to_start=wanted.has_weights)
+    for key, value in fitted_run.changes.items():
+        put(blocks, key, value)
+    blocks["layout"], engine = fitted_run.settings.layout, fitted_run.settings.engine
+    blocks["engine"] = {"count": engine.count, "tensor": engine.tensor, **blocks["engine"]}
+    stages = compile_graph(fitted_run.settings)
+    times = simulated(stages, fitted_run.settings, assumed)
+    hours = sum(timed.gpu_hours for timed in times)
+    notes = [*_notes_on_layout(fitted_run)]
+    if request.budget is not None and hours > request.budget:
+        steps = steps_within(times, request.budget)
+        for timed in times:
+            where = f"domains.{timed.stage.domain}" if timed.stage.domain else "stages.merge"
+            put(blocks, f"{where}.loop.steps", steps[timed.stage.name])
+        share = request.budget / hours
+        notes.append(
+            f"all {max(timed.steps for timed in times)} steps of an expert would cost {hours:,.0f} "
+            f"GPU hours; the budget of {request.budget:,.0f} pays for {share:.0%} of them"
+        )
+    settings = _load(_new_run(request, blocks), request.output, to_start=request.has_weights)
     data, repeats = _used(settings, data)
     notes += repeats
     times = simulated(compile_graph(settings), settings, assumed)
-    cut = walltimes(times, wanted.longest_walltime)
-    spent = sum(each.gpu_hours for each in times)
+    cut = walltimes(times, request.longest_walltime)
+    spent = sum(timed.gpu_hours for timed in times)
     notes += [
-        f"{each.stage.name} is simulated with {clock(each.duration)}: its job is requeued at its "
-        f"walltime of {cut[each.stage.kind]} and continues"
-        for each in times
-        if each.duration > wanted.longest_walltime
+        f"{timed.stage.name} is simulated with {clock(timed.duration)}: its job is requeued at its "
+        f"walltime of {cut[timed.stage.kind]} and continues"
+        for timed in times
+        if timed.duration > request.longest_walltime
     ]
     head = (
-        f"Written by `braid init` for {gpus} {wanted.gpu}, {assumed.per_node} a node: "
+        f"Written by `braid init` for {gpus} {request.gpu}, {assumed.per_node} a node: "
         f"{spent:,.0f} GPU hours",
         "of training by `braid simulate`. Every key: docs/reference/run.md.",
-        *(f"{each[0].upper()}{each[1:]}." for each in notes if "budget" in each),
+        *(f"{note[0].upper()}{note[1:]}." for note in notes if "budget" in note),
     )
-    run = replace(_new_run(wanted, blocks, data), head=head, about_layout=_about_layout(found))
+    run = replace(
+        _new_run(request, blocks, data), head=head, about_layout=_about_layout(fitted_run)
+    )
     return Prepared(run, settings, data, times, cut, hours, notes)
 
 
-def _notes_on_layout(found: FittedRun) -> list[str]:
-    changed = {key.rpartition(".")[2]: value for key, value in found.changes.items()}
+def _notes_on_layout(fitted_run: FittedRun) -> list[str]:
+    changed = {key.rpartition(".")[2]: value for key, value in fitted_run.changes.items()}
     if not changed:
         return []
     keys = ", ".join(f"{key}: {value}" for key, value in changed.items())
     return [f"no layout fits as it is: {keys} in every stage makes one fit"]
 
 
-def _about_layout(found: FittedRun) -> list[str]:
+def _about_layout(fitted_run: FittedRun) -> list[str]:
     return [
         "A fast one of the layouts that `braid simulate FILE --search GPUS` finds, whose trainer",
-        f"needs {found.trained_share:.0%} of a GPU's memory at most.",
+        f"needs {fitted_run.trained_share:.0%} of a GPU's memory at most.",
     ]
 
 
-def _on_cores(wanted: Wanted, blocks: Blocks, data: Mapping[str, StartingData]) -> Prepared:
+def _on_cores(request: RunRequest, blocks: Blocks, data: Mapping[str, StartingData]) -> Prepared:
     """Return the run on CPU cores: ranks that share the experts, and one engine."""
-    experts = wanted.ranks if wanted.model.experts % wanted.ranks == 0 else 1
-    blocks["layout"] = LayoutSettings(ranks=wanted.ranks, expert=experts)
-    settings = _load(_new_run(wanted, blocks), wanted.output, to_start=wanted.has_weights)
+    experts = request.ranks if request.model.experts % request.ranks == 0 else 1
+    blocks["layout"] = LayoutSettings(ranks=request.ranks, expert=experts)
+    settings = _load(_new_run(request, blocks), request.output, to_start=request.has_weights)
     data, notes = _used(settings, data)
     head = (
-        f"Written by `braid init` for {wanted.ranks} ranks on CPU cores: a few small steps, which",
+        f"Written by `braid init` for {request.ranks} ranks on CPU cores: a few small steps, which",
         "show that everything fits together and teach nothing. Every key: docs/reference/run.md.",
     )
-    run = replace(_new_run(wanted, blocks, data), head=head)
+    run = replace(_new_run(request, blocks, data), head=head)
     return Prepared(run, settings, data, notes=notes)
 
 
@@ -257,36 +261,41 @@ def _used(
     for stage in compile_graph(settings):
         if stage.domain is None or not stage.steps:
             continue
-        each, prompts = data[stage.domain], settings.domains[stage.domain].sampling.prompts_per_step
-        used[stage.domain] = replace(each, passes=round(stage.steps * prompts / each.trained, 2))
+        domain_data, prompts = (
+            data[stage.domain],
+            settings.domains[stage.domain].sampling.prompts_per_step,
+        )
+        used[stage.domain] = replace(
+            domain_data, passes=round(stage.steps * prompts / domain_data.trained, 2)
+        )
         passes, where = used[stage.domain].passes or 0.0, f"domains.{stage.domain}"
-        if passes > MOST_PASSES or prompts > each.trained:
+        if passes > MOST_PASSES or prompts > domain_data.trained:
             notes.append(
                 f"{where}: {stage.steps} steps of {prompts} prompts use each of its "
-                f"{each.trained:,} training rows {passes:,.1f} times; give it more rows, or lower "
-                f"{where}.loop.steps or {where}.sampling.prompts_per_step"
+                f"{domain_data.trained:,} training rows {passes:,.1f} times; give it more rows, or "
+                f"lower {where}.loop.steps or {where}.sampling.prompts_per_step"
             )
     return used, notes
 
 
 def _new_run(
-    wanted: Wanted,
+    request: RunRequest,
     blocks: Blocks,
     data: Mapping[str, StartingData] | None = None,
 ) -> NewRun:
     """Return what the file says, from the run's own keys and, once chosen, its layout."""
-    model = wanted.model
-    if wanted.gpus is None:
+    model = request.model
+    if request.gpus is None:
         model = model.model_copy(update={"precision": "fp32"})
-    about = {name: each.described() for name, each in (data or {}).items()}
+    about = {name: domain_data.described() for name, domain_data in (data or {}).items()}
     return NewRun(
-        name=wanted.name,
+        name=request.name,
         model=model,
-        described=wanted.described,
-        weights=wanted.weights.absolute(),
+        described=request.described,
+        weights=request.weights.absolute(),
         domains={
             name: NewDomain(base, blocks["domains"][name], about.get(name, ""))
-            for name, (base, _) in wanted.domains.items()
+            for name, (base, _) in request.domains.items()
         },
         layout=blocks.get("layout"),
         engine=blocks["engine"],

@@ -31,7 +31,7 @@ Blocks = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Wanted:
+class RunRequest:
     """The request for a new run; `gpus` is None where ranks run on CPU cores.
 
     `columns` are those of the prompt and the answer of rows that are given without a domain's file.
@@ -55,65 +55,65 @@ class Wanted:
     has_weights: bool = True
 
 
-def check_size(wanted: Wanted) -> None:
+def check_size(request: RunRequest) -> None:
     """Raise UserError where CPU cores could not train the model."""
-    if wanted.gpus is None and (count := parameter_count(wanted.model)[0]) > CPU_PARAMETERS:
+    if request.gpus is None and (count := parameter_count(request.model)[0]) > CPU_PARAMETERS:
         raise UserError(
-            f"{shown(wanted.weights)} has {count / 1e9:.1f} billion parameters, too many to train "
+            f"{shown(request.weights)} has {count / 1e9:.1f} billion parameters, too many to train "
             "on CPU cores; name the GPUs: --gpus 32 --gpu h100"
         )
 
 
-def first_blocks(wanted: Wanted) -> Blocks:
+def first_blocks(request: RunRequest) -> Blocks:
     """Return the run's own keys as far as they follow from the model alone."""
     blocks: Blocks = {"domains": {}, "stages": {}, "engine": {}}
-    for name, (_, rows) in wanted.domains.items():
-        own: Blocks = {"prompts": {}}
-        blocks["domains"][name] = own
+    for name, (_, rows) in request.domains.items():
+        block: Blocks = {"prompts": {}}
+        blocks["domains"][name] = block
         if rows is not None:
-            own["prompts"] |= {"path": str(rows.absolute()), **wanted.columns}
+            block["prompts"] |= {"path": str(rows.absolute()), **request.columns}
             if rows.suffix == ".parquet":
-                own["prompts"]["source"] = "parquet"
-        if wanted.gpus is None:
-            own.update({key: dict(each) for key, each in CPU_KEYS.items()})
-    several = len(wanted.domains) > 1
+                block["prompts"]["source"] = "parquet"
+        if request.gpus is None:
+            block.update({key: dict(values) for key, values in CPU_KEYS.items()})
+    several = len(request.domains) > 1
     if several:
         blocks["stages"]["merge"] = {}
-    if wanted.gpus is None:
+    if request.gpus is None:
         if several:
-            blocks["stages"]["merge"] = {key: dict(each) for key, each in CPU_KEYS.items()}
+            blocks["stages"]["merge"] = {key: dict(values) for key, values in CPU_KEYS.items()}
             blocks["stages"]["merge"]["sampling"]["group_size"] = 1
-        longest = min(CPU_TOKENS, wanted.model.max_positions)
+        longest = min(CPU_TOKENS, request.model.max_positions)
         blocks["engine"] = {"max_model_tokens": longest, "max_sequences": 32}
-        _shorten(wanted, blocks, floor(RESPONSE_SHARE * longest))
+        _shorten(request, blocks, floor(RESPONSE_SHARE * longest))
         return blocks
-    usual = _stated(THINKING if wanted.thinks else PARENT, "engine", "max_model_tokens")
-    longest = min(usual, wanted.model.max_positions)
-    if wanted.thinks:
-        _lengthen(wanted, blocks, longest)
-    if wanted.thinks or longest < usual:
+    usual = _stated(THINKING if request.thinks else PARENT, "engine", "max_model_tokens")
+    longest = min(usual, request.model.max_positions)
+    if request.thinks:
+        _lengthen(request, blocks, longest)
+    if request.thinks or longest < usual:
         blocks["engine"] = {"max_model_tokens": longest}
     if longest < usual:
-        _shorten(wanted, blocks, floor(RESPONSE_SHARE * longest))
+        _shorten(request, blocks, floor(RESPONSE_SHARE * longest))
     return blocks
 
 
-def _bases(wanted: Wanted, blocks: Blocks) -> dict[str, tuple[Path, tuple[str, ...]]]:
+def _bases(request: RunRequest, blocks: Blocks) -> dict[str, tuple[Path, tuple[str, ...]]]:
     """Return the file that each block which samples extends, and the block's key in it."""
     bases: dict[str, tuple[Path, tuple[str, ...]]] = {
-        f"domains.{name}": (base, ()) for name, (base, _) in wanted.domains.items()
+        f"domains.{name}": (base, ()) for name, (base, _) in request.domains.items()
     }
     if "merge" in blocks["stages"]:
         bases["stages.merge"] = (PARENT, ("stages", "merge"))
     return bases
 
 
-def _lengthen(wanted: Wanted, blocks: Blocks, longest: int) -> None:
+def _lengthen(request: RunRequest, blocks: Blocks, longest: int) -> None:
     """Let a model that thinks respond as long as in THINKING, and mask what is cut off.
 
     A length that a domain's own file states stays: only those of configs/ leave thoughts no room.
     """
-    for key, (file, above) in _bases(wanted, blocks).items():
+    for key, (file, above) in _bases(request, blocks).items():
         length = find(Reader().file(file), (*above, "sampling", "max_response_tokens"))
         if not isinstance(length, Leaf) or not _is_shipped(length.place.file):
             continue
@@ -130,24 +130,24 @@ def _is_shipped(file: Path | None) -> bool:
     return file is not None and file.resolve().is_relative_to(CONFIGS.resolve())
 
 
-def _shorten(wanted: Wanted, blocks: Blocks, most: int) -> None:
+def _shorten(request: RunRequest, blocks: Blocks, most: int) -> None:
     """Let responses have at most this number of tokens where shipped files say more."""
-    for key, (file, above) in _bases(wanted, blocks).items():
+    for key, (file, above) in _bases(request, blocks).items():
         stated = _stated(file, *above, "sampling", "max_response_tokens") or most + 1
-        own = _at(blocks, key).get("sampling", {}).get("max_response_tokens", stated)
-        if own > most:
+        tokens = _at(blocks, key).get("sampling", {}).get("max_response_tokens", stated)
+        if tokens > most:
             put(blocks, f"{key}.sampling.max_response_tokens", most)
 
 
 def _stated(file: Path, *key: str) -> Any:
     """Return the value of a key in a file and those that it extends, None where none states it."""
-    found = find(Reader().file(file), key)
-    return found.value if isinstance(found, Leaf) else None
+    node = find(Reader().file(file), key)
+    return node.value if isinstance(node, Leaf) else None
 
 
 def _at(blocks: Blocks, key: str) -> Blocks:
-    for part in key.split("."):
-        blocks = blocks[part]
+    for name in key.split("."):
+        blocks = blocks[name]
     return blocks
 
 

@@ -62,7 +62,7 @@ class NewRun:
 
     def text(self, directory: Path) -> str:
         """Return the YAML of a file in a directory; in the checkout its paths are relative."""
-        lines = [f"# {each}" for each in self.head]
+        lines = [f"# {comment}" for comment in self.head]
         lines += [
             f"extends: {dump_line(_path(PARENT, directory))}",
             f"name: {dump_line(self.name)}",
@@ -73,7 +73,7 @@ class NewRun:
             lines.append(_aside(f"  {dump_line(name)}:", domain.about))
             lines.append(f"    extends: {dump_line(_path(domain.base, directory))}")
             lines += [f"    {key}: {dump_line(value)}" for key, value in domain.keys.items()]
-        lines += ["", *(f"# {each}" for each in self.about_layout)]
+        lines += ["", *(f"# {comment}" for comment in self.about_layout)]
         if self.layout is not None:
             lines.append(f"layout: {dump_line(differing(self.layout))}")
         if self.engine:
@@ -121,7 +121,7 @@ def profile_text(
 
     To `fill_in` it has the keys that only the cluster's users know, as comments.
     """
-    lines = [f"# {each}" for each in head.splitlines()]
+    lines = [f"# {comment}" for comment in head.splitlines()]
     lines.append(f"extends: {dump_line(_path(base, directory))}")
     about = {"gpu_type": GPU_TYPE} if fill_in else {}
     lines += [
@@ -134,14 +134,14 @@ def profile_text(
         lines.append("")
     if times:
         lines.append("kinds:")
-    lines += [f'  {kind}: {{walltime: "{each}"}}' for kind, each in times.items()]
+    lines += [f'  {kind}: {{walltime: "{walltime}"}}' for kind, walltime in times.items()]
     return "\n".join(lines) + "\n"
 
 
 def differing(layout: LayoutSettings) -> dict[str, Any]:
     """Return the keys of a layout that are not the default."""
-    found = layout.model_dump(mode="json", exclude_defaults=True)
-    return {"ranks": layout.ranks, **found}
+    keys = layout.model_dump(mode="json", exclude_defaults=True)
+    return {"ranks": layout.ranks, **keys}
 
 
 def _path(path: Path, directory: Path) -> str:

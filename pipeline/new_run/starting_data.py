@@ -45,13 +45,13 @@ class StartingData:
 
     def described(self) -> str:
         """Return the rows by their use, in a line."""
-        others = {
+        uses = {
             "held out": self.held_out,
             "for gates": self.for_gates,
             "repeated": self.repeated,
             "unusable": self.unusable,
         }
-        listed = "".join(f", {count:,} {use}" for use, count in others.items() if count)
+        listed = "".join(f", {count:,} {use}" for use, count in uses.items() if count)
         passes = "" if self.passes is None else f"; each trained on {self.passes:,.1f} times"
         return f"{self.rows:,} rows: {self.trained:,} to train on{listed}{passes}"
 
@@ -83,12 +83,12 @@ def read_rows(name: str, source: FilePromptSettings) -> tuple[int, bool] | None:
 
 def _other_columns(name: str, source: FilePromptSettings, report: RowReport) -> str | None:
     """Return the fix where nearly all rows lack one and the same column, else None."""
-    found = [match for each in report.unusable if (match := NO_COLUMN.search(each))]
-    columns = Counter(match[1] for match in found)
+    matches = [match for message in report.unusable if (match := NO_COLUMN.search(message))]
+    columns = Counter(match[1] for match in matches)
     column = max(columns, key=columns.__getitem__, default="")
     if (count := columns[column]) < NEARLY_ALL * report.checked:
         return None
-    have = next(match[2] for match in found if match[1] == column)
+    have = next(match[2] for match in matches if match[1] == column)
     rows = "no row has a"
     if count < report.checked:
         rows = f"{count:,} of the first {report.checked:,} rows lack the"
@@ -119,9 +119,9 @@ def scored_data(
         "prompts": SCORED,
     }
     with redirect_stdout(StringIO()):  # its notices repeat what is in the message below
-        found = one_off.answer_of(f"the check of {name}", "stages.domain_tools.domain_check", job)
-    prompts, lengths = found["prompts"], found["lengths"]
-    if bad := [f"{_row(each)}: {why}" for each in prompts if (why := _misread(each))]:
+        checked = one_off.answer_of(f"the check of {name}", "stages.domain_tools.domain_check", job)
+    prompts, lengths = checked["prompts"], checked["lengths"]
+    if bad := [f"{_row(prompt)}: {why}" for prompt in prompts if (why := _misread(prompt))]:
         raise UserError(
             f"domains.{name}: the rewards cannot use {len(bad)} of the {len(prompts)} rows that "
             f"they were tried on; fix such rows, or remove them. "
@@ -149,20 +149,22 @@ def estimated_data(rows: int, fraction: float, for_evaluation: float) -> Startin
 
 def _misread(prompt: Mapping[str, Any]) -> str | None:
     """Return why rewards cannot use a prompt's row; None where a right answer earns most."""
-    responses = {each["what"]: each for each in prompt["responses"]}
-    if failed := next((each["failure"] for each in responses.values() if each["failure"]), None):
+    responses = {response["what"]: response for response in prompt["responses"]}
+    if failed := next(
+        (response["failure"] for response in responses.values() if response["failure"]), None
+    ):
         return str(failed)
     if (right := responses.pop("reference", None)) is None:
         return None
-    wrong = max(each["reward"] for each in responses.values())
+    wrong = max(response["reward"] for response in responses.values())
     if right["reward"] > wrong:
         return None
     return f"its answer earns {right['reward']:g}, no more than a wrong one"
 
 
 def _row(prompt: Mapping[str, Any]) -> str:
-    asked, answer = (_short(str(prompt[key])) for key in ("prompt", "answer"))
-    return f"{asked}, answer {answer}" if prompt["answer"] else asked
+    question, answer = (_short(str(prompt[key])) for key in ("prompt", "answer"))
+    return f"{question}, answer {answer}" if prompt["answer"] else question
 
 
 def _short(text: str) -> str:
@@ -170,4 +172,4 @@ def _short(text: str) -> str:
 
 
 def _listed(lines: Sequence[str]) -> str:
-    return "\n".join(f"  {visible(each)}" for each in lines[:SHOWN_ROWS])
+    return "\n".join(f"  {visible(line)}" for line in lines[:SHOWN_ROWS])

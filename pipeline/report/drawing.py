@@ -81,7 +81,7 @@ def dot(run: Run, states: Mapping[str, StageState]) -> Iterator[str]:
     for stage in run.stages:
         label = f"{stage.name}\n{stage.kind}, {states[stage.name].state}"
         look = f"fillcolor={COLOURS[states[stage.name].state]}"
-        if stage.kind == "gate":
+        if stage.declared.judges:
             look += ", shape=diamond"
         yield f"  {_dotted(stage.name)} [label={_dotted(label)}, {look}];"
     for edge in edges(run.stages):
@@ -108,7 +108,7 @@ def mermaid(run: Run, states: Mapping[str, StageState]) -> Iterator[str]:
     for stage in run.stages:
         state = states[stage.name].state
         label = f'"{_quoted(stage.name)}<br>{stage.kind}, {state}"'
-        shape = f"{{{label}}}" if stage.kind == "gate" else f"[{label}]"
+        shape = f"{{{label}}}" if stage.declared.judges else f"[{label}]"
         yield f"  {numbers[stage.name]}{shape}:::{state}"
     for edge in edges(run.stages):
         yield f"  {numbers[edge.source]} {MERMAID[edge.role]} {numbers[edge.target]}"
@@ -150,7 +150,7 @@ def _above(stage: Stage) -> str | None:
         return stage.parent
     if stage.gated:
         return stage.gated
-    merged = stage.models.values() if stage.kind == "merge_weights" else ()
+    merged = stage.models.values() if stage.declared.merges else ()
     loaded = (*stage.data.values(), *stage.teachers.values(), *merged)
     return next((name for name in loaded if not is_path(name)), None)
 
@@ -160,7 +160,7 @@ def origin(stage: Stage) -> str:
     if stage.gated:
         return f"{stage.gated} against {_named(stage.against.values())}"
     parts = []
-    if stage.kind == "merge_weights":
+    if stage.declared.merges:
         start = f"{stage.parent} and " if stage.parent else ""
         return f"{start}the weights of {_named(stage.models.values())}"
     if stage.parent:
@@ -170,7 +170,7 @@ def origin(stage: Stage) -> str:
         paths = [each for each in stage.models.values() if is_path(each)]
         parts.append(f"{own} models{f' ({_named(paths)})' if paths else ''}")
     else:
-        parts.append("model.initial_weights" if stage.kind == "import" else "the model settings")
+        parts.append("model.initial_weights" if stage.declared.imports else "the model settings")
     itself = ["itself"] if "self_teacher.context" in stage.reads else []
     if taught := [*stage.teachers.values(), *itself]:
         parts.append(f"taught by {_named(taught)}")

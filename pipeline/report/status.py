@@ -129,14 +129,14 @@ def run_state(run: Run, states: Mapping[str, StageState]) -> dict[str, Any]:
 def evaluated(run: Run, states: Mapping[str, StageState]) -> bool:
     """Return whether an evaluation is done and its results are written."""
     done = (stage for stage in run.stages if states[stage.name].state == "done")
-    return any(stage.kind == "evaluate" for stage in done) and run.results.exists()
+    return any(stage.declared.evaluates for stage in done) and run.results.exists()
 
 
 def current_models(run: Run, states: Mapping[str, StageState]) -> Models | None:
     """Return the results without those of stale evaluations, in order; None where damaged."""
     left: dict[bool, set[str]] = {True: set(), False: set()}
     for stage in run.stages:
-        if stage.kind == "evaluate":
+        if stage.declared.evaluates:
             left[states[stage.name].state == "done"].update(stage.models)
     models, old = read_models(run.results), left[False] - left[True]
     if models is None:
@@ -177,9 +177,9 @@ def _shortened(text: str) -> str:
 
 def _note(stage: Stage, state: StageState) -> str:
     """Return the cause of a stage's state, shortened; of a judged gate only its outcome."""
-    if stage.kind == "gate" and state.cause.startswith(STOPPED_MARK):
+    if stage.declared.judges and state.cause.startswith(STOPPED_MARK):
         return STOPPED
-    judged = stage.kind == "gate" and state.state == "done"
+    judged = stage.declared.judges and state.state == "done"
     return _shortened(state.cause.partition(":")[0] if judged else state.cause)
 
 

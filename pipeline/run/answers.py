@@ -67,7 +67,7 @@ def measured_models(run: Run) -> dict[str, MeasuredModel]:
     Raises:
         UserError: nothing has been measured, all of it is stale, or a file is damaged.
     """
-    evaluations = [stage for stage in run.stages if stage.kind == "evaluate"]
+    evaluations = [stage for stage in run.stages if stage.declared.evaluates]
     if not evaluations:
         raise UserError(
             f"{shown(run.path)} has no evaluation; add one to its stages:"
@@ -93,7 +93,7 @@ def measured_models(run: Run) -> dict[str, MeasuredModel]:
 
 def stale_evaluations(run: Run) -> list[str]:
     """Return the run's evaluations whose results no longer count."""
-    evaluations = (stage.name for stage in run.stages if stage.kind == "evaluate")
+    evaluations = (stage.name for stage in run.stages if stage.declared.evaluates)
     return [name for name in evaluations if run.states[name].state == "stale"]
 
 

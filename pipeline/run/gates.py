@@ -100,7 +100,7 @@ def ending(run: Run, stage: Stage) -> str:
         UserError: a file of a gate's answers is damaged or missing.
     """
     directory = run.stage(stage.name)
-    if stage.kind != "gate":
+    if not stage.declared.judges:
         return ended_early(directory.newest_checkpoint()) or "finished"
     gate = gate_of(stage, run.settings)
     solved = solved_problems(directory, stage, gate.samples_per_problem)
@@ -144,8 +144,8 @@ def override(run: Run, name: str, reason: str) -> None:
     if not reason:
         raise UserError("--reason must not be empty; it is recorded in the ledger")
     [stage] = run.chosen([name])
-    if stage.kind != "gate":
-        gates = ", ".join(each.name for each in run.stages if each.kind == "gate")
+    if not stage.declared.judges:
+        gates = ", ".join(each.name for each in run.stages if each.declared.judges)
         known = f"its gates are {gates}" if gates else "it has no gates"
         raise UserError(f"{name} is not a gate of {shown(run.path)}; {known}")
     state = run.states[name]

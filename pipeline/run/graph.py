@@ -22,11 +22,12 @@ from functools import cache, cached_property
 from itertools import chain
 from typing import Any
 
-from pipeline.config.unroll import GATE, Blocks, Unrolled, is_path
+from pipeline.config.unroll import GATE_PREFIX, Blocks, Unrolled, is_path
 from stages.guards.settings import GateSettings, MergeGateSettings
 from stages.keys import NEUTRAL_KEYS, flatten, leaves, matches
 from stages.kinds.distill.settings import DistillSettings, domain_of
-from stages.kinds.kind import KINDS, StageKind, with_domains
+from stages.kinds.evaluate.settings import GATE
+from stages.kinds.kind import GATE_KEY, KINDS, StageKind, with_domains
 from stages.settings import RunSettings
 
 PROBLEMS = ("domains.*.prompts", "domains.*.demonstrations", "data")
@@ -99,11 +100,12 @@ class Stage:
 
     @property
     def declared(self) -> StageKind:
+        """The declaration of its kind, whose traits the pipeline asks for."""
         return KINDS[self.kind]
 
     @property
     def measures(self) -> bool:
-        return self.declared.leaves == "results"
+        return self.declared.measures
 
     @property
     def trains(self) -> bool:
@@ -202,19 +204,19 @@ class _Compiler:
                     others[domain] = stage.teachers[label]  # else `self`: as its start was
         against = {each: others.get(each, stage.parent or "") for each in domains}
         models = {model: model for model in (stage.name, *against.values())}
-        own = {"gate": gate.model_dump(mode="json", exclude={"domains"})}
+        own = {GATE_KEY: gate.model_dump(mode="json", exclude={"domains"})}
         return Stage(
             name,
-            "gate",
+            GATE.name,
             block=of.block,
             domain=of.domain,
             domains=domains,
             models=models,
             gated=stage.name,
             against=against,
-            seeded_as=f"{GATE}{of.seeded_as}",
+            seeded_as=f"{GATE_PREFIX}{of.seeded_as}",
             reads={
-                **self._values(with_domains(KINDS["gate"].reads, domains)),
+                **self._values(with_domains(GATE.reads, domains)),
                 **dict(flatten(own)),
             },
         )
@@ -260,8 +262,8 @@ def _ordered(stages: Iterable[Stage]) -> Iterator[Stage]:
 
     def place(name: str) -> tuple[int, int, str]:
         stage = known[name]
-        rank = 0 if stage.declared.leaves in ("checkpoints", "data") else 2
-        return 1 if stage.kind == "gate" else rank, numbers[name], name
+        rank = 0 if stage.declared.trains or stage.declared.collects else 2
+        return 1 if stage.declared.judges else rank, numbers[name], name
 
     ready = [place(name) for name, count in left.items() if count == 0]
     heapq.heapify(ready)

@@ -147,7 +147,7 @@ class Run(RunDirectory):
     @cached_property
     def own_domains(self) -> dict[str, str]:
         """The domain of every stage that trained on it alone."""
-        alone = (stage for stage in self.stages if stage.domain and stage.kind != "gate")
+        alone = (stage for stage in self.stages if stage.domain and not stage.declared.judges)
         return {stage.name: stage.domain for stage in alone if stage.domain and stage.trains}
 
     def refresh(self) -> Run:
@@ -214,7 +214,7 @@ class Run(RunDirectory):
         states = self.refresh().states
         for stage in self.stages:
             path = self.stage(stage.name).results
-            if stage.kind != "evaluate" or states[stage.name].state != "done":
+            if not stage.declared.evaluates or states[stage.name].state != "done":
                 continue
             if (found := read_models(path)) is None:
                 raise UserError(
@@ -379,7 +379,7 @@ class _Output:
                 return self.stands("pending", missing)
         if event is None:
             return self.stands("pending", "it has output but no line in the ledger")
-        if stage.kind == "gate" and (damage := damaged_verdict(directory, event)):
+        if stage.declared.judges and (damage := damaged_verdict(directory, event)):
             return self.stands("pending", damage)
         if event.state == "running" and not self.run.is_running(stage.name):
             return self.stands("failed", KILLED)
@@ -395,9 +395,9 @@ def missing_output(
     """
     if stage.measures:
         return None if directory.results.exists() else "its results.json is missing"
-    if stage.declared.leaves == "export":
+    if stage.declared.exports:
         return None if directory.exported.exists() else "its exported model is missing"
-    if stage.declared.leaves == "data":
+    if stage.declared.collects:
         return None if directory.output() else "its collection.json is missing"
     if checkpoint is None:
         return "it has no checkpoint"

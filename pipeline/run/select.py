@@ -273,7 +273,7 @@ def find_fork(run: Run, other: RunDirectory) -> RunFork:
         event = events.get(stage.name)
         if event is None or event.state != "done" or ours.path.exists():
             continue
-        if stage.kind == "gate" and damaged_verdict(theirs, event):
+        if stage.declared.judges and damaged_verdict(theirs, event):
             continue
         now = lineage_from(stage, checkpoints, run.settings.layout.model_dump())
         if (manifest := read_manifest(theirs)) is None or None in now.parents.values():
@@ -290,7 +290,7 @@ def find_fork(run: Run, other: RunDirectory) -> RunFork:
             continue
         checkpoints[stage.name] = newest
         done.add(stage.name)
-        said = f": {event.cause}" if stage.kind == "gate" else ""
+        said = f": {event.cause}" if stage.declared.judges else ""
         found.reused[stage.name] = f"reused from {shown(other.path)}{said}"
     return found
 

@@ -57,10 +57,10 @@ def size_options(
 
 def cpus_of(text: str) -> list[int]:
     """Return a job's CPUs on each node, from `SLURM_JOB_CPUS_PER_NODE`, such as `64(x2),32`."""
-    found: list[int] = []
+    cpus: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
-        found += [int(count)] * int(times or 1)
-    return found
+        cpus += [int(count)] * int(times or 1)
+    return cpus
 
 
 def too_few_cpus(
@@ -103,8 +103,8 @@ def place(
             f"{' '.join(size_options(layout, sampling, cluster))}"
         )
     engines = [
-        PlacedEngine([nodes[node] for node in each.nodes], list(each.slots))
-        for each in (engine_slots(layout, engine, per_node) if samples else ())
+        PlacedEngine([nodes[node] for node in engine_place.nodes], list(engine_place.slots))
+        for engine_place in (engine_slots(layout, engine, per_node) if samples else ())
     ]
     return Places(list(nodes[: -(-layout.ranks // per_node)]), per_node, engines)
 

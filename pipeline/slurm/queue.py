@@ -40,7 +40,7 @@ def call(command: Sequence[str], keep: Sequence[int] = ()) -> str:
         SlurmError: there is no such command, it fails, or it prints nothing for a minute.
     """
     try:
-        found = subprocess.run(
+        completed = subprocess.run(
             command,
             capture_output=True,
             encoding="utf-8",
@@ -54,12 +54,12 @@ def call(command: Sequence[str], keep: Sequence[int] = ()) -> str:
         raise SlurmError(f"there is no {command[0]} here; {LOGIN_NODE}") from error
     except subprocess.TimeoutExpired as error:
         raise SlurmError(f"{command[0]} printed nothing for {PATIENCE_SECONDS:g} s") from error
-    if found.returncode:
-        said = " ".join(found.stderr.split()) or f"exit {found.returncode}"
+    if completed.returncode:
+        message = " ".join(completed.stderr.split()) or f"exit {completed.returncode}"
         # squeue refuses nobody: it lacks a configuration or does not reach the controller.
-        elsewhere = command[0] == "squeue" or "controller" in said
-        raise SlurmError(f"{command[0]} failed: {said}{f'; {LOGIN_NODE}' if elsewhere else ''}")
-    return found.stdout
+        elsewhere = command[0] == "squeue" or "controller" in message
+        raise SlurmError(f"{command[0]} failed: {message}{f'; {LOGIN_NODE}' if elsewhere else ''}")
+    return completed.stdout
 
 
 def _is_option(name: str) -> bool:
@@ -105,13 +105,13 @@ def queued(run: Path, numbers: Iterable[str]) -> dict[str, QueuedJob]:
     Raises:
         SlurmError: Slurm does not answer, or not in the format that was requested.
     """
-    wanted, here = set(numbers), run.resolve()
+    recorded, here = set(numbers), run.resolve()
     text = call(["squeue", "--me", "--noheader", "--array", f"--format={QUEUE_FORMAT}"])
     rows = [_fields(line) for line in _job_lines(text)]
     jobs = [(row[:-1], *row[-1].rpartition("/")[::2]) for row in rows]
     runs = {path for _, path, _ in jobs if path.startswith("/")}
     ours = {path for path in runs if Path(path).resolve() == here}
-    found = {}
+    by_number = {}
     for fields, path, names in jobs:
         stage, stages, task = None, names.split(","), fields[0].partition("_")[2]
         if path in ours and len(stages) == 1:
@@ -119,9 +119,9 @@ def queued(run: Path, numbers: Iterable[str]) -> dict[str, QueuedJob]:
         elif path in ours and task.isdecimal() and int(task) < len(stages):
             stage = stages[int(task)]  # not of a range of waiting tasks, such as 3_[1-2]
         # Slurm reuses numbers: the ledger's may be another run's job by now.
-        if stage is not None or (fields[0] in wanted and path not in runs):
-            found[fields[0]] = replace(QueuedJob(*fields), stage=stage)
-    return found
+        if stage is not None or (fields[0] in recorded and path not in runs):
+            by_number[fields[0]] = replace(QueuedJob(*fields), stage=stage)
+    return by_number
 
 
 def _job_lines(text: str) -> list[str]:
@@ -163,13 +163,13 @@ def _fields(line: str) -> list[str]:
 
 def job_numbers(events: Iterable[Event]) -> dict[str, str]:
     """Return the number of the newest job of every stage that is not done, by a run's `events`."""
-    found: dict[str, str] = {}
+    numbers: dict[str, str] = {}
     for event in events:
         if event.state == "done":
-            found.pop(event.stage, None)
+            numbers.pop(event.stage, None)
         elif event.job is not None:
-            found[event.stage] = event.job
-    return found
+            numbers[event.stage] = event.job
+    return numbers
 
 
 def queue_of(run: Run) -> tuple[Mapping[str, QueuedJob] | None, str]:
@@ -228,14 +228,14 @@ def adopt(run: Run) -> Mapping[str, QueuedJob]:
     numbers = job_numbers(run.events)
     if not numbers and not run.cluster.exists() and not is_here():  # nothing was ever submitted
         return {}
-    found = queued(run.path, numbers.values())
+    jobs = queued(run.path, numbers.values())
     done = {event.stage for event in latest(run.events).values() if event.state == "done"}
-    for job in found.values():
+    for job in jobs.values():
         # A finished stage stays done: its job finds it so and ends.
-        if job.stage is None or job.stage in done or numbers.get(job.stage) in found:
+        if job.stage is None or job.stage in done or numbers.get(job.stage) in jobs:
             continue
         numbers[job.stage] = job.number
         cause = f"as job {job.number}, which was in the queue"
         run.ledger.submitted(job.stage, cause, run.stage(job.stage).attempts(), job.number)
     run.refresh()
-    return found
+    return jobs

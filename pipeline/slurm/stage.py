@@ -97,7 +97,7 @@ def run_stage(run: Run, stage: Stage, console: Console, programs: Programs) -> M
         if job_id is not None:
             _record_refusal(run, stage, job_id, refusal, newest)
         raise
-    return run.write_results() if stage.kind == "evaluate" else None
+    return run.write_results() if stage.declared.evaluates else None
 
 
 def _record_refusal(
@@ -156,10 +156,10 @@ def _check_cpus(
 ) -> None:
     """Raise UserError where srun would refuse: by default sbatch asks for one CPU a node."""
     cpus = cpus_of(os.environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
-    found = too_few_cpus(places, run.settings.layout.ranks, nodes, cpus, cluster.cpus_per_rank)
-    if found is None:
+    shortage = too_few_cpus(places, run.settings.layout.ranks, nodes, cpus, cluster.cpus_per_rank)
+    if shortage is None:
         return
-    node, has, takes = found
+    node, has, takes = shortage
     engine = run.settings.engine if stage.needs_engine else None
     sizes = size_options(run.settings.layout, engine, cluster)
     command = ["sbatch", *sizes, shown(script_for(stage)), shown(run.path), stage.name]
@@ -206,16 +206,16 @@ def _requeue_self(
 
 def _starts(events: Sequence[Event], stage: Stage) -> list[str]:
     """Return where each attempt of the stage started, since its newest job or rerun."""
-    found: dict[int, str] = {}
+    starts: dict[int, str] = {}
     job = None
     for event in events:
         if event.stage != stage.name:
             continue
         if event.job not in (None, job) or event.cause.startswith(PUT_ASIDE):
-            found, job = {}, event.job
+            starts, job = {}, event.job
         if event.state == "running":
-            found.setdefault(event.attempt, event.cause)
-    return list(found.values())
+            starts.setdefault(event.attempt, event.cause)
+    return list(starts.values())
 
 
 def requeue(job_id: str) -> None:

@@ -174,11 +174,11 @@ class Step:
         self.name = name
         self.log = log
         self._logs = logs
-        self._starts = [size(each) for each in logs]
+        self._starts = [size(task_log) for task_log in logs]
         self._heard = list(self._starts)
         self._log_start = size(log)
-        for each in logs:
-            each.parent.mkdir(parents=True, exist_ok=True)
+        for task_log in logs:
+            task_log.parent.mkdir(parents=True, exist_ok=True)
         self._srun = Child(f"srun of {name}", command, log, environment)
 
     def status(self) -> int | None:
@@ -200,7 +200,7 @@ class Step:
 
     def notices(self) -> list[str]:
         """Return the notices that the logs have gained since the last call."""
-        found = []
+        notice_lines = []
         for index, log in enumerate(self._logs):
             if size(log) <= self._heard[index]:
                 continue
@@ -209,8 +209,8 @@ class Step:
                 whole, newline, _ = file.read().rpartition(b"\n")
             self._heard[index] += len(whole) + len(newline)
             lines = whole.decode(errors="replace").splitlines()
-            found += [line for line in lines if line.startswith(NOTICE_MARK)]
-        return [line.removeprefix(NOTICE_MARK) for line in found]
+            notice_lines += [line for line in lines if line.startswith(NOTICE_MARK)]
+        return [line.removeprefix(NOTICE_MARK) for line in notice_lines]
 
     def failure(self) -> ProcessFailure:
         """Return the failure that explains the others.
@@ -229,8 +229,8 @@ class Step:
         def of_task(task: int) -> ProcessFailure:
             name = self.name if len(self._logs) == 1 else f"{self.name} {task}"
             # All tasks of an engine, one on each of its nodes, write one log.
-            others = endings.values() if len(self._logs) == 1 else ()
-            how = endings.get(task, next(iter(others), "was ended"))
+            shared_endings = endings.values() if len(self._logs) == 1 else ()
+            how = endings.get(task, next(iter(shared_endings), "was ended"))
             killed = not how.endswith(OWN_ERRORS)
             return failure_from_log(f"{name} {how}", killed, self._logs[task], self._starts[task])
 
@@ -244,15 +244,15 @@ class Step:
 
 def _ending(line: str) -> list[tuple[int, str]]:
     """Return (task, how it ended) from a line such as `n2: tasks 1,3: Exited with exit code 1`."""
-    found = TASKS_ENDED.fullmatch(line)
-    if not found:
+    match = TASKS_ENDED.fullmatch(line)
+    if not match:
         return []
-    node, tasks, how = found.groups()
-    ranges = (part.partition("-") for part in tasks.split(","))  # such as 0-2,5
+    node, tasks, how = match.groups()
+    ranges = (task_range.partition("-") for task_range in tasks.split(","))  # such as 0-2,5
     return [
         (task, f"on {node}: {how}")
-        for first, _, last in ranges
-        for task in range(int(first), int(last or first) + 1)
+        for low, _, high in ranges
+        for task in range(int(low), int(high or low) + 1)
     ]
 
 
@@ -282,10 +282,10 @@ def contained(
         return list(command)
     inside = [container.python, *command[1:]]
     if container.runtime == "pyxis":
-        kept = [f"--container-env={','.join(names)}"] if names else []
-        return [*pyxis_options(container), *kept, *inside]
+        passed = [f"--container-env={','.join(names)}"] if names else []
+        return [*pyxis_options(container), *passed, *inside]
     home = [] if container.mount_home else ["--no-home"]
-    binds = [part for mount in container.mounts for part in ("--bind", mount)]
+    binds = [option for mount in container.mounts for option in ("--bind", mount)]
     start = ["apptainer", "exec", "--nv", *home, *binds, "--pwd", str(Path.cwd())]
     return [*start, container.image, *inside]
 

@@ -15,7 +15,7 @@ from parallel.errors import UserError
 from parallel.files import write_atomically
 from parallel.machine.slots import check_engine_size
 from pipeline.config.cluster import ClusterSettings
-from pipeline.config.unroll import GATE
+from pipeline.config.unroll import GATE_PREFIX
 from pipeline.config.validate import place_in_cluster
 from pipeline.config.yaml_core import dump
 from pipeline.run.directory import RunDirectory
@@ -85,7 +85,7 @@ class Submission:
         return ["sbatch", "--parsable", *self.options]
 
     def _dependency(self, numbers: Sequence[str]) -> list[str]:
-        waited = ":".join(each.format(*numbers) for each in self.after)
+        waited = ":".join(job.format(*numbers) for job in self.after)
         # Without the second option, a job whose dependency failed stays in the queue for ever.
         return [f"--dependency=afterok:{waited}", "--kill-on-invalid-dep=yes"] if waited else []
 
@@ -95,9 +95,9 @@ class Submission:
 
 
 def submissions(
-    run: Run, cluster: ClusterSettings, wanted: Sequence[Stage], states: Mapping[str, StageState]
+    run: Run, cluster: ClusterSettings, stages: Sequence[Stage], states: Mapping[str, StageState]
 ) -> list[Submission]:
-    """Return the jobs of the wanted stages that are neither done nor in the queue, in graph order.
+    """Return the jobs of the stages that are neither done nor in the queue, in graph order.
 
     Stages of one block and kind that wait for the same jobs share an array.
     """
@@ -106,11 +106,11 @@ def submissions(
         for name, state in states.items()
         if state.state in IN_THE_QUEUE and state.job is not None
     }
-    for stage in wanted:
+    for stage in stages:
         if states[stage.name].state == "running" and stage.name not in job_of:
             raise UserError(f"stage {stage.name} runs outside Slurm; submit when it has ended")
     left = [
-        stage for stage in wanted if states[stage.name].state != "done" and stage.name not in job_of
+        stage for stage in stages if states[stage.name].state != "done" and stage.name not in job_of
     ]
     # By name: a stage that waits for one that is submitted later is not of an earlier array.
     unfinished = job_of.keys() | {stage.name for stage in left}
@@ -118,14 +118,14 @@ def submissions(
     for stage in left:
         waits = frozenset(unfinished.intersection(stage.waits_for))
         arrays.setdefault((stage.block, stage.kind, waits), []).append(stage)
-    found: list[Submission] = []
+    planned: list[Submission] = []
     for alike in arrays.values():  # by their first stages, so after all that they wait for
         after = tuple(job_of[name] for name in alike[0].waits_for if name in job_of)
         submission = _submission(run, cluster, alike, after)
         for stage in alike:
-            job_of[stage.name] = submission.job(f"{{{len(found)}}}", stage)
-        found.append(submission)
-    return found
+            job_of[stage.name] = submission.job(f"{{{len(planned)}}}", stage)
+        planned.append(submission)
+    return planned
 
 
 def submit(
@@ -225,20 +225,20 @@ def check_engines(settings: RunSettings, cluster: ClusterSettings, stages: Seque
 def _submission(
     run: Run, cluster: ClusterSettings, stages: Sequence[Stage], after: tuple[str, ...]
 ) -> Submission:
-    first, settings = stages[0], run.settings
-    cluster = cluster.of_kind(first.kind)
+    stage, settings = stages[0], run.settings
+    cluster = cluster.of_kind(stage.kind)
     alone = len(stages) == 1
-    script = script_for(first)
+    script = script_for(stage)
     if not script.exists():
         raise UserError(
             f"{shown(script)} is missing; install braid from a checkout, or, for a kind of another"
-            f" package, name the script that runs it: StageKind(script=...) of {first.kind}"
+            f" package, name the script that runs it: StageKind(script=...) of {stage.kind}"
         )
     logs = run.slurm.absolute() / ("%x-%j.out" if alone else "%x-%A_%a.out")
     options = [
-        f"--job-name={run.name}.{first.name if alone else _array_name(first)}",
+        f"--job-name={run.name}.{stage.name if alone else _array_name(stage)}",
         f"--comment={comment_of(run, stages)}",
-        *size_options(settings.layout, settings.engine if first.needs_engine else None, cluster),
+        *size_options(settings.layout, settings.engine if stage.needs_engine else None, cluster),
         f"--time={cluster.walltime}",
         f"--signal=B:USR1@{cluster.warning_seconds}",
         f"--output={logs}",
@@ -246,21 +246,21 @@ def _submission(
     if not alone:
         throttle = f"%{cluster.array_task_throttle}" if cluster.array_task_throttle else ""
         options.append(f"--array=0-{len(stages) - 1}{throttle}")
-    named = {
+    optional = {
         "account": cluster.account,
         "partition": cluster.partition,
         "qos": cluster.qos,
         "constraint": cluster.constraint,
         "mem": cluster.memory_per_node,
     }
-    options += [f"--{name}={value}" for name, value in named.items() if value is not None]
+    options += [f"--{name}={value}" for name, value in optional.items() if value is not None]
     arguments = (str(run.path.absolute()), *(stage.name for stage in stages))
     return Submission(tuple(stages), (*options, *cluster.options), script, arguments, after)
 
 
 def _array_name(stage: Stage) -> str:
     """Return the name of an array of a block's stages, or of their gates."""
-    return f"{GATE}{stage.block}" if stage.kind == "gate" else str(stage.block)
+    return f"{GATE_PREFIX}{stage.block}" if stage.declared.judges else str(stage.block)
 
 
 def _with_keys(
@@ -275,8 +275,8 @@ def _with_keys(
     for key in dict.fromkeys(keys):
         where, value = key, getattr(cluster, key)
         # `kinds` lacks the keys that hold for all stages alike.
-        if (own := getattr(cluster.kinds.get(stage.kind), key, None)) not in (None, ()):
-            where, value = f"kinds.{stage.kind}.{key}", own
+        if (of_kind := getattr(cluster.kinds.get(stage.kind), key, None)) not in (None, ()):
+            where, value = f"kinds.{stage.kind}.{key}", of_kind
         if value in (None, ()):
             lines.append(f"{shown(profile)}: {where}: is not set")
         else:

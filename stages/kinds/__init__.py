@@ -22,7 +22,7 @@ ENTRY_POINT = "braid.stages"
 for _room in iter_modules(__path__):
     if _room.ispkg:
         import_module(f"{__name__}.{_room.name}.settings")
-for _entry in sorted(entry_points(group=ENTRY_POINT), key=lambda each: each.name):
+for _entry in sorted(entry_points(group=ENTRY_POINT), key=lambda point: point.name):
     try:
         _entry.load()
     except Exception as error:
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 else:
     Kind = Literal[*sorted(KINDS)]
     AnyStageSettings = Annotated[
-        reduce(or_, (each.settings for each in KINDS.values() if each.settings)),
+        reduce(or_, (kind.settings for kind in KINDS.values() if kind.settings)),
         Field(discriminator="kind"),
     ]
 # What `python -m stages.main` runs: the kinds, and the preview of a domain outside a run.

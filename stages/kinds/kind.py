@@ -23,6 +23,7 @@ from parallel.settings import (
 from stages.domains import DomainSettings, LoopSettings, PolicySettings
 from stages.guards.settings import GateSettings
 
+GATE_KEY = "gate"  # of a block, which has the settings of its stages' gates
 Found = Iterator[tuple[str, str]]  # (dotted key, message)
 SOURCE = (
     "a stage of this run, or the path of a stage's directory of another run, of a checkpoint, or of"
@@ -97,7 +98,7 @@ class StageSettings(Settings):
     @property
     def gated(self) -> GateSettings | None:
         """The gate on the stage; None where it has none."""
-        return getattr(self, "gate", None)
+        return getattr(self, GATE_KEY, None)
 
     def inputs(self, run: RunBlocks, domains: Sequence[str]) -> Inputs:
         """Return what a stage of this block on `domains` starts from."""
@@ -159,7 +160,17 @@ class StageKind:
     `work` is the module whose `run(job)` does it on every rank. `reads` are the keys of the run,
     besides the stage's own block, that its result depends on: a key stands for everything below it,
     and `{domain}` for each of the stage's domains. A change elsewhere leaves the stage valid.
-    `script` is the file of slurm/ that runs it, without its suffix.
+    `script` is the file of slurm/ that runs it, without its suffix. The traits are all that the
+    pipeline knows of a kind: none of its files names one.
+
+    Traits:
+        samples: it needs engines.
+        merges: its model is made of the weights of `models`; other kinds only compare with theirs.
+        imports: without a parent it starts from `model.initial_weights`.
+        exports_itself: besides its checkpoints it leaves its model as a Hugging Face checkpoint.
+        evaluates: its results enter the run's results.json, and its answers can be compared.
+        judges: it is a gate, whose verdict lets the stages that wait for it start.
+        audited: `braid audit` recomputes it from its files.
     """
 
     name: str
@@ -167,13 +178,34 @@ class StageKind:
     leaves: Literal["checkpoints", "data", "results", "export"]
     reads: tuple[str, ...]
     settings: type[StageSettings] | None = None  # None: it is made by other blocks, as a gate
-    samples: bool = False  # on engines
+    samples: bool = False
     script: str = ""
+    merges: bool = False
+    imports: bool = False
+    exports_itself: bool = False
+    evaluates: bool = False
+    judges: bool = False
+    audited: bool = False
 
     @property
     def trains(self) -> bool:
         """True where it leaves checkpoints for other stages."""
         return self.leaves == "checkpoints"
+
+    @property
+    def collects(self) -> bool:
+        """True where it leaves responses for other stages to train on."""
+        return self.leaves == "data"
+
+    @property
+    def measures(self) -> bool:
+        """True where it leaves the accuracies of models."""
+        return self.leaves == "results"
+
+    @property
+    def exports(self) -> bool:
+        """True where it leaves nothing but its parent's model as a Hugging Face checkpoint."""
+        return self.leaves == "export"
 
 
 KINDS: dict[str, StageKind] = {}

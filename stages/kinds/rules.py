@@ -128,13 +128,13 @@ def sampling_rules(
 ) -> Found:
     """Check the rollouts of a step of `updates` updates; outside a run, only on their own."""
     prompts = at("sampling.prompts_per_step")
-    drawn = sampling.prompts_per_step * sampling.group_size
+    responses = sampling.prompts_per_step * sampling.group_size
     product = f"{sampling.prompts_per_step} prompts x {sampling.group_size} samples"
     if run:
         yield from response_rules(at, sampling, run)
-    if drawn > MOST:
-        yield prompts, f"{product} are {drawn} per step; at most {MOST} are allowed"
-    if run and (samples := drawn // updates) < run.layout.data:
+    if responses > MOST:
+        yield prompts, f"{product} are {responses} per step; at most {MOST} are allowed"
+    if run and (samples := responses // updates) < run.layout.data:
         few = f"{product} in {updates} updates are {samples} per update, {too_few(run.layout)}"
         yield prompts, few
     yield from _rollout_rules(at, rollout, bool(run and run.deterministic))

@@ -28,7 +28,7 @@ def refusal(engine: Running) -> str | None:
 @pytest.fixture(scope="session")
 def fork_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServers]:
     """The fork server of this session's engines."""
-    with ForkServers(tmp_path_factory.mktemp("fork_servers"), wanted=True) as servers:
+    with ForkServers(tmp_path_factory.mktemp("fork_servers"), enabled=True) as servers:
         yield servers
 
 

@@ -255,8 +255,8 @@ MUTANTS = [
     Mutant(
         "an unread file's class is the default one",
         "pipeline/config/validate.py",
-        "if (complete or not _is_of_unread_file(root, tree, each))",
-        'if (complete or each["type"] not in MISSING)',
+        "if (complete or not _is_of_unread_file(root, tree, details))",
+        'if (complete or details["type"] not in MISSING)',
         "tests/pipeline/test_config.py"
         "::test_a_missing_file_that_may_say_the_kind_of_a_block_is_the_only_error",
     ),

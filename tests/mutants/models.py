@@ -179,8 +179,8 @@ MUTANTS = [
     Mutant(
         "a tensor of another shape is accepted before a run",
         "pipeline/config/tensor_headers.py",
-        "elif (found := stored[name]).shape != shape:",
-        "elif len((found := stored[name]).shape) != len(shape):",
+        "elif (tensor := stored[name]).shape != shape:",
+        "elif len((tensor := stored[name]).shape) != len(shape):",
         "tests/pipeline/test_weights_checks.py tests/pipeline/test_outside_models.py",
     ),
     Mutant(

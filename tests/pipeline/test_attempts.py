@@ -197,7 +197,7 @@ def test_fork_servers_are_a_setting(
     class NoServers(ForkServers):
         def __init__(self, folder: Path, wanted: bool) -> None:
             asked.append(wanted)
-            super().__init__(folder, wanted=False)
+            super().__init__(folder, enabled=False)
 
     monkeypatch.setattr("pipeline.launch.runner.ForkServers", NoServers)
     launch = LaunchSettings(fork_servers=wanted)

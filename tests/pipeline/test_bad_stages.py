@@ -6,21 +6,22 @@ from pathlib import Path
 
 import pytest
 
+from stages.kinds import KINDS
 from tests.pipeline.violations import TRAINED, edited, errors
 from tests.runs import REPOSITORY
 
 LAST = "  export: {kind: export, from: merge}\n"
 NAME = "a block's name must be 1 to 100 letters, digits, _ or -, and start with a letter or digit"
-KINDS = (
-    "'distill', 'dpo', 'evaluate', 'export', 'grpo', 'import', 'merge_weights', 'quantize',"
-    " 'sample' or 'sft'"
-)
+STATED = sorted(name for name, kind in KINDS.items() if kind.settings)
+ANY_KIND = f"{', '.join(map(repr, STATED[:-1]))} or {STATED[-1]!r}"
 TRAINING = "only of distill, dpo, grpo, quantize, sft"
 MORE = f"data: {{x: {{stage: merge}}}}, sequences_per_step: 4, {TRAINED[1:-1]}"
 
 # Of a block below the others: the message after file and line.
 BLOCKS = {
-    "more: {kind: grop}": f'stages.more.kind: should be {KINDS}, not "grop"; did you mean "grpo"?',
+    "more: {kind: grop}": (
+        f'stages.more.kind: should be {ANY_KIND}, not "grop"; did you mean "grpo"?'
+    ),
     "more: {from: merge}": "stages.more.kind: required key is missing",
     "more: [sft]": 'stages.more: should be a mapping of keys to values, not ["sft"]',
     "more: sft": 'stages.more: should be a mapping of keys to values, not "sft"',

@@ -39,7 +39,7 @@ def program(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def servers(tmp_path: Path) -> Iterator[ForkServers]:
-    with ForkServers(tmp_path / "servers", wanted=True) as servers:
+    with ForkServers(tmp_path / "servers", enabled=True) as servers:
         yield servers
 
 
@@ -253,7 +253,7 @@ def test_what_cannot_be_forked_is_started_with_exec(
 def test_servers_are_off(why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if why == "driver":
         monkeypatch.setattr(placement, "GPU_FILE", tmp_path)
-    with ForkServers(tmp_path, wanted=why != "setting") as servers:
+    with ForkServers(tmp_path, enabled=why != "setting") as servers:
         assert servers.of([sys.executable, "-m", MODULE]) is None
 
 

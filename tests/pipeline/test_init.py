@@ -25,7 +25,7 @@ from pipeline.estimate.fit import fitted
 from pipeline.estimate.layout_search import best_layouts
 from pipeline.estimate.simulation import Assumptions, simulated
 from pipeline.new_run.described import model_of
-from pipeline.new_run.run_blocks import Wanted, first_blocks
+from pipeline.new_run.run_blocks import RunRequest, first_blocks
 from pipeline.new_run.run_file import TO_FILL_IN
 from pipeline.run.graph import compile_graph
 from stages.settings import RunSettings
@@ -113,7 +113,7 @@ def test_a_model_that_thinks_has_the_room_of_the_shipped_runs_of_such_models(
     own = tmp_path / "own.yaml"
     own.write_text("sampling: {max_response_tokens: 4096}\n")
     bases = {name: REPOSITORY / f"configs/domains/{name}.yaml" for name in ("math", "instructions")}
-    wanted = Wanted(
+    wanted = RunRequest(
         *("mine", tmp_path / "mine.yaml", shipped.model, None, tmp_path),
         domains={name: (base, None) for name, base in {**bases, "own": own}.items()},
         ranks=32,

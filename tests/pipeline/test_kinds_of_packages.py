@@ -19,26 +19,27 @@ from pydantic import Field
 from stages.kinds.kind import MODEL, StageKind, StageSettings, register
 
 
-class PruneSettings(StageSettings):
+class ShrinkSettings(StageSettings):
     \"\"\"The removal of experts that are hardly used.\"\"\"
 
-    kind: Literal["prune"] = "prune"
+    kind: Literal["shrink"] = "shrink"
     share: float = Field(default=0.5, gt=0, lt=1, description="share of the experts that stays")
 
 
-register(StageKind("prune", "pruning_work", "checkpoints", MODEL, PruneSettings, script="export"))
+WORK = "shrinking_work"
+register(StageKind("shrink", WORK, "checkpoints", MODEL, ShrinkSettings, script="export"))
 """
 
 
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
-    """A directory of installed packages, with one that brings the kind `prune`."""
+    """A directory of installed packages, with one that brings the kind `shrink`."""
     packages = tmp_path / "packages"
-    information = packages / "pruning-1.0.dist-info"
+    information = packages / "shrinking-1.0.dist-info"
     information.mkdir(parents=True)
-    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: pruning\nVersion: 1.0\n")
-    (information / "entry_points.txt").write_text("[braid.stages]\nprune = pruning_kind\n")
-    (packages / "pruning_kind.py").write_text(MODULE)
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: shrinking\nVersion: 1.0\n")
+    (information / "entry_points.txt").write_text("[braid.stages]\nshrink = shrinking_kind\n")
+    (packages / "shrinking_kind.py").write_text(MODULE)
     return packages
 
 
@@ -54,24 +55,24 @@ def braid(package: Path, *arguments: str) -> tuple[int, str]:
 
 
 def test_a_package_brings_a_kind(package: Path, config: Path, runs: Path) -> None:
-    pruned = "stages.export.from=pruned"
-    config.write_text(f"{config.read_text()}  pruned: {{kind: prune, from: merge, share: 0.25}}\n")
-    code, said = braid(package, "plan", str(config), pruned, "--runs-dir", str(runs))
+    shrunk = "stages.export.from=shrunk"
+    config.write_text(f"{config.read_text()}  shrunk: {{kind: shrink, from: merge, share: 0.25}}\n")
+    code, said = braid(package, "plan", str(config), shrunk, "--runs-dir", str(runs))
     assert code == 0, said
-    assert next(cells(line)[:3] for line in said.splitlines() if cells(line)[:1] == ["pruned"]) == [
-        "pruned",
-        "prune",
+    assert next(cells(line)[:3] for line in said.splitlines() if cells(line)[:1] == ["shrunk"]) == [
+        "shrunk",
+        "shrink",
         "merge",
     ]
-    code, said = braid(package, "validate", str(config), "stages.pruned.share=2")
+    code, said = braid(package, "validate", str(config), "stages.shrunk.share=2")
     assert code == 1
-    assert "stages.pruned.share: should be less than 1, not 2" in said
-    code, said = braid(package, "validate", str(config), "stages.pruned.shares=0.5")
+    assert "stages.shrunk.share: should be less than 1, not 2" in said
+    code, said = braid(package, "validate", str(config), "stages.shrunk.shares=0.5")
     assert (code, 'did you mean "share"?' in said) == (1, True), said
 
 
 def test_a_kind_that_cannot_be_imported_is_named(package: Path, config: Path) -> None:
-    (package / "pruning_kind.py").write_text("raise RuntimeError('no GPU')")
+    (package / "shrinking_kind.py").write_text("raise RuntimeError('no GPU')")
     code, said = braid(package, "validate", str(config))
     assert code == 1
-    assert "braid.stages: prune, cannot be imported: RuntimeError('no GPU')" in said
+    assert "braid.stages: shrink, cannot be imported: RuntimeError('no GPU')" in said

@@ -244,7 +244,7 @@ def test_one_failure_explains_the_others(
     }
     failed = list(ranks.values())
     wait_for_all(failed, seconds=PATIENCE_SECONDS)
-    assert first_cause(failed, first=[ranks["earlier"]]) == ranks[explained_by].failure()
+    assert first_cause(failed, failed_first=[ranks["earlier"]]) == ranks[explained_by].failure()
 
 
 def test_a_rank_that_is_killed_is_named(run: RunDirectory, settings: RunSettings) -> None:

@@ -12,6 +12,7 @@ from parallel.errors import UserError
 from pipeline import cli
 from pipeline.slurm.stage import stage_of_task
 from pipeline.slurm.submit import SCRIPTS
+from stages.kinds import KINDS
 from tests.awaiting import PATIENCE_SECONDS
 from tests.pipeline.conftest import Braid
 from tests.runs import REPOSITORY
@@ -56,7 +57,7 @@ def bash(script: Path, *arguments: object, path: Path | None = None, **environme
 
 
 def test_all_scripts_do_the_same() -> None:
-    assert len(ALL) == 11
+    assert {script.stem for script in ALL} == {kind.script or kind.name for kind in KINDS.values()}
     assert len({body(script) for script in ALL}) == 1
     assert "braid stage" in body(ALL[0])
 

@@ -186,7 +186,7 @@ def _start(run: Run, own: Models, merges: Sequence[Stage]) -> str:
 
 def _is_merge(stage: Stage) -> bool:
     """Return whether a stage's model is made of several; its own teacher alone merges nothing."""
-    return bool(stage.teachers) or stage.kind == "merge_weights"
+    return bool(stage.teachers) or stage.declared.merges
 
 
 def _merged_from(stage: Stage, stages: Mapping[str, Stage]) -> str | None:
@@ -202,7 +202,7 @@ def _ancestors(name: str, stages: Mapping[str, Stage]) -> list[str]:
     found = [name]
     for each in found:  # which grows
         if stage := stages.get(each):
-            merged = stage.models.values() if stage.kind == "merge_weights" else ()
+            merged = stage.models.values() if stage.declared.merges else ()
             before = [*([stage.parent] if stage.parent else []), *merged]
             found += [model for model in dict.fromkeys(before) if model not in found]
     return found

@@ -67,7 +67,7 @@ def document(run: Run, others: Sequence[Run], redacted: bool, most_samples: int)
         "measured": [
             stage.name
             for stage in run.stages
-            if stage.kind == "evaluate" and states[stage.name].state == "done"
+            if stage.declared.evaluates and states[stage.name].state == "done"
         ],
         "definitions": {name: metric._asdict() for name, metric in METRICS.items()},
         "curves": {name: curves(own) for name, own in lines.items() if own},
@@ -198,7 +198,7 @@ def _stages(run: Run, states: Mapping[str, StageState]) -> Iterator[Json]:
             **{"steps": stage.steps, "step": state.step, "minutes": spent.get(stage.name)},
             **{"domains": list(stage.domains), "planned_bytes": planned_memory(run, stage)},
         }
-        if stage.kind == "gate":
+        if stage.declared.judges:
             try:
                 verdict = read_verdict(run.stage(stage.name))
             except DamagedVerdict as error:

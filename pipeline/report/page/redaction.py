@@ -138,7 +138,7 @@ class _Redaction:
     """The names that are known, and the numbers that problems have in this report."""
 
     def __init__(self, runs: Iterable[Run]) -> None:
-        self._names = {*_WORDS, *KINDS, "gate", *get_args(State), *get_args(Outcome)}
+        self._names = {*_WORDS, *KINDS, *get_args(State), *get_args(Outcome)}
         for name in METRICS:
             self._names |= {name, *name.split("/")}
         for run in runs:

@@ -182,7 +182,8 @@ def _guards(run: Run, stage: Stage, lines: Sequence[Line]) -> Iterator[Symptom]:
 
 def guards_of(run: Run, stage: Stage) -> dict[str, GuardSettings]:
     """Return the guards of a stage that act, by name; of a stage without rewards none."""
-    if stage.block is None or stage.kind != "grpo":
+    # A gate has the block of the stage that it judges, and with it that block's policy.
+    if stage.block is None or not stage.trains:
         return {}
     policy = run.settings.stages[stage.block].policy(run.settings, stage.domains)
     guards = {} if policy is None else dict(policy.guards)

@@ -130,9 +130,9 @@ def finished_output(run: Run, stage: Stage) -> str | None:
         return None
     if stage.measures:
         return _results_digest(stage, directory)
-    if stage.declared.leaves == "export":
+    if stage.declared.exports:
         return files_digest(directory.exported.rglob("*"), whole=True)
-    if stage.declared.leaves == "data":
+    if stage.declared.collects:
         directory.check_collected()
     found = directory.output()
     return found.digest if found else None
@@ -148,7 +148,7 @@ def _results_digest(stage: Stage, directory: StageDirectory) -> str | None:
             text = text.replace(path, found)
         return text
 
-    verdict = read_verdict(directory) if stage.kind == "gate" else None
+    verdict = read_verdict(directory) if stage.declared.judges else None
     try:
         models = json.loads(read_text(directory.results))["models"]
         scores = sorted([portable(name), found] for name, found in models.items())
@@ -160,7 +160,7 @@ def _results_digest(stage: Stage, directory: StageDirectory) -> str | None:
 
 def _decisions(run: Run) -> Iterator[Tree]:
     """Yield the lines of the ledger that say why a stage ended early, or what a gate decided."""
-    gates = {stage.name for stage in run.stages if stage.kind == "gate"}
+    gates = {stage.name for stage in run.stages if stage.declared.judges}
     for line, event in run.ledger.numbered():
         if _decides(event, event.stage in gates):
             yield {"line": line, **asdict(event)}

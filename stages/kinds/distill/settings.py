@@ -324,5 +324,6 @@ DISTILL = register(
         (*MODEL, *SAMPLED, "domains.{domain}.prompts"),
         DistillSettings,
         samples=True,
+        audited=True,
     )
 )

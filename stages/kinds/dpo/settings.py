@@ -131,5 +131,6 @@ DPO = register(
         "checkpoints",
         (*MODEL, "domains.{domain}.prompts"),
         DpoSettings,
+        audited=True,
     )
 )

@@ -75,6 +75,8 @@ EVALUATE = register(
         (*_MEASURING, "evaluation"),
         EvaluateSettings,
         samples=True,
+        evaluates=True,
+        audited=True,
     )
 )
 GATE = register(
@@ -87,5 +89,7 @@ GATE = register(
             *(f"evaluation.{key}" for key in ("temperature", "top_p", "top_k", "sampling_seed")),
         ),
         samples=True,
+        judges=True,
+        audited=True,
     )
 )

@@ -169,5 +169,6 @@ GRPO = register(
         ),
         GrpoSettings,
         samples=True,
+        audited=True,
     )
 )

@@ -23,6 +23,11 @@ class ImportSettings(StageSettings):
 
 IMPORT = register(
     StageKind(
-        "import", "stages.kinds.import_weights.work", "checkpoints", ("model",), ImportSettings
+        "import",
+        "stages.kinds.import_weights.work",
+        "checkpoints",
+        ("model",),
+        ImportSettings,
+        imports=True,
     )
 )

@@ -187,5 +187,6 @@ MERGE_WEIGHTS = register(
         "checkpoints",
         (*MODEL, "domains.{domain}.prompts"),
         MergeWeightsSettings,
+        merges=True,
     )
 )

@@ -132,5 +132,6 @@ QUANTIZE = register(
         "checkpoints",
         (*MODEL, "domains.{domain}.prompts"),
         QuantizeSettings,
+        exports_itself=True,
     )
 )

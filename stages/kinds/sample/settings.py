@@ -144,5 +144,6 @@ SAMPLE = register(
         (*MODEL, *SAMPLED, "domains.{domain}.prompts", "domains.{domain}.rewards"),
         SampleSettings,
         samples=True,
+        audited=True,
     )
 )

@@ -122,5 +122,6 @@ SFT = register(
         "checkpoints",
         (*MODEL, "domains.{domain}.prompts", "domains.{domain}.demonstrations"),
         SftSettings,
+        audited=True,
     )
 )
