@@ -51,15 +51,15 @@ def bundle(arguments: Namespace) -> None:
     if arguments.check != (arguments.bundle is not None):
         raise UserError("braid bundle --check RUN BUNDLE compares; braid bundle RUN writes")
     if arguments.check:
-        if (found := bundle_at(arguments.bundle)) is None:
+        if (original := bundle_at(arguments.bundle)) is None:
             raise UserError(f"{shown(arguments.bundle)}: no bundle there")
-        say(*compare(found, run))
+        say(*compare(original, run))
         return
     if run.is_running():
         raise UserError(f"{shown(run.path)} is running; bundle it when it has ended")
     to = write_bundle(run, arguments.to or Path(f"{run.name}.tar.gz"), arguments.weights)
     say(f"{shown(to)}: reproduce it with: braid run {shown(to)}")
-    if left := [name for name, each in run.states.items() if not has_finished(each)]:
+    if left := [name for name, state in run.states.items() if not has_finished(state)]:
         say(f"not finished or stale, so without an output to compare: {', '.join(left)}")
     if not run.settings.deterministic:
         say("the run is not deterministic: true, so its digests cannot be compared")

@@ -127,24 +127,26 @@ def parser() -> ArgumentParser:
     commands = _subparsers(braid, "COMMAND", dest="command")
     actions: dict[str, Any] = {}
     # By module, since whoever imports one module first registers its commands first.
-    for name, each in sorted(COMMANDS.items(), key=lambda item: _place(item[1])):
+    for name, registered in sorted(COMMANDS.items(), key=lambda item: _place(item[1])):
         group, _, action = name.rpartition(" ")
         if group and group not in actions:
             added = _add(commands, group, *GROUPS[group])
             _add_runs_dir(added, Path("runs"))
             actions[group] = _subparsers(added, "ACTION")
-        added = _add(actions[group] if group else commands, action, each.summary, each.details)
+        added = _add(
+            actions[group] if group else commands, action, registered.summary, registered.details
+        )
         # An action overrides --runs-dir of its group, which may stand before the action.
         _add_runs_dir(added, SUPPRESS if group else Path("runs"))
         options = ["--help", "--runs-dir"]
-        for argument in each.arguments:
+        for argument in registered.arguments:
             target: Any = added
             if isinstance(argument, tuple):
                 target = added.add_mutually_exclusive_group()
             for one in argument if isinstance(argument, tuple) else (argument,):
                 target.add_argument(*one.names, **one.options)
                 options += [name for name in one.names if name.startswith("--")]
-        added.set_defaults(function=each.function, parser=added, options=options)
+        added.set_defaults(function=registered.function, parser=added, options=options)
     return braid
 
 
@@ -304,9 +306,9 @@ def _finite(value: Any) -> Any:
     if isinstance(value, float):
         return value if isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: _finite(each) for key, each in value.items()}
+        return {key: _finite(member) for key, member in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(each) for each in value]
+        return [_finite(element) for element in value]
     return value
 
 
@@ -315,8 +317,8 @@ def find(runs_dir: Path, name: str) -> RunDirectory:
     for path in (runs_dir / name, Path(name)):
         if (run := RunDirectory(path)).settings_file.exists():
             return run
-    known = [visible(path.name) for path in run_paths(runs_dir)]
-    raise UserError(f"no run {visible(name)} in {shown(runs_dir)}; {hint(name, known)}")
+    names = [visible(path.name) for path in run_paths(runs_dir)]
+    raise UserError(f"no run {visible(name)} in {shown(runs_dir)}; {hint(name, names)}")
 
 
 def run_paths(runs_dir: Path) -> list[Path]:
@@ -344,15 +346,15 @@ def measured(arguments: Namespace, run: Run, name: str) -> MeasuredModel:
     Raises:
         UserError: it has not been measured.
     """
-    own = measured_models(run)
+    models = measured_models(run)
     other, slash, model = name.rpartition("/")
-    if name not in own and slash:
+    if name not in models and slash:
         run = read_run(find(arguments.runs_dir, other))
-        own, name = measured_models(run), model
-    if name not in own:
+        models, name = measured_models(run), model
+    if name not in models:
         where = shown(run.path)
-        raise UserError(f"no model {name} in {where} has been measured; {hint(name, own)}")
-    return own[name]
+        raise UserError(f"no model {name} in {where} has been measured; {hint(name, models)}")
+    return models[name]
 
 
 def load_trusted_run(arguments: Namespace) -> Run:
@@ -400,7 +402,9 @@ def load_configured_run(arguments: Namespace) -> Run:
 
     settings = load_config(arguments, starting=starting)
     run = Run(arguments.runs_dir / settings.name, settings)
-    if arguments.name is None and not any(each.startswith("name=") for each in arguments.overrides):
+    if arguments.name is None and not any(
+        override.startswith("name=") for override in arguments.overrides
+    ):
         check_run_directory(arguments.config, run)
     fork = getattr(arguments, "fork", None)
     return dated(run, None if fork is None else find(arguments.runs_dir, fork))
@@ -435,9 +439,9 @@ def _overrides(arguments: Namespace) -> list[str]:
     return [*arguments.overrides, *name, *getattr(arguments, "implied", [])]
 
 
-def cautions_of(arguments: Namespace, found: Iterable[tuple[str, str]]) -> list[str]:
+def cautions_of(arguments: Namespace, cautions: Iterable[tuple[str, str]]) -> list[str]:
     """Return each (dotted key, message) about the configuration, with file and line."""
-    return located(arguments.config, _overrides(arguments), found)
+    return located(arguments.config, _overrides(arguments), cautions)
 
 
 def graph_cautions(settings: RunSettings) -> Iterator[tuple[str, str]]:
@@ -474,13 +478,13 @@ def forked(arguments: Namespace, run: Run) -> tuple[RunDirectory | None, RunFork
 
 def reuse_from(run: Run, other: RunDirectory) -> None:
     """Reuse the identical stages of another run, and say which."""
-    found = find_fork(run, other)
-    reuse_stages(run, other, found)
+    fork = find_fork(run, other)
+    reuse_stages(run, other, fork)
     none = "no stage: none is finished there with identical settings, data and inputs"
-    say(f"reused from {shown(other.path)}: {', '.join(found.reused) or none}")
-    for name, gate in found.held.items():
+    say(f"reused from {shown(other.path)}: {', '.join(fork.reused) or none}")
+    for name, gate in fork.held.items():
         say(f"not reused: {name}, since it waits for {gate}, which has to run first")
-    for name, change in found.differing.items():
+    for name, change in fork.differing.items():
         say(f"not reused: {name}: {change}")
 
 

@@ -57,8 +57,8 @@ def compare_models(arguments: Namespace) -> None:
     models = measured_models(run)
     for name in (*arguments.models, *([arguments.start] if arguments.start else [])):
         models[name] = models.get(name) or measured(arguments, run, name)
-    found = compare(run, models, arguments.models, arguments.start)
+    comparison = compare(run, models, arguments.models, arguments.start)
     if arguments.json:
-        print_json(arguments, comparison_json(found))
+        print_json(arguments, comparison_json(comparison))
     else:
-        print(comparison_text(found, arguments.markdown))
+        print(comparison_text(comparison, arguments.markdown))

@@ -75,7 +75,7 @@ def validate(arguments: Namespace) -> None:
         settings = common.load_config(arguments)
     except ConfigError as error:
         if arguments.json:
-            errors = [str(each) for each in error.violations]
+            errors = [str(violation) for violation in error.violations]
             print_json(arguments, {"valid": False, "errors": errors})
         raise
     if arguments.resolved:
@@ -95,7 +95,7 @@ def validate(arguments: Namespace) -> None:
             print_json(arguments, {"valid": False, "errors": errors})
         raise
     warnings = [
-        *cautions({name: each.rewards for name, each in settings.domains.items()}),
+        *cautions({name: domain.rewards for name, domain in settings.domains.items()}),
         *common.cautions_of(
             arguments,
             chain(
@@ -111,8 +111,8 @@ def validate(arguments: Namespace) -> None:
     if arguments.json:
         names = [stage.name for stage in stages]
         domains = list(settings.domains)
-        found = {"valid": True, "stages": names, "domains": domains, "warnings": warnings}
-        print_json(arguments, found)
+        verdict = {"valid": True, "stages": names, "domains": domains, "warnings": warnings}
+        print_json(arguments, verdict)
         return
     domains_text = ", ".join(settings.domains)
     say(f"{shown(arguments.config)} is valid: {len(stages)} stages, domains {domains_text}")
@@ -183,16 +183,18 @@ def _refused_here(settings: RunSettings, stages: Sequence[Stage]) -> Iterator[st
 )
 def plan(arguments: Namespace) -> None:
     """Show the stages and what would happen to each; or the memory they need."""
-    drawn = arguments.dot or arguments.mermaid
-    if drawn and (arguments.json or arguments.memory):
+    as_graph = arguments.dot or arguments.mermaid
+    if as_graph and (arguments.json or arguments.memory):
         option, reader = ("--dot", "Graphviz") if arguments.dot else ("--mermaid", "Mermaid")
         raise UserError(f"{option} prints the graph for {reader}; it excludes --json and --memory")
     if arguments.memory:
         settings = common.load_config(arguments, to_start=False)
         stages = Run(arguments.runs_dir / settings.name, settings).stages
         if arguments.json:
-            held = {each.name: [asdict(r) for r in stage_memory(each, settings)] for each in stages}
-            print_json(arguments, {"stages": held})
+            memory = {
+                stage.name: [asdict(r) for r in stage_memory(stage, settings)] for stage in stages
+            }
+            print_json(arguments, {"stages": memory})
         else:
             gpus = common.known_gpus(arguments, settings)
             print(*memory_report(settings, gpus), sep="\n")
@@ -204,15 +206,15 @@ def plan(arguments: Namespace) -> None:
     _check_engines(arguments, run.settings, run.stages)
     states = states_now(run)
     warn(_too_large(run.settings, unfinished(run.stages, states), arguments))
-    if drawn:
+    if as_graph:
         say(*(drawing.dot if arguments.dot else drawing.mermaid)(run, states))
         return
     left = estimate(run, states, took(run.events))
     actions = report.next_action(run.stages, states)
     edit = edit_of(run, states)
     if arguments.json:
-        found = report.plan_json(run, states, actions, left)
-        print_json(arguments, {**found, "edit": edit_json(edit)})
+        planned = report.plan_json(run, states, actions, left)
+        print_json(arguments, {**planned, "edit": edit_json(edit)})
         return
     print(report.plan_text(run, states, actions, left))
     if edit is not None:
@@ -240,13 +242,13 @@ def plan(arguments: Namespace) -> None:
 def doctor(arguments: Namespace) -> None:
     """Show what is installed, what is used here, and how to fix what is missing."""
     cluster = load_cluster(arguments.cluster) if arguments.cluster else None
-    found = list(sections(probe(), arguments.runs_dir, cluster))
-    errors = sum(row.verdict == "error" for _, rows in found for row in rows)
+    section_rows = list(sections(probe(), arguments.runs_dir, cluster))
+    errors = sum(row.verdict == "error" for _, rows in section_rows for row in rows)
     if arguments.json:
-        tables = {heading: [asdict(row) for row in rows] for heading, rows in found}
+        tables = {heading: [asdict(row) for row in rows] for heading, rows in section_rows}
         print_json(arguments, {"errors": errors, "sections": tables})
     else:
-        for heading, rows in found:
+        for heading, rows in section_rows:
             print(section_table(heading, rows), end="\n\n")
     if errors:
         raise UserError(f"{errors} of these (✗) keep stages from running here")
@@ -275,8 +277,10 @@ def status(arguments: Namespace) -> None:
         return
     if not counts:
         say(f"no runs in {shown(arguments.runs_dir)}")
-    for name, found in counts.items():
-        text = found.get("error") or ", ".join(f"{n} {state}" for state, n in found.items())
+    for name, run_counts in counts.items():
+        text = run_counts.get("error") or ", ".join(
+            f"{n} {state}" for state, n in run_counts.items()
+        )
         say(f"{name}: {text}".replace("\n", "\n  "))
 
 
@@ -294,7 +298,7 @@ def _show_run(arguments: Namespace, run: Run) -> None:
     if report.evaluated(run, states):
         if (models := report.current_models(run, states)) is None:
             again = " ".join(
-                f"--from {each.name}" for each in run.stages if each.kind == "evaluate"
+                f"--from {stage.name}" for stage in run.stages if stage.kind == "evaluate"
             )
             say(f"\n{shown(run.results)} is damaged; rerun the evaluation with {again}")
         else:
@@ -307,7 +311,7 @@ def _counts(path: Path) -> dict[str, Any]:
     """Return how many stages of a run are in each state, or its `error`."""
     try:
         return dict(
-            Counter(each.state for each in states_now(read_run(RunDirectory(path))).values())
+            Counter(state.state for state in states_now(read_run(RunDirectory(path))).values())
         )
     except (UserError, OSError) as error:
         return {"error": reason(error)}
@@ -395,8 +399,8 @@ def logs(arguments: Namespace) -> None:
     directory = run.stage(stage.name)
     follow = is_running if arguments.follow else None
     if arguments.engine is not None:
-        own = EngineDirectory(directory.engines / arguments.engine).log
-        log = own if own.exists() else run.engine(arguments.engine).log
+        stage_log = EngineDirectory(directory.engines / arguments.engine).log
+        log = stage_log if stage_log.exists() else run.engine(arguments.engine).log
         explain.print_growing(lambda: log, follow)
     else:
         explain.print_log(directory, f"rank_{arguments.rank or 0}.log", follow, output)

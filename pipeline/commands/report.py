@@ -103,18 +103,24 @@ def _write_run(arguments: Namespace, run: Run) -> None:
     from pipeline.report.page.recorded import Recorded
     from pipeline.report.page.redaction import redact
 
-    def text_of(found: dict[str, Any]) -> str:
-        return report_file(redact(found, [run, *others]) if arguments.redact else found)
+    def text_of(data: dict[str, Any]) -> str:
+        return report_file(redact(data, [run, *other_runs]) if arguments.redact else data)
 
-    others = [common.read_run(common.find(arguments.runs_dir, name)) for name in arguments.others]
+    other_runs = [
+        common.read_run(common.find(arguments.runs_dir, name)) for name in arguments.others
+    ]
     samples = arguments.samples or MOST_SAMPLES
-    found = document(run, others, arguments.redact, samples)
-    text = text_of(found)
+    report_data = document(run, other_runs, arguments.redact, samples)
+    text = text_of(report_data)
     while arguments.samples is None and len(text) > MOST_BYTES and samples > FEWEST_SAMPLES:
-        held = sum(len(own["columns"]["step"]) for own in found["samples"].values())
-        samples = max(FEWEST_SAMPLES, int(FEWER * min(samples, held) * MOST_BYTES / len(text)))
-        found["samples"] = Recorded(run, arguments.redact, samples).tables()
-        text = text_of(found)
+        shown_samples = sum(
+            len(table["columns"]["step"]) for table in report_data["samples"].values()
+        )
+        samples = max(
+            FEWEST_SAMPLES, int(FEWER * min(samples, shown_samples) * MOST_BYTES / len(text))
+        )
+        report_data["samples"] = Recorded(run, arguments.redact, samples).tables()
+        text = text_of(report_data)
     _write(arguments.written or run.path / "report.html", text)
 
 
@@ -128,13 +134,15 @@ def _write(path: Path, text: str) -> None:
 
 
 def _is_running(run: Run) -> bool:
-    return any(each.state in ("running", "submitted") for each in states_now(run).values())
+    return any(state.state in ("running", "submitted") for state in states_now(run).values())
 
 
 def _saved(run: Run) -> str:
     """Return what changes whenever a stage saves a checkpoint, or enters another state."""
     newest = {
-        stage.name: (found.step if (found := run.stage(stage.name).newest_checkpoint()) else None)
+        stage.name: (
+            checkpoint.step if (checkpoint := run.stage(stage.name).newest_checkpoint()) else None
+        )
         for stage in run.stages
     }
     return json.dumps([newest, len(run.events)])

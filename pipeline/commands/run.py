@@ -182,7 +182,9 @@ def resume(arguments: Namespace) -> None:
 def evaluate(arguments: Namespace) -> None:
     """Evaluate finished stages again."""
     run, step = common.load_trusted_run(arguments), arguments.step
-    changes = {key: each for key in one_off.FLAGS if (each := getattr(arguments, key)) is not None}
+    changes = {
+        key: option for key in one_off.FLAGS if (option := getattr(arguments, key)) is not None
+    }
     check_capacity(run.settings, [Stage("evaluate", "evaluate")], gpus_here(run.settings))
     with run.lock():
         check_not_queued(run)
@@ -241,20 +243,20 @@ def audit(arguments: Namespace) -> None:
     """Recompute steps of a run from its files, and compare."""
     run = common.load_trusted_run(arguments)
     names = _audited(run, arguments.stage, arguments.step)
-    asked = {"run": str(run.path.absolute()), "stages": names, "step": arguments.step}
-    found = one_off.answer_of("the audit", "stages.audit.main", asked)
+    job = {"run": str(run.path.absolute()), "stages": names, "step": arguments.step}
+    audits = one_off.answer_of("the audit", "stages.audit.main", job)
     if arguments.json:
-        print_json(arguments, found)
+        print_json(arguments, audits)
     else:
-        print(*_audit_tables(found), sep="\n")
+        print(*_audit_tables(audits), sep="\n")
     if differing := [
-        f"{each['stage']}: {row['quantity']}"
-        for each in found
-        for row in each["rows"]
+        f"{step_audit['stage']}: {row['quantity']}"
+        for step_audit in audits
+        for row in step_audit["rows"]
         if not row["agrees"]
     ]:
         raise UserError("the audit differs from the run: " + "; ".join(differing))
-    if all(each["refused"] for each in found):
+    if all(step_audit["refused"] for step_audit in audits):
         raise UserError("nothing was audited")
 
 
@@ -264,12 +266,12 @@ def _audited(run: Run, name: str | None, step: int | None) -> list[str]:
     Raises:
         UserError: there is no such stage, or nothing of it can be audited.
     """
-    known = [stage.name for stage in run.stages if stage.kind in AUDITED]
-    if name is not None and name not in known:
-        raise UserError(f"no stage {name} can be audited; {hint(name, known)}")
+    auditable = [stage.name for stage in run.stages if stage.kind in AUDITED]
+    if name is not None and name not in auditable:
+        raise UserError(f"no stage {name} can be audited; {hint(name, auditable)}")
     if name is None and step is not None:
         raise UserError(f"--step {step} needs a stage: braid audit RUN STAGE --step N")
-    started = [each for each in known if run.stage(each).path.exists()]
+    started = [stage_name for stage_name in auditable if run.stage(stage_name).path.exists()]
     if name not in (None, *started):
         raise UserError(f"{shown(run.path)}: stage {name} has not started; nothing to audit")
     if not started:
@@ -277,21 +279,25 @@ def _audited(run: Run, name: str | None, step: int | None) -> list[str]:
     return started if name is None else [name]
 
 
-def _audit_tables(found: Sequence[dict[str, Any]]) -> Iterator[str]:
+def _audit_tables(audits: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Yield the table of each step; after them each cause why stages could not be audited."""
     refused: dict[str, list[str]] = {}
-    for each in found:
-        title = each["stage"] if each["step"] is None else f"{each['stage']}, step {each['step']}"
-        if each["refused"]:
-            refused.setdefault(each["refused"], []).append(title)
+    for step_audit in audits:
+        title = (
+            step_audit["stage"]
+            if step_audit["step"] is None
+            else f"{step_audit['stage']}, step {step_audit['step']}"
+        )
+        if step_audit["refused"]:
+            refused.setdefault(step_audit["refused"], []).append(title)
         else:
-            yield _audit_table(title, each)
+            yield _audit_table(title, step_audit)
     for cause, titles in refused.items():
         verb = "is" if len(titles) == 1 else "are"
         yield visible(f"\n{'; '.join(titles)} {verb} not audited: {cause}", keep="\n")
 
 
-def _audit_table(title: str, each: dict[str, Any]) -> str:
+def _audit_table(title: str, step_audit: dict[str, Any]) -> str:
     """Return the table of a step."""
     rows = [
         [
@@ -300,10 +306,10 @@ def _audit_table(title: str, each: dict[str, Any]) -> str:
             f"{row['difference']:.1e}",
             Cell("" if row["agrees"] else f"DIFFERS by more than {row['bound']:g}", "red"),
         ]
-        for row in each["rows"]
+        for row in step_audit["rows"]
     ]
     headings = ("quantity", "run", "audit", "difference", "")
-    return "\n".join(["", table(title, headings, rows), *map(visible, each["notes"])])
+    return "\n".join(["", table(title, headings, rows), *map(visible, step_audit["notes"])])
 
 
 @command(
@@ -380,18 +386,18 @@ def _show_dry_run(run: Run, arguments: Namespace, reused: Mapping[str, str]) -> 
     check_not_queued(run)
     check_settings(run, arguments.rerun, moved_lines(run))
     only, parallel = arguments.only, arguments.parallel
-    found = dry_run(run, common.PROGRAMS, reused, only, arguments.rerun, parallel)
-    plan = run, found.states, found.actions, found.left
+    preview = dry_run(run, common.PROGRAMS, reused, only, arguments.rerun, parallel)
+    plan = run, preview.states, preview.actions, preview.left
     if arguments.json:
-        commands = {"engines": found.engines, "ranks": found.ranks}
+        commands = {"engines": preview.engines, "ranks": preview.ranks}
         print_json(arguments, {**report.plan_json(*plan), "commands": commands})
         return
     print(report.plan_text(*plan), end="\n\n")
-    if not found.ranks:
+    if not preview.ranks:
         say("no command: nothing would start")
         return
     members = run.settings.engine.members
-    for index, line in enumerate(found.engines):
+    for index, line in enumerate(preview.engines):
         say(f"engine {members[index % len(members)]}: {line}")
     say(f"every stage, as ranks 0 to {run.settings.layout.ranks - 1}:")
-    say(*(f"  {line}" for line in found.ranks.values()))
+    say(*(f"  {line}" for line in preview.ranks.values()))

@@ -230,17 +230,19 @@ def _check_options(arguments: Namespace, mode: str | None) -> None:
 def _on_terminal(arguments: Namespace) -> bool:
     """Return whether to open screens: on a terminal, where no option says what to print."""
     printing = [*(name for name in SAMPLE_OPTIONS if name != "count"), "plain", "json"]
-    asked = [name for name in printing if getattr(arguments, name)]
-    return not asked and sys.stdin.isatty() and sys.stdout.isatty()
+    printing_options = [name for name in printing if getattr(arguments, name)]
+    return not printing_options and sys.stdin.isatty() and sys.stdout.isatty()
 
 
 def _show_waits(arguments: Namespace, run: Run) -> None:
     states = states_now(run)
-    found = [each for each in waits(run, states) if arguments.stage in (None, each["stage"])]
+    processes = [
+        process for process in waits(run, states) if arguments.stage in (None, process["stage"])
+    ]
     if arguments.json:
-        print_json(arguments, {"processes": found})
+        print_json(arguments, {"processes": processes})
     else:
-        print(waits_table(found))
+        print(waits_table(processes))
 
 
 def _show_metric(arguments: Namespace, run: Run) -> None:
@@ -249,8 +251,8 @@ def _show_metric(arguments: Namespace, run: Run) -> None:
         lines = {arguments.stage: overview.lines[arguments.stage]}
         overview = replace(overview, lines=lines)
     if arguments.json:
-        found = metric_by_stage(overview, arguments.metric)
-        rows = [{"stage": stage, "name": name, "values": values} for stage, name, values in found]
+        curves = metric_by_stage(overview, arguments.metric)
+        rows = [{"stage": stage, "name": name, "values": values} for stage, name, values in curves]
         print_json(arguments, {"metric": rows})
     else:
         print(metric_table(overview, arguments.metric))
@@ -261,11 +263,11 @@ def _show_experts(arguments: Namespace, run: Run) -> None:
 
     if arguments.stage is None:
         raise UserError("--experts is about a stage: name a STAGE")
-    found = owned_by_domain(run.stage(arguments.stage))
+    experts = owned_by_domain(run.stage(arguments.stage))
     if arguments.json:
-        print_json(arguments, {"experts": found})
+        print_json(arguments, {"experts": experts})
     else:
-        print(expert_table(found))
+        print(expert_table(experts))
 
 
 def _show_run(arguments: Namespace, run: Run) -> None:
@@ -282,11 +284,11 @@ def _show_run(arguments: Namespace, run: Run) -> None:
 
 
 def _print_run(arguments: Namespace, run: Run, overview: Overview) -> None:
-    found = symptoms(run, overview.states, overview.lines)
+    health = symptoms(run, overview.states, overview.lines)
     if arguments.json:
-        print_json(arguments, overview_json(overview, found))
+        print_json(arguments, overview_json(overview, health))
         return
-    print(table("", (), [[line] for line in health_lines(found)]), end="\n\n")
+    print(table("", (), [[line] for line in health_lines(health)]), end="\n\n")
     print(stage_table(overview), flush=True)
 
 
@@ -297,9 +299,9 @@ def _show_samples(arguments: Namespace, run: Run) -> None:
 
     grading = partial(regrade, run, arguments.stage, trusted=arguments.trust_run)
     samples = StageSamples(run.stage(arguments.stage))
-    found = samples.find(Query(**_asked(arguments), order=arguments.order or "newest"))
+    matches = samples.find(Query(**_query_options(arguments), order=arguments.order or "newest"))
     again = grading if arguments.grade else None
-    listing = Listing.of(samples, found, arguments.count, again, arguments.changed)
+    listing = Listing.of(samples, matches, arguments.count, again, arguments.changed)
     if arguments.json:
         print_json(arguments, listing_json(samples, listing, arguments.routes))
     else:
@@ -307,7 +309,7 @@ def _show_samples(arguments: Namespace, run: Run) -> None:
     warn(f"left out: {why}" for why in samples.damaged)
 
 
-def _asked(arguments: Namespace) -> dict[str, Any]:
+def _query_options(arguments: Namespace) -> dict[str, Any]:
     """Return what the options ask of a sample, as a Query takes it."""
     return {
         "steps": tuple(arguments.step or ()),
@@ -325,13 +327,13 @@ def _show_outcomes(arguments: Namespace, run: Run) -> None:
     from pipeline.report.view.versus import outcomes, outcomes_json
 
     names = (arguments.model, arguments.versus)
-    first, second = (common.measured(arguments, run, name) for name in names)
-    found = outcomes(first, second, arguments.domain)
+    model, versus = (common.measured(arguments, run, name) for name in names)
+    problems = outcomes(model, versus, arguments.domain)
     if arguments.json:
-        print_json(arguments, outcomes_json(found, names))
+        print_json(arguments, outcomes_json(problems, names))
     else:
         kinds = [SOLVED_BY[arguments.solved_by]] if arguments.solved_by else ALONE
-        print_outcomes((first, second), names, found, kinds, arguments.count)
+        print_outcomes((model, versus), names, problems, kinds, arguments.count)
 
 
 SHOWN_BY = {

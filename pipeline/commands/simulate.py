@@ -80,22 +80,24 @@ def simulate(arguments: Namespace) -> None:
     if arguments.search is not None:
         tried = best_layouts(stages, settings, arguments.search, assumed, TRIED)
         # A step or an evaluation may have too few problems for the data-parallel ranks of some.
-        found = [each for each in tried if not any(violations(each.settings))][:SHOWN]
-        if not found:
+        layouts = [layout for layout in tried if not any(violations(layout.settings))][:SHOWN]
+        if not layouts:
             raise UserError(
                 f"no valid layout of {arguments.search} GPUs fits the model in their memory; search"
                 " more GPUs, or lower loop.micro_batch_tokens or engine.max_sequences"
             )
         if arguments.json:
-            print_json(arguments, search_json(found, arguments.search))
+            print_json(arguments, search_json(layouts, arguments.search))
         else:
-            print(search_text(found, arguments.search))
+            print(search_text(layouts, arguments.search))
         return
     node = partial(node_of, assumed)
     times = simulated(stages, settings, assumed)
     if arguments.json:
-        held = {each.name: [asdict(r) for r in stage_memory(each, settings)] for each in stages}
-        print_json(arguments, {**simulation_json(times), "memory": held})
+        memory = {
+            stage.name: [asdict(r) for r in stage_memory(stage, settings)] for stage in stages
+        }
+        print_json(arguments, {**simulation_json(times), "memory": memory})
     else:
         print(simulation_text(times, settings))
         print(*memory_report(settings, node), sep="\n")
