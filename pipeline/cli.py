@@ -8,9 +8,9 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
-from importlib import import_module
 
 from parallel.errors import UserError, nearest_name
+from pipeline.commands.support import registry
 from pipeline.text import open_streams, reason, say
 
 
@@ -51,13 +51,10 @@ def command_parser() -> ArgumentParser:
         UserError: a package is missing, as outside the environment of `make install`.
     """
     try:
-        common = import_module("pipeline.commands.common")
-        for module in common.MODULES:
-            import_module(f"pipeline.commands.{module}")
+        registry.import_commands()
     except ModuleNotFoundError as error:
         raise _missing(error) from error
-    parser: ArgumentParser = common.parser()
-    return parser
+    return registry.parser()
 
 
 def _missing(error: ModuleNotFoundError) -> UserError:

@@ -6,8 +6,9 @@ from argparse import Namespace
 from pathlib import Path
 
 from parallel.errors import UserError
-from pipeline.commands import common
-from pipeline.commands.common import RUN, Argument, command
+from pipeline.commands.support.arguments import RUN
+from pipeline.commands.support.registry import Argument, command
+from pipeline.commands.support.runs import load_run
 from pipeline.run.bundle.reproduce import bundle_at, compare
 from pipeline.run.bundle.writer import has_finished, write_bundle
 from pipeline.run.run import check_renamed
@@ -43,10 +44,11 @@ from pipeline.text import say, shown
     ),
     RUN,
     Argument("bundle", metavar="BUNDLE", nargs="?", type=Path, help="with --check: the bundle"),
+    place=200,
 )
 def bundle(arguments: Namespace) -> None:
     """Write the bundle of a run, or compare a run with one."""
-    run = common.load_run(arguments)
+    run = load_run(arguments)
     check_renamed(run)
     if arguments.check != (arguments.bundle is not None):
         raise UserError("braid bundle --check RUN BUNDLE compares; braid bundle RUN writes")

@@ -4,15 +4,9 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from pipeline.commands.common import (
-    JSON,
-    RUN,
-    Argument,
-    command,
-    load_run,
-    measured,
-    print_json,
-)
+from pipeline.commands.support.arguments import JSON, RUN, print_json
+from pipeline.commands.support.registry import Argument, command
+from pipeline.commands.support.runs import load_run, measured
 from pipeline.report.compare.comparison import compare, comparison_json
 from pipeline.report.compare.comparison_text import comparison_text
 from pipeline.run.answers import measured_models
@@ -50,6 +44,7 @@ from pipeline.run.answers import measured_models
         " merge starts from)",
     ),
     (JSON, Argument("--markdown", action="store_true", help="print tables in Markdown")),
+    place=100,
 )
 def compare_models(arguments: Namespace) -> None:
     """Compare the models of a run, and some of other runs."""

@@ -14,8 +14,10 @@ from typing import Any
 
 from parallel.errors import UserError, hint
 from parallel.settings import CHARACTERS
-from pipeline.commands import common
-from pipeline.commands.common import GROUPS, JSON, TRUST, Argument, command, positive, print_json
+from pipeline.commands.support import starting
+from pipeline.commands.support.arguments import JSON, TRUST, positive, print_json
+from pipeline.commands.support.registry import Argument, command, group
+from pipeline.commands.support.runs import load_trusted_run
 from pipeline.config.rules import DOMAIN_NAME
 from pipeline.config.validate import (
     dump_differing,
@@ -60,7 +62,7 @@ shows their rewards. `new` never overwrites.
 
 JSON of `check`: {"valid", "errors": [TEXT], "preview": the samples and rewards, or null}.
 """
-GROUPS["domain"] = ("write a domain's file, and check one", DOMAIN_HELP)
+group("domain", "write a domain's file, and check one", DOMAIN_HELP, place=210)
 
 
 @command(
@@ -99,7 +101,7 @@ def domain_check(arguments: Namespace) -> None:
     else:
         if tokenizer or not arguments.stage:
             raise UserError("--run needs --stage, and excludes --tokenizer: a run has its own")
-        run = common.load_trusted_run(arguments)
+        run = load_trusted_run(arguments)
         one_off.finished_training(run, arguments.stage)
         settings = load_with_domain(run.settings_file, path, arguments.samples)
         # Like an evaluation it samples, and trains nothing.
@@ -111,13 +113,13 @@ def domain_check(arguments: Namespace) -> None:
         checkpoint = run.checkpoint_path(arguments.stage)
         with run.lock():
             check_not_queued(run)
-            programs = common.PROGRAMS
+            programs = starting.PROGRAMS
             preview = one_off.preview(run, settings, terminal(), programs, checkpoint, path.stem)
         print("", *previewed(preview), "", sep="\n")
     wrong, untested = verdict.wrong, verdict.untested
     if arguments.json:
-        preview = {"valid": not wrong, "errors": wrong, "untested": untested, "preview": preview}
-        print_json(arguments, preview)
+        verdict_json = {"valid": not wrong, "errors": wrong, "untested": untested}
+        print_json(arguments, {**verdict_json, "preview": preview})
     if wrong:
         print(table("", (), [(Cell("✗", "red"), error) for error in wrong]))
         raise UserError(f"{shown(path)}: its rewards (✗) do not tell right from wrong")
@@ -189,8 +191,8 @@ def _check_file(arguments: Namespace) -> _Verdict:
     for name in names or run.domains:
         say("", f"domain {name}")
         domain, model = run.domains[name], run.model
-        context = (run.rewards, tokenizer_keys or model.tokenizer_keys, model.max_positions)
-        checked = _check(arguments, name, domain, *context)
+        keys = tokenizer_keys or model.tokenizer_keys
+        checked = _check(arguments, name, domain, run.rewards, keys, model.max_positions)
         verdict.wrong.extend(checked.wrong)
         verdict.untested.extend(checked.untested)
     return verdict

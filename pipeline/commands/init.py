@@ -13,9 +13,8 @@ from typing import Any
 
 from parallel.errors import UserError
 from parallel.estimates.roofline.hardware import GIB, GPUS
-from pipeline.commands import common
-from pipeline.commands.common import JSON, Argument, command, print_json
-from pipeline.commands.init_inputs import (
+from pipeline.commands.support.arguments import JSON, number_within, positive, print_json
+from pipeline.commands.support.init_inputs import (
     check_given,
     check_kept,
     check_names,
@@ -29,6 +28,7 @@ from pipeline.commands.init_inputs import (
     shipped_models,
     write_files,
 )
+from pipeline.commands.support.registry import Argument, command
 from pipeline.config.checkpoints import has_weights
 from pipeline.config.cluster import FORMS, WALLTIME, ClusterSettings, seconds_of
 from pipeline.config.read import CONFIGS
@@ -103,11 +103,11 @@ def _walltime(text: str) -> float:
         metavar="KEY=COLUMN",
         help="columns of all rows, where they have other names: prompt=question answer=solution",
     ),
-    Argument("--gpus", type=common.positive, metavar="N", help="GPUs (default: CPU cores)"),
+    Argument("--gpus", type=positive, metavar="N", help="GPUs (default: CPU cores)"),
     Argument("--gpu", metavar="NAME", help=f"{', '.join(GPUS)} (default: the profile's gpu_type)"),
     Argument(
         "--gpus-per-node",
-        type=common.positive,
+        type=positive,
         metavar="N",
         help="GPUs of a node (default: the profile's, else 8)",
     ),
@@ -119,7 +119,7 @@ def _walltime(text: str) -> float:
     ),
     Argument(
         "--budget",
-        type=common.number_within("number of GPU hours above 0", lambda hours: 0 < hours < 1e9),
+        type=number_within("number of GPU hours above 0", lambda hours: 0 < hours < 1e9),
         metavar="HOURS",
         help="GPU hours of training; steps are cut where more are simulated",
     ),
@@ -132,7 +132,7 @@ def _walltime(text: str) -> float:
     ),
     Argument(
         "--ranks",
-        type=common.positive,
+        type=positive,
         metavar="N",
         help="ranks of a run on CPU cores (default: 2)",
     ),
@@ -142,6 +142,7 @@ def _walltime(text: str) -> float:
     Argument("--dry-run", action="store_true", help="show what would be written; write nothing"),
     Argument("--yes", action="store_true", help="ask nothing"),
     JSON,
+    place=110,
 )
 def init(arguments: Namespace) -> None:
     """Write a new run's configuration, and say how to continue."""

@@ -10,8 +10,9 @@ from typing import Any
 
 from parallel.errors import UserError
 from parallel.files import write_atomically
-from pipeline.commands import common
-from pipeline.commands.common import Argument, command
+from pipeline.commands.support.arguments import positive
+from pipeline.commands.support.registry import Argument, command
+from pipeline.commands.support.runs import find, load_run, read_run
 from pipeline.run.directory import RUNS_AS, exposure
 from pipeline.run.run import Run
 from pipeline.slurm.queue import states_now
@@ -60,7 +61,7 @@ def _file(text: str) -> Path:
     ),
     Argument(
         "--samples",
-        type=common.positive,
+        type=positive,
         metavar="N",
         help="at most N samples; of more, those of a part of the prompts (default: 100,000, or"
         " fewer, for a file of 40 MiB)",
@@ -71,6 +72,7 @@ def _file(text: str) -> Path:
             "--demo", action="store_true", help=f"write {DEMO_FILE}, a report of a bundled run"
         ),
     ),
+    place=90,
 )
 def report(arguments: Namespace) -> None:
     """Write the report of a run."""
@@ -85,7 +87,7 @@ def report(arguments: Namespace) -> None:
         return
     if arguments.run is None:
         raise UserError("name a RUN, or take --demo")
-    run = common.load_run(arguments)
+    run = load_run(arguments)
     if arguments.written is None and (others_write := exposure(run)) is not None:
         place, _, _ = others_write.partition(f", and {RUNS_AS}")
         raise UserError(f"{place}; write the report of this run elsewhere with: --output FILE")
@@ -106,9 +108,7 @@ def _write_run(arguments: Namespace, run: Run) -> None:
     def text_of(data: dict[str, Any]) -> str:
         return report_file(redact(data, [run, *other_runs]) if arguments.redact else data)
 
-    other_runs = [
-        common.read_run(common.find(arguments.runs_dir, name)) for name in arguments.others
-    ]
+    other_runs = [read_run(find(arguments.runs_dir, name)) for name in arguments.others]
     samples = arguments.samples or MOST_SAMPLES
     report_data = document(run, other_runs, arguments.redact, samples)
     text = text_of(report_data)

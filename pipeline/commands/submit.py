@@ -1,4 +1,4 @@
-"""The commands of Slurm: `braid submit`, `stage` and `cancel`."""
+"""The command that submits stages to Slurm: `braid submit`."""
 
 from __future__ import annotations
 
@@ -10,27 +10,19 @@ from pathlib import Path
 
 from parallel.errors import UserError, hint
 from parallel.files import write_atomically
-from pipeline.commands import common
-from pipeline.commands.common import (
-    CONFIG_HELP,
-    JSON,
-    RUN,
-    STARTING,
-    TRUST,
-    Argument,
-    command,
-    print_json,
-)
+from pipeline.commands.support.arguments import CONFIG_HELP, JSON, STARTING, print_json
+from pipeline.commands.support.configuration import load_configured_run, warn_of_graph
+from pipeline.commands.support.registry import Argument, command
+from pipeline.commands.support.starting import forked, rerun, reuse_from
 from pipeline.config.cluster import READ_BY_JOBS, ClusterSettings
 from pipeline.config.validate import differing_keys, load_cluster, load_started
 from pipeline.estimate.capacity import check_capacity
 from pipeline.estimate.gpu_memory import gpus_of, unchecked
-from pipeline.report import status as report
 from pipeline.run.directory import RunDirectory, check_owner, warn_of_readers
 from pipeline.run.edits import moved_lines
 from pipeline.run.gates import check_stopped
 from pipeline.run.graph import Stage
-from pipeline.run.ledger import State, latest
+from pipeline.run.ledger import State
 from pipeline.run.run import Run, StageState, as_done
 from pipeline.run.select import (
     check_dependencies,
@@ -41,9 +33,7 @@ from pipeline.run.select import (
 )
 from pipeline.slurm import queue
 from pipeline.slurm import submit as submitting
-from pipeline.slurm.queue import SlurmError, adopt, job_numbers, queue_of
-from pipeline.slurm.stage import run_stage, stage_of_task
-from pipeline.tables import terminal
+from pipeline.slurm.queue import SlurmError, adopt, queue_of
 from pipeline.text import say, shown, warn
 
 IN_FLIGHT: tuple[State, ...] = ("submitted", "running")
@@ -98,6 +88,7 @@ class _Submission:
     ),
     JSON,
     *STARTING,
+    place=220,
 )
 def submit(arguments: Namespace) -> None:
     """Submit every unfinished stage to Slurm."""
@@ -145,76 +136,10 @@ def submit(arguments: Namespace) -> None:
         print_json(arguments, {"run": str(run.path), "jobs": numbers})
 
 
-@command(
-    "stage",
-    "run one stage of a run, as the stage scripts in slurm/ do",
-    "  braid stage runs/quickstart experts.chain_sum\n\n"
-    "In a Slurm job, ranks and engines are steps of it; elsewhere they run here. `braid run` or\n"
-    "`braid submit --prepare` writes the run's directory first.",
-    RUN,
-    TRUST,
-    Argument(
-        "stages", metavar="STAGE", nargs="+", help="its name; several in a job array, one a task"
-    ),
-)
-def stage(arguments: Namespace) -> None:
-    """Run one stage here, as the stage scripts do; of several, the one of this array task."""
-    name = stage_of_task(arguments.stages)
-    try:
-        common.find(arguments.runs_dir, arguments.run)
-    except UserError as error:
-        error.add_note("create a run with: braid submit CONFIG --cluster PROFILE --prepare")
-        raise
-    run = common.load_run_to_start(arguments, [name])
-    [selected] = run.chosen([name])
-    with run.lock(shared=True):
-        results = run_stage(run, selected, terminal(), common.PROGRAMS)
-    if results is not None:
-        print(report.results_table(results, own=run.own_domains))
-
-
-@command(
-    "cancel",
-    "cancel a run's Slurm jobs; running stages checkpoint first",
-    "  braid cancel quickstart\n  braid cancel quickstart experts.chain_sum",
-    RUN,
-    TRUST,
-    Argument("stages", metavar="STAGE", nargs="*", help="only these stages (default: all)"),
-    Argument("--now", action="store_true", help="end running stages without a checkpoint"),
-)
-def cancel(arguments: Namespace) -> None:
-    """Cancel a run's jobs; running stages checkpoint first."""
-    run = common.load_trusted_run(arguments)
-    names = {stage.name for stage in run.chosen(arguments.stages)}
-    with run.lock_submission():
-        jobs = adopt(run)
-        stages = {number: name for name, number in job_numbers(run.events).items()}
-        stage_jobs = ((job.stage or stages.get(number), job) for number, job in jobs.items())
-        queued = [(name, job) for name, job in stage_jobs if name is not None]
-        newest = latest(run.events)
-        done = {name for name, event in newest.items() if event.state == "done"}
-        names &= {name for name, _ in queued}
-        for stage in run.stages:  # dependencies come first
-            # Slurm starts jobs that wait for a cancelled task of an array nevertheless.
-            if names & {*stage.waits_for}:
-                names.add(stage.name)
-        to_cancel = [(name, job) for name, job in queued if name in names]
-        if not to_cancel:
-            say(f"{shown(run.path)} has no job in the queue")
-        # Waiting jobs first, so that none starts because another one ends.
-        for name, job in sorted(to_cancel, key=lambda item: not item[1].waits):
-            gently = [] if job.waits or arguments.now else ["--batch", "--signal=TERM"]
-            queue.call(["scancel", *gently, job.number])
-            if job.waits and name not in done:
-                run.ledger.append(name, "pending", "cancelled", run.stage(name).attempts())
-            running = "ends now" if arguments.now else "checkpoints and ends"
-            say(f"{name}: {'cancelled' if job.waits else running} (job {job.number})")
-
-
 def _requested(arguments: Namespace) -> _Submission:
     """Return the request; raise UserError where the arguments, profile or path are invalid."""
-    run = common.load_configured_run(arguments)
-    common.warn_of_graph(arguments, run.settings)
+    run = load_configured_run(arguments)
+    warn_of_graph(arguments, run.settings)
     check_owner(run, arguments.trust_run)
     profile = arguments.cluster or run.cluster
     if arguments.cluster is None and not run.cluster.exists():
@@ -234,7 +159,7 @@ def _requested(arguments: Namespace) -> _Submission:
             )
     selected = run.chosen(arguments.only)
     run.chosen(arguments.rerun)
-    other, fork = common.forked(arguments, run)
+    other, fork = forked(arguments, run)
     submitting.check_engines(run.settings, cluster, run.stages)
     submission = _Submission(run, profile, cluster, selected, arguments.rerun, other, fork.reused)
     left = unfinished(selected, submission.planned(run.states))
@@ -294,8 +219,8 @@ def _settled(submission: _Submission) -> dict[str, StageState]:
     check_settings(run, submission.rerun, moved_lines(run))
     run.write_settings()
     if submission.other is not None:
-        common.reuse_from(run, submission.other)
-    common.rerun(run, submission.rerun)
+        reuse_from(run, submission.other)
+    rerun(run, submission.rerun)
     check_stale(run, submission.selected)
     return run.states_with(queued)
 
