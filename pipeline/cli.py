@@ -8,9 +8,9 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
-from importlib import import_module
 
 from parallel.errors import UserError, nearest_name
+from pipeline.commands.support import registry
 from pipeline.text import open_streams, reason, say
 
 
@@ -51,13 +51,10 @@ def command_parser() -> ArgumentParser:
         UserError: a package is missing, as outside the environment of `make install`.
     """
     try:
-        common = import_module("pipeline.commands.common")
-        for module in common.MODULES:
-            import_module(f"pipeline.commands.{module}")
+        registry.import_commands()
     except ModuleNotFoundError as error:
         raise _missing(error) from error
-    parser: ArgumentParser = common.parser()
-    return parser
+    return registry.parser()
 
 
 def _missing(error: ModuleNotFoundError) -> UserError:
@@ -73,28 +70,28 @@ def _missing(error: ModuleNotFoundError) -> UserError:
 
 def _parse(argv: Sequence[str]) -> Namespace:
     braid = command_parser()
-    arguments, others = braid.parse_known_args(argv)
+    arguments, extras = braid.parse_known_args(argv)
     # argparse takes positional arguments in one piece: those after an option end up in `others`.
-    plain = not any(other.startswith("-") for other in others)
-    if "--side-by-side" in " ".join(others).replace("=", " ").split():
+    plain = not any(extra.startswith("-") for extra in extras)
+    if "--side-by-side" in " ".join(extras).replace("=", " ").split():
         braid.error("--side-by-side is now --parallel")
     several = ("overrides", "models", "others")
     repeated = next((name for name in several if hasattr(arguments, name)), None)
     if plain and repeated:
-        setattr(arguments, repeated, [*getattr(arguments, repeated), *others])
-    elif plain and len(others) == 1 and arguments.command == "audit" and arguments.stage is None:
-        [arguments.stage] = others
-    elif others:
+        setattr(arguments, repeated, [*getattr(arguments, repeated), *extras])
+    elif plain and len(extras) == 1 and arguments.command == "audit" and arguments.stage is None:
+        [arguments.stage] = extras
+    elif extras:
         usage = getattr(arguments, "parser", braid)  # of the command, which has fewer lines
-        usage.error(f"unrecognized arguments: {' '.join(others)}{_meant(arguments, others)}")
+        usage.error(f"unrecognized arguments: {' '.join(extras)}{_meant(arguments, extras)}")
     return arguments
 
 
-def _meant(arguments: Namespace, others: Sequence[str]) -> str:
+def _meant(arguments: Namespace, extras: Sequence[str]) -> str:
     """Return the end of the message about unknown arguments: what may have been meant."""
-    if arguments.command == "plan" and others[0] in ("--fork", "--from", "--only"):
-        return f"; braid run --dry-run takes {others[0]}"
-    misspelt = next((other for other in others if other.startswith("-")), others[0])
+    if arguments.command == "plan" and extras[0] in ("--fork", "--from", "--only"):
+        return f"; braid run --dry-run takes {extras[0]}"
+    misspelt = next((extra for extra in extras if extra.startswith("-")), extras[0])
     nearest = nearest_name(misspelt.partition("=")[0], getattr(arguments, "options", ()))
     return f"; {nearest}" if nearest else ""
 

@@ -56,7 +56,7 @@ def table(
         plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") in ("dumb", "unknown")
         coloured = sys.stdout.isatty() and not plain  # no-color.org
     cells = [[Cell(heading, "bold") for heading in headings]] if headings else []
-    cells += [[Cell(each) if isinstance(each, str) else each for each in row] for row in rows]
+    cells += [[Cell(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]
     texts = [[visible(cell.text) for cell in row] for row in cells]
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     lines = [visible(title)] if title else []
@@ -83,18 +83,18 @@ def wrapped_table(
     Each begins with the first column; one that is too wide alone stays so.
     """
     columns = list(zip(headings, *rows, strict=True))
-    first, *widths = [max(len(visible(_text(cell))) for cell in column) for column in columns]
-    parts: list[list[int]] = [[]]
-    used = first
+    label_width, *widths = [max(len(visible(_text(cell))) for cell in column) for column in columns]
+    column_groups: list[list[int]] = [[]]
+    used = label_width
     for index, wide in enumerate(widths, start=1):
-        if parts[-1] and used + 2 + wide > width:
-            parts.append([])
-            used = first
-        parts[-1].append(index)
+        if column_groups[-1] and used + 2 + wide > width:
+            column_groups.append([])
+            used = label_width
+        column_groups[-1].append(index)
         used += 2 + wide
     tables = []
-    for number, part in enumerate(parts):
-        picked = [0, *part]
+    for number, group in enumerate(column_groups):
+        picked = [0, *group]
         tables.append(
             table(
                 "" if number else title,

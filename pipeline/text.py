@@ -25,8 +25,8 @@ def visible(text: str, keep: str = "") -> str:
     Line breaks are among them. Characters in `keep` stay.
     """
 
-    def escaped(found: re.Match[str]) -> str:
-        letter = found[0]
+    def escaped(match: re.Match[str]) -> str:
+        letter = match[0]
         return letter if letter in keep else letter.encode("unicode_escape").decode()
 
     return _ACTS.sub(escaped, text)

@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from pipeline.commands.common import read_run
+from pipeline.commands.support.runs import read_run
 from pipeline.report.page.demo import DEMO
 from pipeline.report.page.document import document
 from pipeline.run.directory import RunDirectory

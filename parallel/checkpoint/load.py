@@ -120,14 +120,14 @@ def _restore(policy: TrainedPolicy, checkpoint: Path, updates: int, prefix: str 
     checkpoint_state.restore_optimizer(policy, optimizer, updates)
 
 
-def _read(checkpoint: Path, part: str, shards: Any, prefix: str = "") -> Any:
+def _read(checkpoint: Path, section: str, shards: Any, prefix: str = "") -> Any:
     strategy = FullyParallelLoadStrategyWrapper(
         get_default_load_sharded_strategy(str(checkpoint)),
         parallel_state.get_data_parallel_group(with_context_parallel=True),
     )
-    state = checkpoint_state.under(prefix, {part: shards})
+    state = checkpoint_state.under(prefix, {section: shards})
     with _as_checkpoint_error(checkpoint):
-        return dist_checkpointing.load(state, str(checkpoint), strategy)[part]
+        return dist_checkpointing.load(state, str(checkpoint), strategy)[section]
 
 
 @contextmanager
@@ -137,8 +137,8 @@ def _as_checkpoint_error(checkpoint: Path) -> Iterator[None]:
     # torch wraps a reader's error into CheckpointException, a BaseException
     # (torch 2.13, distributed/checkpoint/api.py).
     except CheckpointException as error:
-        failures = [each for each, _ in error.failures.values()]
-        if refused := [each for each in failures if isinstance(each, CheckpointRefused)]:
+        failures = [failure for failure, _ in error.failures.values()]
+        if refused := [failure for failure in failures if isinstance(failure, CheckpointRefused)]:
             raise min(refused, key=str) from error
         raise CheckpointError(
             f"cannot read {checkpoint}: {reason(error)}; restore the settings of model and "

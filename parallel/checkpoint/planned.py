@@ -53,22 +53,22 @@ class StoredTensor:
 class PlannedRead:
     """The box of a stored tensor that fills `target`, a view of a parameter.
 
-    Every `step`-th element of the box's last dimension does, from `first` on: a stack of experts
+    Every `step`-th element of the box's last dimension does, from `offset` on: a stack of experts
     alternates between their projections.
     """
 
     source: StoredTensor
     box: Box
     target: Tensor
-    first: int = 0
+    offset: int = 0
     step: int = 1
 
     @property
     def span(self) -> tuple[int, int]:
         """The first byte of the rows that hold the box, and the number of their bytes."""
-        first, rows = self.box[0][0], self.box[1][0]
+        first_row, rows = self.box[0][0], self.box[1][0]
         row = self.source.row_bytes
-        return self.source.start + first * row, rows * row
+        return self.source.start + first_row * row, rows * row
 
     def fill(self, file: BinaryIO, buffer: Tensor) -> None:
         """Read the box, in runs of the rows that fit the buffer."""
@@ -80,8 +80,8 @@ class PlannedRead:
             held = buffer[: count * row] if count * row <= len(buffer) else buffer.new_empty(row)
             _read(file, start + begin * row, held)
             rows = held.view(self.source.dtype).view(count, *self.source.shape[1:])
-            found = rows[(slice(None), *columns)]
-            self.target[begin : begin + count].copy_(found[..., self.first :: self.step])
+            elements = rows[(slice(None), *columns)]
+            self.target[begin : begin + count].copy_(elements[..., self.offset :: self.step])
 
 
 class WeightPlan:
@@ -95,12 +95,12 @@ class WeightPlan:
         """
         policy.residency.hold()
         self._policy, self._checkpoint = policy, checkpoint
-        found = (
+        reads = (
             _hugging_face_reads(policy, checkpoint)
             if (checkpoint / "config.json").is_file()
             else _megatron_reads(policy, checkpoint)
         )
-        self._reads = sorted(map(_without_leading_ones, found), key=_place)
+        self._reads = sorted(map(_without_leading_ones, reads), key=_place)
         self._check_complete()
         self._changed = {
             path: _changed(path) for path in {read.source.file for read in self._reads}
@@ -118,11 +118,11 @@ class WeightPlan:
 
     def fill_head(self, head: Tensor) -> None:
         """Read the output head alone, into a tensor of its shape and strides; raise as `fill`."""
-        own = self._policy.chunks[-1].output_layer.weight
+        policy_head = self._policy.chunks[-1].output_layer.weight
         self._run(
-            replace(read, target=_same_view(read.target, own, head))
+            replace(read, target=_same_view(read.target, policy_head, head))
             for read in self._reads
-            if _shares_memory(read.target, own)
+            if _shares_memory(read.target, policy_head)
         )
 
     def read_ahead(self) -> None:
@@ -145,24 +145,24 @@ class WeightPlan:
 
     def _read(self, reads: Iterable[PlannedRead]) -> None:
         buffer = torch.empty(BUFFER_BYTES, dtype=torch.uint8)
-        for path, own in groupby(reads, key=lambda read: read.source.file):
+        for path, file_reads in groupby(reads, key=lambda read: read.source.file):
             with torch.no_grad(), path.open("rb", buffering=0) as file:
                 if _changed(path) != self._changed[path]:
                     raise CheckpointError(
                         f"{path} changed while a stage reads it; resume the run, which verifies it"
                         " again"
                     )
-                for read in own:
+                for read in file_reads:
                     read.fill(file, buffer)
 
     def _check_complete(self) -> None:
         """Raise CheckpointError unless the reads fill every element once."""
-        wanted = sum(tensor.numel() for tensor in self._policy.named_weights().values())
+        expected = sum(tensor.numel() for tensor in self._policy.named_weights().values())
         planned = sum(read.target.numel() for read in self._reads)
-        if planned != wanted:
+        if planned != expected:
             raise CheckpointError(
-                f"{self._checkpoint}: {planned} of {wanted} elements of this rank's weights found;"
-                " rerun its stage with --from"
+                f"{self._checkpoint}: {planned} of {expected} elements of this rank's weights "
+                "found; rerun its stage with --from"
             )
 
 
@@ -176,13 +176,13 @@ def _megatron_reads(policy: Policy, checkpoint: Path) -> Iterator[PlannedRead]:
             # megatron-core rearranges the weight for its checkpoint.
             raise NotImplementedError(f"{shard.key} is not a plain part of its parameter")
         extra = (1,) * shard.prepend_axis_num
-        own: Box = (tuple(shard.global_offset), (*extra, *shard.local_shape))
-        target = shard.data.view(own[1]) if extra else shard.data
-        for stored, box in saved.within(shard.key, own):
-            common = intersect(own, box)
+        shard_box: Box = (tuple(shard.global_offset), (*extra, *shard.local_shape))
+        target = shard.data.view(shard_box[1]) if extra else shard.data
+        for stored, box in saved.within(shard.key, shard_box):
+            common = intersect(shard_box, box)
             assert common is not None
             yield PlannedRead(
-                stored, _relative(common, box), target[within(_relative(common, own))]
+                stored, _relative(common, box), target[within(_relative(common, shard_box))]
             )
 
 
@@ -190,12 +190,14 @@ def _hugging_face_reads(policy: Policy, directory: Path) -> Iterator[PlannedRead
     """Yield the reads of a Hugging Face checkpoint."""
     files = WeightFiles(directory)
     places = hugging_face_weights.stacked_parts(policy.settings)
-    for part, own, target in hugging_face_weights.own_parts(policy.bridge, policy.chunks):
-        name, box, number, step = part, own, 0, 1
-        if part in places:
-            stack, expert, number = places[part]
+    for tensor_name, tensor_box, target in hugging_face_weights.own_parts(
+        policy.bridge, policy.chunks
+    ):
+        name, box, number, step = tensor_name, tensor_box, 0, 1
+        if tensor_name in places:
+            stack, expert, number = places[tensor_name]
             name = stack.tensor
-            box = hugging_face_weights.of_member(stack.covering(own), expert)
+            box = hugging_face_weights.of_member(stack.covering(tensor_box), expert)
             target = (target.t() if target.ndim == 2 else target)[None]
             step = len(stack.parts)
         stored = files.stored[name]
@@ -213,15 +215,15 @@ class _SavedShards:
         for index, place in metadata.storage_data.items():
             kind = self._tensors[index.fqn]
             if index.offset is not None:  # else it is an object
-                sizes = {tuple(each.offsets): tuple(each.sizes) for each in kind.chunks}
+                sizes = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in kind.chunks}
                 box = (tuple(index.offset), sizes[tuple(index.offset)])
                 self._places.setdefault(index.fqn, {})[box] = place
 
-    def within(self, name: str, own: Box) -> Iterator[tuple[StoredTensor, Box]]:
+    def within(self, name: str, target_box: Box) -> Iterator[tuple[StoredTensor, Box]]:
         """Yield the saved shards of a tensor that have a part of a box of it."""
         saved = self._places.get(name, {})
-        for box in [own] if own in saved else saved:
-            if intersect(own, box) is not None:
+        for box in [target_box] if target_box in saved else saved:
+            if intersect(target_box, box) is not None:
                 yield self._stored(saved[box], box), box
 
     def _stored(self, place: Any, box: Box) -> StoredTensor:
@@ -262,18 +264,18 @@ def _without_leading_ones(read: PlannedRead) -> PlannedRead:
     while len(shape) > least and shape[0] == 1:
         shape, offsets, sizes, target = shape[1:], offsets[1:], sizes[1:], target[0]
     source = replace(read.source, shape=shape)
-    return PlannedRead(source, (offsets, sizes), target, read.first, read.step)
+    return PlannedRead(source, (offsets, sizes), target, read.offset, read.step)
 
 
 def _merged(spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
     """Yield the first and last byte of sorted spans, those that nearly touch as one."""
     start = end = -1
-    for first, size in spans:
-        if start < 0 or first > end + BUFFER_BYTES:
+    for begin, size in spans:
+        if start < 0 or begin > end + BUFFER_BYTES:
             if start >= 0:
                 yield start, end
-            start, end = first, first + size
-        end = max(end, first + size)
+            start, end = begin, begin + size
+        end = max(end, begin + size)
     if start >= 0:
         yield start, end
 
@@ -283,8 +285,8 @@ def _place(read: PlannedRead) -> tuple[str, int]:
 
 
 def _changed(path: Path) -> tuple[int, int]:
-    found = path.stat()
-    return found.st_mtime_ns, found.st_size
+    status = path.stat()
+    return status.st_mtime_ns, status.st_size
 
 
 def _shares_memory(one: Tensor, other: Tensor) -> bool:

@@ -79,26 +79,30 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         # By the whole name: that of protocol 4 may have dots, as `metadata.os.system` has.
-        if (found := _needed().get((module, name))) is None:
+        if (allowed := _needed().get((module, name))) is None:
             raise _refusal(self._path, _holds(f"{module}.{name}"))
-        return found
+        return allowed
 
 
 @functools.cache
 def _needed() -> dict[tuple[str, str], Any]:
     modules = {module: importlib.import_module(module) for module in NEEDED}
-    found = {(m, name): getattr(modules[m], name) for m, names in NEEDED.items() for name in names}
-    types = {("torch", n): each for n, each in vars(torch).items() if isinstance(each, torch.dtype)}
-    return found | types
+    allowed = {
+        (m, name): getattr(modules[m], name) for m, names in NEEDED.items() for name in names
+    }
+    types = {
+        ("torch", n): dtype for n, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)
+    }
+    return allowed | types
 
 
 def _read_metadata(checkpoint: Path) -> Any:
     path = checkpoint / METADATA_FILE
     with path.open("rb") as file:
         try:
-            found = _Unpickler(file, path).load()
-            names = [each.relative_path for each in found.storage_data.values()]
-            found.storage_meta.load_id = None
+            metadata = _Unpickler(file, path).load()
+            names = [storage.relative_path for storage in metadata.storage_data.values()]
+            metadata.storage_meta.load_id = None
         except (CheckpointRefused, OSError):
             raise
         except Exception as error:  # a damaged pickle may raise anything
@@ -106,7 +110,7 @@ def _read_metadata(checkpoint: Path) -> Any:
     # The checksums and the owner of the run answer for the files of the checkpoint alone.
     if elsewhere := [name for name in names if Path(name).name != name]:
         raise _refusal(path, f"names {elsewhere[0]}, which is not in the checkpoint")
-    return found
+    return metadata
 
 
 def _load_object(self: Any, item: ReadItem, value: BytesIO) -> None:
@@ -134,8 +138,8 @@ def _load_common(checkpoint: str | Path) -> Any:
 
 def _global_in(error: pickle.UnpicklingError) -> str:
     """Return the name that torch's unpickler refused, from its message."""
-    found = re.search(r"GLOBAL ([\w.]+)", str(error))
-    return found[1].rstrip(".") if found else "a pickle that torch.save does not write"
+    match = re.search(r"GLOBAL ([\w.]+)", str(error))
+    return match[1].rstrip(".") if match else "a pickle that torch.save does not write"
 
 
 def _holds(held: str) -> str:

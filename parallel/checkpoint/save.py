@@ -121,8 +121,8 @@ class Saver:
         scores = {step: _score(path) for step, path in paths.items()}
         dropped = scores.keys() - kept(scores, self._keep_last, self._keep_best)
         # Renamed first: a kill must not leave a half-removed directory with a checkpoint's name.
-        useless = [paths[s].rename(self._directory / f"tmp_dropped_{s}") for s in dropped]
-        self._removal = threading.Thread(target=_remove, args=(useless,))
+        dropped_paths = [paths[s].rename(self._directory / f"tmp_dropped_{s}") for s in dropped]
+        self._removal = threading.Thread(target=_remove, args=(dropped_paths,))
         self._removal.start()
         if not self._asynchronous:
             self._removal.join()
@@ -194,8 +194,8 @@ def kept(scores: Mapping[int, float | None], last: int, best: int) -> set[int]:
     `last` is at least 1.
     """
     newest = sorted(scores)[-last:]
-    found = [(s, step) for step, s in scores.items() if s is not None and not math.isnan(s)]
-    return {*newest, *(step for _, step in sorted(found, reverse=True)[:best])}
+    scored = [(s, step) for step, s in scores.items() if s is not None and not math.isnan(s)]
+    return {*newest, *(step for _, step in sorted(scored, reverse=True)[:best])}
 
 
 def _memory(tensor: torch.Tensor) -> int:

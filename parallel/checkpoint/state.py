@@ -100,7 +100,7 @@ def on_device(policy: Policy) -> AbstractContextManager[None]:
     models: list[Policy] = [policy]
     if isinstance(policy, TrainedPolicy):
         models += [*policy.averages.values(), *policy.companions.values()]
-    return policy.residency.share.together((each.residency for each in models), STATE)
+    return policy.residency.share.together((model.residency for model in models), STATE)
 
 
 def under(prefix: str, state: State) -> State:
@@ -123,7 +123,9 @@ def optimizer_to_save(policy: TrainedPolicy) -> State:
         return optimizer_to_load(policy)
     model = filter(_is_weight, nested_values(weights(policy)))
     shards = {id(shard.data): shard for shard in model}
-    return {n: _owned_shards(part, shards) for n, part in enumerate(_materialised(policy))}
+    return {
+        n: _owned_shards(optimizer, shards) for n, optimizer in enumerate(_materialised(policy))
+    }
 
 
 def optimizer_to_load(policy: TrainedPolicy) -> State:
@@ -134,8 +136,8 @@ def optimizer_to_load(policy: TrainedPolicy) -> State:
         # Not `sharded_state_dict`, which has TransformerEngine's Adam allocate its state again, on
         # the device, also of parameters whose state is on the host.
         state: State = {
-            number: part.sharded_param_state_fully_reshardable(model, True, dict(METADATA))
-            for number, part in enumerate(policy.optimizer.chained_optimizers)
+            number: optimizer.sharded_param_state_fully_reshardable(model, True, dict(METADATA))
+            for number, optimizer in enumerate(policy.optimizer.chained_optimizers)
         }
     else:
         # Without is_loading: megatron-core 0.16.1 (optimizer.py) would allocate Adam's state only.
@@ -158,8 +160,8 @@ def restore_optimizer(policy: TrainedPolicy, loaded: State, updates: int) -> Non
     """Restore loaded tensors and the schedule after `updates` updates."""
     policy.residency.hold(STATE)
     if _distributed(policy):
-        for number, part in enumerate(policy.optimizer.chained_optimizers):
-            part.load_parameter_state_from_fully_reshardable(loaded[number])
+        for number, optimizer in enumerate(policy.optimizer.chained_optimizers):
+            optimizer.load_parameter_state_from_fully_reshardable(loaded[number])
     else:
         policy.optimizer.load_state_dict(loaded)
     for group in policy.optimizer.param_groups:
@@ -195,10 +197,10 @@ def _materialised(policy: TrainedPolicy) -> list[Any]:
     megatron-core reads and fills that state by its structure, and cannot create momentum buffers.
     """
     policy.residency.hold(STATE)
-    for part in policy.optimizer.chained_optimizers:
-        for group in part.optimizer.param_groups:
+    for optimizer in policy.optimizer.chained_optimizers:
+        for group in optimizer.optimizer.param_groups:
             for parameter in group["params"]:
-                allocate(part, parameter)
+                allocate(optimizer, parameter)
     return policy.optimizer.chained_optimizers
 
 
@@ -206,13 +208,18 @@ def _is_weight(shard: Any) -> bool:
     return isinstance(shard, ShardedBase) and torch.is_tensor(shard.data)
 
 
-def _owned_shards(part: DistributedOptimizer, weights: dict[int, Any]) -> list[ShardedTensor]:
+def _owned_shards(optimizer: DistributedOptimizer, weights: dict[int, Any]) -> list[ShardedTensor]:
     """Return this rank's shards of the optimizer's tensors; `weights` by the id of the parameter.
 
     Without the master weights of fp32 parameters, which are the weights themselves.
     """
-    found: list[ShardedTensor] = []
-    buckets = [b for buffer in part.gbuf_ranges for each in buffer.values() for b in each]
+    shards: list[ShardedTensor] = []
+    buckets = [
+        b
+        for buffer in optimizer.gbuf_ranges
+        for dtype_buckets in buffer.values()
+        for b in dtype_buckets
+    ]
     for parameter, ranges in (item for bucket in buckets for item in bucket["param_map"].items()):
         start, stop = ranges["param"].start, ranges["param"].end  # that this rank updates
         # Owned by this rank: the last number of a replica's is that of the data-parallel rank.
@@ -222,14 +229,14 @@ def _owned_shards(part: DistributedOptimizer, weights: dict[int, Any]) -> list[S
         gated = isinstance(weight, ShardedTensorFactory)
         for piece in nested_values([weight.build()]) if gated else [weight]:
             begin = _position(piece, parameter)
-            first, last = max(start, begin), min(stop, begin + piece.data.numel())
-            for name, flat in part._get_main_param_and_optimizer_states(parameter).items():
+            lower, upper = max(start, begin), min(stop, begin + piece.data.numel())
+            for name, flat in optimizer._get_main_param_and_optimizer_states(parameter).items():
                 if name == "param" and parameter.dtype == torch.float32:
                     continue
-                named = f"optimizer.state.{'fp32_param' if name == 'param' else name}.{piece.key}"
-                held = flat[first - start : max(first, last) - start]
-                found += _cut(replace(piece, key=named, data=None), held, first - begin)
-    return found
+                key = f"optimizer.state.{'fp32_param' if name == 'param' else name}.{piece.key}"
+                held = flat[lower - start : max(lower, upper) - start]
+                shards += _cut(replace(piece, key=key, data=None), held, lower - begin)
+    return shards
 
 
 def _position(piece: ShardedTensor, parameter: torch.nn.Parameter) -> int:

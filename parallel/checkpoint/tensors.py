@@ -50,11 +50,11 @@ Places = Mapping[str, Sequence[Place]]
 
 def places(policy: Policy) -> Places:
     """Return the places of every Hugging Face tensor in a checkpoint of the model. Collective."""
-    found: dict[str, set[Place]] = {}
-    for own in gather(list(_own_places(policy))):
-        for tensor, place in own:
-            found.setdefault(tensor, set()).add(place)
-    return {name: sorted(each) for name, each in found.items()}
+    places_by_tensor: dict[str, set[Place]] = {}
+    for rank_places in gather(list(_own_places(policy))):
+        for tensor, place in rank_places:
+            places_by_tensor.setdefault(tensor, set()).add(place)
+    return {name: sorted(tensor_places) for name, tensor_places in places_by_tensor.items()}
 
 
 class StoredWeights:
@@ -73,19 +73,21 @@ class StoredWeights:
         metadata = CheckpointReader(checkpoint).read_metadata()
         self._files = metadata.storage_data
         self._tensors = {
-            key: each
-            for key, each in metadata.state_dict_metadata.items()
-            if isinstance(each, TensorStorageMetadata)
+            key: tensor_metadata
+            for key, tensor_metadata in metadata.state_dict_metadata.items()
+            if isinstance(tensor_metadata, TensorStorageMetadata)
         }
-        self._chunks = {key: _by_first_row(each) for key, each in self._tensors.items()}
+        self._chunks = {
+            key: _by_first_row(tensor_metadata) for key, tensor_metadata in self._tensors.items()
+        }
         self._last: tuple[Any, torch.Tensor] | None = None
         for key, size in _sizes(where).items():
-            found = tuple(self._tensors[key].size) if key in self._tensors else None
-            if found != size:
-                held_ = f"{key} is {list(found)}" if found else f"{key} is missing"
+            stored_size = tuple(self._tensors[key].size) if key in self._tensors else None
+            if stored_size != size:
+                difference = f"{key} is {list(stored_size)}" if stored_size else f"{key} is missing"
                 raise CheckpointError(
-                    f"{checkpoint}: another model: {held_}, and {list(size)} in this run's model;"
-                    " merge models of one architecture and vocabulary"
+                    f"{checkpoint}: another model: {difference}, and {list(size)} in this run's "
+                    "model; merge models of one architecture and vocabulary"
                 )
 
     def read(self, name: str) -> torch.Tensor:
@@ -105,15 +107,15 @@ class StoredWeights:
         """Return a box of a stored tensor, from all the chunks that it crosses."""
         box = torch.empty(place.stored[1], dtype=self._tensors[place.key].properties.dtype)
         missing = box.numel()
-        (first, *_), (count, *_) = place.stored
+        (start, *_), (count, *_) = place.stored
         rows = self._chunks[place.key].items()
-        near = (own for row, (end, own) in rows if row < first + count and first < end)
+        near = (chunks for row, (end, chunks) in rows if row < start + count and start < end)
         for chunk in chain.from_iterable(near):
             there = (tuple(chunk.offsets), tuple(chunk.sizes))
             if (common := intersect(place.stored, there)) is None:
                 continue
             loaded = self._chunk(place.key, chunk.offsets).view(chunk.sizes)
-            target, source = (_moved(common, each[0]) for each in (place.stored, there))
+            target, source = (_moved(common, outer_box[0]) for outer_box in (place.stored, there))
             box[within(target)] = loaded[within(source)]
             missing -= math.prod(common[1])
         assert missing == 0, f"{place.key} has holes"
@@ -135,23 +137,23 @@ def _by_first_row(
 
     A model has tens of thousands of chunks of experts, and their first row is their layer.
     """
-    found: dict[int, tuple[int, list[ChunkStorageMetadata]]] = {}
+    chunks_by_row: dict[int, tuple[int, list[ChunkStorageMetadata]]] = {}
     for chunk in tensor.chunks:
         row, end = chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]
-        last, own = found.get(row, (0, []))
-        own.append(chunk)
-        found[row] = max(last, end), own
-    return found
+        last, row_chunks = chunks_by_row.get(row, (0, []))
+        row_chunks.append(chunk)
+        chunks_by_row[row] = max(last, end), row_chunks
+    return chunks_by_row
 
 
 def _sizes(where: Places) -> dict[str, tuple[int, ...]]:
     """Return the shape of every stored tensor: the places fill it."""
-    found: dict[str, tuple[int, ...]] = {}
-    for place in (each for own in where.values() for each in own):
+    shapes: dict[str, tuple[int, ...]] = {}
+    for place in (place for tensor_places in where.values() for place in tensor_places):
         ends = tuple(start + size for start, size in zip(*place.stored, strict=True))
-        before = found.get(place.key, ends)
-        found[place.key] = tuple(map(max, before, ends))
-    return found
+        before = shapes.get(place.key, ends)
+        shapes[place.key] = tuple(map(max, before, ends))
+    return shapes
 
 
 def _own_places(policy: Policy) -> Iterator[tuple[str, Place]]:
@@ -159,8 +161,8 @@ def _own_places(policy: Policy) -> Iterator[tuple[str, Place]]:
     latent = policy.bridge.config.multi_latent_attention
     shards = {
         (chunk, plain_name(name, latent)): shard
-        for chunk, own in checkpoint_state.weights(policy).items()
-        for name, shard in own.items()
+        for chunk, chunk_shards in checkpoint_state.weights(policy).items()
+        for name, shard in chunk_shards.items()
         if isinstance(shard, ShardedTensor | ShardedTensorFactory)
     }
     layout = LayoutSettings(**layout_sizes(policy.bridge.config))
@@ -184,9 +186,9 @@ def _with_offsets(
     """
     gated = isinstance(shard, ShardedTensorFactory)
     rows = 0
-    for each in nested_values([shard.build()]) if gated else [shard]:
-        yield (rows, *(0 for _ in each.data.shape[1:])), each
-        rows += each.data.shape[0]
+    for stored_shard in nested_values([shard.build()]) if gated else [shard]:
+        yield (rows, *(0 for _ in stored_shard.data.shape[1:])), stored_shard
+        rows += stored_shard.data.shape[0]
 
 
 def _moved(box: Box, origin: Sequence[int], to: Sequence[int] | None = None) -> Box:

@@ -74,8 +74,8 @@ class PackedAttention(MegatronModule):
         if parallel_state.get_context_parallel_world_size() > 1:
             group = parallel_state.get_context_parallel_group()
             key, value = (
-                gather_from_sequence_parallel_region(part.contiguous(), group=group)
-                for part in (key, value)
+                gather_from_sequence_parallel_region(tensor.contiguous(), group=group)
+                for tensor in (key, value)
             )
         mixed = [
             self._mix(
@@ -86,7 +86,7 @@ class PackedAttention(MegatronModule):
             )
             for grid in grids
         ]
-        flat = torch.cat([part.transpose(1, 2).flatten(0, 1) for part in mixed])
+        flat = torch.cat([output.transpose(1, 2).flatten(0, 1) for output in mixed])
         return flat[back].flatten(1)
 
     def _mix(self, query: Tensor, key: Tensor, value: Tensor, sees: Tensor | None) -> Tensor:
@@ -131,9 +131,9 @@ def _with_sinks(
     """
     groups = key.shape[1]
     share = query.shape[1] // groups
-    own = torch.eye(share, dtype=query.dtype, device=query.device).repeat(groups, 1) / scale
-    query = torch.cat([query, own[:, None].expand(*query.shape[:3], share)], -1)
-    key, value = (functional.pad(each, (0, share)) for each in (key, value))
+    selectors = torch.eye(share, dtype=query.dtype, device=query.device).repeat(groups, 1) / scale
+    query = torch.cat([query, selectors[:, None].expand(*query.shape[:3], share)], -1)
+    key, value = (functional.pad(tensor, (0, share)) for tensor in (key, value))
     added = functional.pad(sinks.to(key.dtype).view(groups, 1, share), (key.shape[-1] - share, 0))
     key = torch.cat([added.expand(len(key), *added.shape), key], 2)
     return query, key, functional.pad(value, (0, 0, 1, 0))
@@ -194,20 +194,20 @@ def _grids(
     grids, offset = [], 0
     widths = np.maximum(SMALLEST_GRID, 2 ** np.ceil(np.log2(slots)).astype(int))
     for width in np.unique(widths):
-        chosen = np.flatnonzero(widths == width)
-        length = int(slots[chosen].max())
-        keys = _fill(starts[chosen], slots[chosen], length)
-        own_slots, own_length = slots[chosen] // here.context, length // here.context
-        queries = _fill(own_starts[chosen], own_slots, own_length)
-        for line, index in enumerate(chosen):
+        sequences = np.flatnonzero(widths == width)
+        length = int(slots[sequences].max())
+        keys = _fill(starts[sequences], slots[sequences], length)
+        own_slots, own_length = slots[sequences] // here.context, length // here.context
+        queries = _fill(own_starts[sequences], own_slots, own_length)
+        for line, index in enumerate(sequences):
             begin, count = own_starts[index], own_slots[line]
             back[begin : begin + count] = offset + line * own_length + np.arange(count)
         # What fills a line up sees the first token, since a softmax over nothing is NaN.
-        places = np.clip(row.own[queries] - starts[chosen][:, None], 0, length - 1)
-        own, others, at = (
-            torch.from_numpy(each).to(device) for each in (queries, gathered[keys], places)
+        places = np.clip(row.own[queries] - starts[sequences][:, None], 0, length - 1)
+        query_index, key_index, positions = (
+            torch.from_numpy(array).to(device) for array in (queries, gathered[keys], places)
         )
-        grids.append(SequenceGrid(own, others, at, here.context > 1))
+        grids.append(SequenceGrid(query_index, key_index, positions, here.context > 1))
         offset += queries.size
     return grids, torch.from_numpy(back).to(device)
 

@@ -214,24 +214,28 @@ def _patch_megatron() -> None:
 
 
 def _gather_unequal(equal: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def gather(part: Any, group: Any, output_split_sizes: Any = None, *rest: Any) -> torch.Tensor:
+    def gather(
+        shard: Any, group: Any, output_split_sizes: Any = None, *options: Any
+    ) -> torch.Tensor:
         sizes = output_split_sizes
         if sizes is None or group.size() == 1:
-            return equal(part, group, sizes, *rest)
-        parts = [part.new_empty(size, *part.shape[1:]) for size in sizes]
-        parts[group.rank()] = part.contiguous()
-        for rank, whole in enumerate(parts):
+            return equal(shard, group, sizes, *options)
+        shards = [shard.new_empty(size, *shard.shape[1:]) for size in sizes]
+        shards[group.rank()] = shard.contiguous()
+        for rank, whole in enumerate(shards):
             dist.broadcast(whole, group=group, group_src=rank)
-        return torch.cat(parts)
+        return torch.cat(shards)
 
     return gather
 
 
 def _scatter_unequal(equal: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def scatter(whole: Any, group: Any, input_split_sizes: Any = None, *rest: Any) -> torch.Tensor:
+    def scatter(
+        whole: Any, group: Any, input_split_sizes: Any = None, *options: Any
+    ) -> torch.Tensor:
         sizes = input_split_sizes
         if sizes is None or group.size() == 1:
-            return equal(whole, group, sizes, *rest)
+            return equal(whole, group, sizes, *options)
         total = whole.clone()
         dist.all_reduce(total, group=group)
         return total.split(list(sizes))[group.rank()].contiguous()

@@ -58,15 +58,15 @@ class GroupStepAdam(torch.optim.AdamW):
         for group in self.param_groups:
             done = group["step"]
             group["step"] = done + 1
-            parameters = [each for each in group["params"] if each.grad is not None]
-            for each in parameters:
-                if not self.state[each]:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            for parameter in parameters:
+                if not self.state[parameter]:
                     for name in ("exp_avg", "exp_avg_sq"):
-                        self.state[each][name] = torch.zeros_like(each)
-            states = [self.state[each] for each in parameters]
+                        self.state[parameter][name] = torch.zeros_like(parameter)
+            states = [self.state[parameter] for parameter in parameters]
             adam(
                 parameters,
-                [each.grad for each in parameters],
+                [parameter.grad for parameter in parameters],
                 [state["exp_avg"] for state in states],
                 [state["exp_avg_sq"] for state in states],
                 max_exp_avg_sqs=[],

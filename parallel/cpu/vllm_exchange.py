@@ -28,7 +28,7 @@ def _all_gatherv(
     """Return every member's rows, one member after another; `sizes` are their numbers of rows."""
     assert dim == 0, "vLLM gathers tokens, which are rows"
     if isinstance(input_, list):
-        return [_gathered(self, each, sizes) for each in input_]
+        return [_gathered(self, rows, sizes) for rows in input_]
     return _gathered(self, input_, sizes)
 
 
@@ -38,7 +38,9 @@ def _gathered(self: Any, rows: Tensor, sizes: list[int] | None) -> Tensor:
     padded[: len(rows)] = rows
     everyone = [torch.empty_like(padded) for _ in counts]
     dist.all_gather(everyone, padded, group=self.device_group)
-    return torch.cat([each[:count] for each, count in zip(everyone, counts, strict=True)])
+    return torch.cat(
+        [member_rows[:count] for member_rows, count in zip(everyone, counts, strict=True)]
+    )
 
 
 def _reduce_scatterv(
@@ -49,5 +51,5 @@ def _reduce_scatterv(
     counts = sizes or [len(input_) // self.world_size] * self.world_size
     summed = input_.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(summed, group=self.device_group)
-    first = sum(counts[: self.rank_in_group])
-    return summed[first : first + counts[self.rank_in_group]].clone()
+    start = sum(counts[: self.rank_in_group])
+    return summed[start : start + counts[self.rank_in_group]].clone()

@@ -20,11 +20,11 @@ class BlockScales:
 
     def cover(self, box: Box) -> Box:
         """Return the box of the scales of a box of a matrix."""
-        found = [
+        blocks = [
             (start // size, -(-(start + length) // size))
             for start, length, size in zip(*box, self.size, strict=True)
         ]
-        return tuple(first for first, _ in found), tuple(last - first for first, last in found)
+        return tuple(start for start, _ in blocks), tuple(stop - start for start, stop in blocks)
 
     def restored(self, weights: torch.Tensor, scales: torch.Tensor, box: Box) -> torch.Tensor:
         """Return a box of a matrix in fp32.
@@ -33,12 +33,12 @@ class BlockScales:
             weights: the box, fp8.
             scales: those that `cover` it.
         """
-        found = weights.float()
+        values = weights.float()
         rows, columns = (
             torch.arange(start, start + length) // size - start // size
             for start, length, size in zip(*box, self.size, strict=True)
         )
-        return found.mul_(scales.float()[rows][:, columns])
+        return values.mul_(scales.float()[rows][:, columns])
 
 
 def block_scales(directory: Path) -> BlockScales | None:
@@ -47,6 +47,6 @@ def block_scales(directory: Path) -> BlockScales | None:
     Raises:
         OSError, ValueError: there is no config.json, or it is no JSON object.
     """
-    given = dict(json.loads(read_text(directory / "config.json")))
-    size = fp8_blocks(given.get("quantization_config"))
+    config = dict(json.loads(read_text(directory / "config.json")))
+    size = fp8_blocks(config.get("quantization_config"))
     return None if size is None else BlockScales(*size)

@@ -68,14 +68,14 @@ def settings_of(config: PretrainedConfig) -> ModelSettings:
     )
 
 
-def contradictions(settings: ModelSettings, given: dict[str, Any]) -> list[str]:
+def contradictions(settings: ModelSettings, config_json: dict[str, Any]) -> list[str]:
     """Return the differences between a config.json and the settings."""
-    given = text_configuration(given)
-    if (kind := given.get("model_type")) != settings.family:
+    config_json = text_configuration(config_json)
+    if (kind := config_json.get("model_type")) != settings.family:
         return [f"config.json: model_type is {kind}, but model.family is {settings.family}"]
     config = hugging_face_config(settings)
     try:
-        stated = type(config).from_dict(given)
+        stated = type(config).from_dict(config_json)
         theirs = {**vars(stated), **stated.rope_parameters}
     except Exception as error:  # of wrong values transformers raises anything
         return [f"config.json: transformers refuses it: {' '.join(str(error).split())}"]
@@ -85,9 +85,9 @@ def contradictions(settings: ModelSettings, given: dict[str, Any]) -> list[str]:
     errors = []
     for key in dict.fromkeys([*decisive, *config.rope_parameters]):
         key_here = config.attribute_map.get(key, key)
-        if (found := theirs.get(key_here)) != ours[key_here]:
+        if (their_value := theirs.get(key_here)) != ours[key_here]:
             setting = f"model.{names[key]} is" if key in names else "the run's model has"
-            errors.append(f"config.json: {key} is {found}, but {setting} {ours[key_here]}")
+            errors.append(f"config.json: {key} is {their_value}, but {setting} {ours[key_here]}")
     return errors
 
 
@@ -100,7 +100,7 @@ def expected_tensors(config: PretrainedConfig) -> dict[str, TensorSpec]:
         model = AutoModelForCausalLM.from_config(config)
     specs = {}
     for name, tensor in revert_weight_conversion(model, model.state_dict()).items():
-        precise = any(part in name for part in model._keep_in_fp32_modules_strict)
+        precise = any(module in name for module in model._keep_in_fp32_modules_strict)
         specs[name] = TensorSpec(torch.float32 if precise else tensor.dtype, tuple(tensor.shape))
     return specs
 

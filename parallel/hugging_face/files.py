@@ -80,19 +80,19 @@ class WeightFiles:
                     begin, header = _header(path)
                     for name in file.keys():  # noqa: SIM118
                         if name in self.stored:
-                            first = self.stored[name].file.name
-                            self.errors.append(f"{path.name}: {name} is also in {first}")
-                        part = file.get_slice(name)
+                            earlier_file = self.stored[name].file.name
+                            self.errors.append(f"{path.name}: {name} is also in {earlier_file}")
+                        header_slice = file.get_slice(name)
                         start = begin + header[name]["data_offsets"][0]
-                        shape = tuple(part.get_shape())
-                        self.stored[name] = Stored(path, part.get_dtype(), shape, start)
+                        shape = tuple(header_slice.get_shape())
+                        self.stored[name] = Stored(path, header_slice.get_dtype(), shape, start)
             except (OSError, SafetensorError) as error:
                 self.errors.append(f"{path.name}: {error}")
         if not self.stored and not self.errors:
             self.errors.append("no *.safetensors file")
         for name, expected in index.items():
-            if name in self.stored and (found := self.stored[name].file.name) != expected:
-                misplaced = f"{name} should be in {expected}, but is in {found}"
+            if name in self.stored and (actual := self.stored[name].file.name) != expected:
+                misplaced = f"{name} should be in {expected}, but is in {actual}"
                 self.errors.append(f"{WEIGHTS_INDEX}: {misplaced}")
         try:
             self._show_text_tensors()
@@ -102,12 +102,15 @@ class WeightFiles:
     def _show_text_tensors(self) -> None:
         """Name the text model's tensors in `stored`, instead of those that hold them."""
         outer = dict(self.stored)
-        for own in text_tensors({name: each.shape for name, each in outer.items()}):
-            self.stored.pop(own.stored, None)
-            found = outer[own.stored]
-            kind = (DTYPES | PACKED).get(found.dtype, torch.uint8)  # `check` refuses all others
-            start = found.start + own.first * kind.itemsize
-            self.stored[own.name] = found._replace(shape=own.shape, start=start)
+        for text_tensor in text_tensors({name: stored.shape for name, stored in outer.items()}):
+            self.stored.pop(text_tensor.stored, None)
+            outer_tensor = outer[text_tensor.stored]
+            # `check` refuses all other dtypes.
+            kind = (DTYPES | PACKED).get(outer_tensor.dtype, torch.uint8)
+            start = outer_tensor.start + text_tensor.offset * kind.itemsize
+            self.stored[text_tensor.name] = outer_tensor._replace(
+                shape=text_tensor.shape, start=start
+            )
 
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
         """Return a tensor or a box of it, on the CPU; its file is unmapped with the tensor.
@@ -149,11 +152,11 @@ class WeightFiles:
         kind, left = (DTYPES | PACKED)[dtype], math.prod(shape)
         memory = torch.empty(min(left, PART_BYTES // kind.itemsize), dtype=kind)
         while left:
-            part = memory[:left]
-            _read(path, start, part)
-            yield part
-            start += part.nbytes
-            left -= len(part)
+            piece = memory[:left]
+            _read(path, start, piece)
+            yield piece
+            start += piece.nbytes
+            left -= len(piece)
 
     def blocks_of(self, name: str) -> BlockScales | None:
         """Return the blocks of a tensor in FP8 that share a scale, None for any other tensor."""
@@ -172,20 +175,20 @@ class WeightFiles:
     def _unpacked(self, name: str, box: Box | None) -> torch.Tensor:
         whole = mxfp4.unpacked_shape(self.stored[name + mxfp4.SCALES].shape)
         box = ((0,) * len(whole), whole) if box is None else box
-        first, sizes = mxfp4.packed_box(box)
-        blocks = self._stored(name + mxfp4.BLOCKS, ((*first, 0), (*sizes, mxfp4.INPUTS // 2)))
-        return mxfp4.unpacked(blocks, self._stored(name + mxfp4.SCALES, (first, sizes)), box)
+        offsets, sizes = mxfp4.packed_box(box)
+        blocks = self._stored(name + mxfp4.BLOCKS, ((*offsets, 0), (*sizes, mxfp4.INPUTS // 2)))
+        return mxfp4.unpacked(blocks, self._stored(name + mxfp4.SCALES, (offsets, sizes)), box)
 
     def _as_packed(self, expected: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
         """Return the expected tensors, those in MXFP4 as they are stored."""
-        found: dict[str, TensorSpec] = {}
+        specs: dict[str, TensorSpec] = {}
         for name, spec in expected.items():
             if len(spec.shape) != 3 or not self._packs(name):
-                found[name] = spec
+                specs[name] = spec
                 continue
             for end, shape in mxfp4.packed_shapes(spec.shape).items():
-                found[name + end] = TensorSpec(torch.uint8, shape)
-        return found
+                specs[name + end] = TensorSpec(torch.uint8, shape)
+        return specs
 
     def check(self, expected: Mapping[str, TensorSpec], ignored: Iterable[str] = ()) -> list[str]:
         """Return an error for each tensor that is missing, has another shape, or is not expected.
@@ -207,8 +210,8 @@ class WeightFiles:
             ):
                 errors.append(problem)
         for name, stored in self.stored.items():
-            known = (name, scales_of(name, self.stored)) if self._scales else (name,)
-            if expected.keys().isdisjoint(known) and not any(
+            names = (name, scales_of(name, self.stored)) if self._scales else (name,)
+            if expected.keys().isdisjoint(names) and not any(
                 re.search(pattern, name) for pattern in ignored
             ):
                 errors.append(f"{stored.file.name}: {name} is no tensor of this model")
@@ -222,10 +225,10 @@ def _index(path: Path) -> dict[str, str]:
         OSError: it cannot be read.
         KeyError, RecursionError, TypeError, ValueError: it is none, or names other than files.
     """
-    found = dict(json.loads(path.read_text())["weight_map"])
-    if others := [name for name in found.values() if not is_file_name(name)]:
-        raise ValueError(f"{others[0]!r} is no name of a file in the same directory")
-    return found
+    weight_map = dict(json.loads(path.read_text())["weight_map"])
+    if outside := [name for name in weight_map.values() if not is_file_name(name)]:
+        raise ValueError(f"{outside[0]!r} is no name of a file in the same directory")
+    return weight_map
 
 
 def _header(path: Path) -> tuple[int, dict[str, Any]]:

@@ -53,13 +53,13 @@ class MultiTokenTensors:
     @property
     def modules(self) -> list[str]:
         """The modules that have them, such as model.layers.61, or mtp."""
-        known = (re.match(self._pattern, name) for name in self.specs)
-        return list(dict.fromkeys(found[1] for found in known if found))
+        matches = (re.match(self._pattern, name) for name in self.specs)
+        return list(dict.fromkeys(match[1] for match in matches if match))
 
     @property
     def layers(self) -> int:
         """The number of MTP layers."""
-        return len({found[0] for name in self.specs if (found := re.search(r"layers\.\d+", name))})
+        return len({match[0] for name in self.specs if (match := re.search(r"layers\.\d+", name))})
 
     def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every MTP tensor: the stored bytes, or at the model's precision those in FP8."""

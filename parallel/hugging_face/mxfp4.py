@@ -31,8 +31,8 @@ def unpacked_shape(scales: tuple[int, ...]) -> tuple[int, ...]:
 
 def packed_box(box: Box) -> Box:
     """Return the box of the scales of a box of a tensor."""
-    (expert, first, column), (experts, inputs, columns) = box
-    start, stop = first // INPUTS, -(-(first + inputs) // INPUTS)
+    (expert, input_start, column), (experts, inputs, columns) = box
+    start, stop = input_start // INPUTS, -(-(input_start + inputs) // INPUTS)
     return (expert, column, start), (experts, columns, stop - start)
 
 
@@ -41,8 +41,8 @@ def unpacked(blocks: torch.Tensor, scales: torch.Tensor, box: Box) -> torch.Tens
 
     `blocks` and `scales` are those of its `packed_box`.
     """
-    table = torch.tensor((*POSITIVE, *(-each for each in POSITIVE)), dtype=torch.bfloat16)
+    table = torch.tensor((*POSITIVE, *(-magnitude for magnitude in POSITIVE)), dtype=torch.bfloat16)
     pairs = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2)
-    found = torch.ldexp(table[pairs.int()], scales.int()[..., None] - 127).flatten(-2)
-    first, size = box[0][1] % INPUTS, box[1][1]
-    return found[..., first : first + size].transpose(1, 2)
+    values = torch.ldexp(table[pairs.int()], scales.int()[..., None] - 127).flatten(-2)
+    offset, size = box[0][1] % INPUTS, box[1][1]
+    return values[..., offset : offset + size].transpose(1, 2)

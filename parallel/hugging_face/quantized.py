@@ -80,12 +80,12 @@ class Scheme:
         importance = moments.to(wide).expand_as(wide).reshape(blocks.shape)
         whole = 6.0 * LARGEST_E4M3 / largest.float().masked_fill(largest == 0, 1.0)
 
-        def rounded(given: Tensor, amax: Tensor) -> Tensor:
+        def rounded(weights: Tensor, amax: Tensor) -> Tensor:
             scale = self._scale(amax, whole)
-            return self._values(self._codes(given, scale, whole), scale, whole)
+            return self._values(self._codes(weights, scale, whole), scale, whole)
 
-        def error(given: Tensor, found: Tensor) -> Tensor:
-            return (given - found).square() * importance
+        def error(weights: Tensor, restored: Tensor) -> Tensor:
+            return (weights - restored).square() * importance
 
         scale = self._scale(_calibrated(blocks, rounded, error), whole)
         codes = self._codes(blocks, scale, whole).view(wide.shape)
@@ -185,19 +185,19 @@ def quantized(
     Of the model's tensors only those of the matrices in progress are held.
     """
     of = {name: matrix for matrix in matrices for name, _ in matrix.tensors}
-    begun: dict[str, dict[str, Tensor]] = {}
+    in_progress: dict[str, dict[str, Tensor]] = {}
     for name, tensor in stream:
         if (matrix := of.get(name)) is None:
             yield name, tensor
             continue
-        parts = begun.setdefault(matrix.name, {})
-        parts[name] = tensor
-        if len(parts) < len(matrix.tensors):
+        matrix_weights = in_progress.setdefault(matrix.name, {})
+        matrix_weights[name] = tensor
+        if len(matrix_weights) < len(matrix.tensors):
             continue
-        largest = torch.stack([part.abs().max() for part in parts.values()]).max()
-        for part, weight in begun.pop(matrix.name).items():
-            for key, stored in scheme.quantize(weight, moments[part], largest).items():
-                yield f"{module_name(part)}.{key}", stored
+        largest = torch.stack([weight.abs().max() for weight in matrix_weights.values()]).max()
+        for tensor_name, weight in in_progress.pop(matrix.name).items():
+            for key, stored in scheme.quantize(weight, moments[tensor_name], largest).items():
+                yield f"{module_name(tensor_name)}.{key}", stored
 
 
 class QuantizedFiles(WeightFiles):
@@ -206,7 +206,9 @@ class QuantizedFiles(WeightFiles):
     def __init__(self, directory: Path, scheme: Scheme, matrices: Iterable[FusedTensors]) -> None:
         super().__init__(directory)
         self._scheme = scheme
-        self._shapes = dict(part for matrix in matrices for part in matrix.tensors)
+        self._shapes = dict(
+            name_and_shape for matrix in matrices for name_and_shape in matrix.tensors
+        )
         self._whole = lru_cache(4)(self._dequantized)  # fused tensors are read in turns
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
@@ -239,5 +241,5 @@ def _calibrated(
         error_func=error,
     )
     search.collect(blocks)
-    found: Tensor = search.compute_amax()
-    return found
+    amax: Tensor = search.compute_amax()
+    return amax

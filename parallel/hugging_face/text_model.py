@@ -27,7 +27,7 @@ class TextTensor(NamedTuple):
 
     name: str
     stored: str
-    first: int
+    offset: int
     shape: tuple[int, ...]
 
 
@@ -46,17 +46,17 @@ def text_tensors(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[TextTensor]:
             yield TextTensor(name, stored, 0, shape)
             continue
         experts, rows, columns = shape
-        parts = ("gate_proj", "up_proj") if stack[2] == "gate_up_proj" else ("down_proj",)
-        each, odd = divmod(rows, len(parts))
+        projections = ("gate_proj", "up_proj") if stack[2] == "gate_up_proj" else ("down_proj",)
+        projection_rows, odd = divmod(rows, len(projections))
         if not 0 < experts <= MOST_EXPERTS or odd or min(rows, columns) <= 0:
             raise StackError(
                 f"{stored} is {[*shape]}, which is no stack of 1 to {MOST_EXPERTS} experts"
             )
-        count += experts * len(parts)
+        count += experts * len(projections)
         if count > MOST_TENSORS:
             raise StackError(f"{stored} and those before it have over {MOST_TENSORS:,} tensors")
         for expert in range(experts):
-            for number, part in enumerate(parts):
-                first = (expert * rows + number * each) * columns
-                own = f"{stack[1]}.{expert}.{part}.weight"
-                yield TextTensor(own, stored, first, (each, columns))
+            for number, projection in enumerate(projections):
+                offset = (expert * rows + number * projection_rows) * columns
+                tensor_name = f"{stack[1]}.{expert}.{projection}.weight"
+                yield TextTensor(tensor_name, stored, offset, (projection_rows, columns))

@@ -44,17 +44,17 @@ def stream_weights(bridge: Any, chunks: Sequence[GPTModel]) -> Iterator[tuple[st
     settings = settings_of(bridge.hf_config)
     holders = owners(settings, LayoutSettings(**layout_sizes(bridge.config)))
     ours: dict[str, dict[Box, torch.Tensor]] = {}
-    for name, box, part in own_parts(bridge, chunks):
-        ours.setdefault(name, {})[box] = part
+    for name, box, shard in own_parts(bridge, chunks):
+        ours.setdefault(name, {})[box] = shard
     for name, shape, stack in stored_tensors(settings):
         dtype = torch.float32 if is_precise(name) else bridge.config.params_dtype
         whole = torch.empty(shape, dtype=dtype, device=device())
         sources: dict[int, list[torch.Tensor]] = {}
-        for each, view in unstacked(name, whole, stack):
-            for box, ranks in holders[each]:
+        for tensor_name, view in unstacked(name, whole, stack):
+            for box, ranks in holders[tensor_name]:
                 target = view[within(box)]
                 if dist.get_rank() == ranks[0]:
-                    target.copy_(ours[each][box])
+                    target.copy_(ours[tensor_name][box])
                 sources.setdefault(ranks[0], []).append(target)
         for source, targets in sources.items():
             [first, *others] = targets
@@ -63,9 +63,9 @@ def stream_weights(bridge: Any, chunks: Sequence[GPTModel]) -> Iterator[tuple[st
                 continue
             message = torch.cat([target.flatten() for target in targets])
             dist.broadcast(message, source)
-            parts = message.split([target.numel() for target in targets])
-            for target, part in zip(targets, parts, strict=True):
-                target.copy_(part.view_as(target))
+            sections = message.split([target.numel() for target in targets])
+            for target, section in zip(targets, sections, strict=True):
+                target.copy_(section.view_as(target))
         yield name, whole
 
 
@@ -84,8 +84,8 @@ def load_weights(
         broken |= files.broken_mtp(settings.layers, dist.get_rank(), dist.get_world_size())
     errors = {f"{files.place(name)} has NaN or infinite elements" for name in broken}
     # All ranks raise the errors of each: a rank left alone would wait for ever.
-    if found := set().union(*gather(errors)):
-        raise WeightsError(f"{directory}: no model can start from it", sorted(found))
+    if all_errors := set().union(*gather(errors)):
+        raise WeightsError(f"{directory}: no model can start from it", sorted(all_errors))
 
 
 class ModelFiles:
@@ -116,7 +116,7 @@ class ModelFiles:
         return {
             name
             for name in [*mtp_tensors(self._files.stored, layers)][rank::ranks]
-            if (found := self._files.read(name)).numel() and not is_finite(found)
+            if (tensor := self._files.read(name)).numel() and not is_finite(tensor)
         }
 
 
@@ -141,15 +141,15 @@ def fill_weights(bridge: Any, chunks: Sequence[GPTModel], files: WeightFiles) ->
 
 
 @torch.no_grad()
-def fill_parts(parts: Iterable[tuple[str, Box, torch.Tensor]], files: ModelFiles) -> set[str]:
+def fill_parts(shards: Iterable[tuple[str, Box, torch.Tensor]], files: ModelFiles) -> set[str]:
     """Fill parts, as `own_parts` yields them; return the names of those that are not finite.
 
     Only the boxes of the parts are read and checked, in the dtype of the model.
     """
     broken = set()
-    for name, box, part in parts:
-        part.copy_(files.read(name, box))
-        if not is_finite(part):
+    for name, box, shard in shards:
+        shard.copy_(files.read(name, box))
+        if not is_finite(shard):
             broken.add(name)
     return broken
 
@@ -166,11 +166,11 @@ def spread_weights(
     """
     settings = settings_of(bridge.hf_config)
     ours: dict[str, list[tuple[Box, torch.Tensor]]] = {}
-    for name, box, part in own_parts(bridge, chunks):
-        ours.setdefault(name, []).append((box, part))
+    for name, box, shard in own_parts(bridge, chunks):
+        ours.setdefault(name, []).append((box, shard))
     shapes, ranks, rank = list(tensors(settings).items()), dist.get_world_size(), dist.get_rank()
-    for first in range(0, len(shapes), ranks):
-        dealt = shapes[first : first + ranks]
+    for start in range(0, len(shapes), ranks):
+        dealt = shapes[start : start + ranks]
         computed = compute(dealt[rank][0]) if rank < len(dealt) else None
         for source, (name, shape) in enumerate(dealt):
             dtype = torch.float32 if is_precise(name) else bridge.config.params_dtype
@@ -178,8 +178,8 @@ def spread_weights(
             if source == rank and computed is not None:
                 whole.copy_(computed)
             dist.broadcast(whole, source)
-            for box, part in ours.get(name, ()):
-                part.copy_(whole[within(box)])
+            for box, shard in ours.get(name, ()):
+                shard.copy_(whole[within(box)])
 
 
 @torch.no_grad()
@@ -196,9 +196,11 @@ def start_errors(settings: ModelSettings, directory: Path) -> list[str]:
         return ["no such directory"]
     files = WeightFiles(directory)
     try:
-        given = dict(json.loads(read_text(directory / "config.json")))
-        errors = contradictions(settings, given)
-        if (stated := given.get("quantization_config")) is not None and not is_readable(stated):
+        config_json = dict(json.loads(read_text(directory / "config.json")))
+        errors = contradictions(settings, config_json)
+        if (stated := config_json.get("quantization_config")) is not None and not is_readable(
+            stated
+        ):
             errors.append("config.json: its weights are quantized; name the checkpoint before that")
     except (OSError, ValueError, TypeError, RecursionError) as error:
         errors = [f"config.json: {error}"]
@@ -242,14 +244,14 @@ def unstacked(
         yield name, whole
         return
     for expert in range(stack.experts):
-        for number, part in enumerate(stack.names(expert)):
-            yield part, stack.part(whole[expert], number)
+        for number, tensor_name in enumerate(stack.names(expert)):
+            yield tensor_name, stack.part(whole[expert], number)
 
 
 def own_parts(bridge: Any, chunks: Sequence[GPTModel]) -> Iterator[tuple[str, Box, torch.Tensor]]:
     """Yield this rank's parts: the Hugging Face tensor, the box of it, and the local view."""
-    named = [dict(_tensors(chunk)) for chunk in chunks]
+    chunk_tensors = [dict(_tensors(chunk)) for chunk in chunks]
     layout = LayoutSettings(**layout_sizes(bridge.config))
     for piece in held(settings_of(bridge.hf_config), layout, dist.get_rank()):
         here = piece.parameter_offset, piece.box[1]
-        yield piece.tensor, piece.box, named[piece.chunk][piece.parameter][within(here)]
+        yield piece.tensor, piece.box, chunk_tensors[piece.chunk][piece.parameter][within(here)]

@@ -51,8 +51,10 @@ def write(
             path, begin = places[name]
             if name in digests:
                 raise WeightsError(refused, [f"{name} arrived twice, for {path.name}"])
-            if (given := TensorSpec(tensor.dtype, tuple(tensor.shape))) != (spec := expected[name]):
-                wrong = f"{name} is {given}, but should be {spec}, in {path.name}"
+            if (actual := TensorSpec(tensor.dtype, tuple(tensor.shape))) != (
+                spec := expected[name]
+            ):
+                wrong = f"{name} is {actual}, but should be {spec}, in {path.name}"
                 raise WeightsError(refused, [wrong])
             data = bytes_of(tensor)
             digest = hasher.submit(hashlib.sha256, data)  # while the tensor is written
@@ -81,10 +83,10 @@ def verify(directory: Path, expected: Mapping[str, TensorSpec], digests: Mapping
     errors = files.errors + files.check(expected)
     if not errors:
         with ThreadPoolExecutor(VERIFY_THREADS) as pool:
-            found = pool.map(
+            outcomes = pool.map(
                 lambda name: _error(files, name, expected[name], digests[name]), expected
             )
-            errors = [error for error in found if error is not None]
+            errors = [error for error in outcomes if error is not None]
     if errors:
         raise WeightsError(f"{directory} was not written right", errors)
 
@@ -94,11 +96,11 @@ def _error(files: WeightFiles, name: str, spec: TensorSpec, digest: str) -> str 
     file, dtype, *_ = files.stored[name]
     if dtype != CODES[spec.dtype]:
         return f"{file.name}: {name} is {dtype}, not {spec.dtype}"
-    found, finite = hashlib.sha256(), True
-    for part in files.parts(name):
-        found.update(bytes_of(part))
-        finite = finite and (dtype not in DTYPES or is_finite(part))
-    if found.hexdigest() != digest:
+    checksum, finite = hashlib.sha256(), True
+    for piece in files.parts(name):
+        checksum.update(bytes_of(piece))
+        finite = finite and (dtype not in DTYPES or is_finite(piece))
+    if checksum.hexdigest() != digest:
         return f"{file.name}: {name} is not what was written"
     return None if finite else f"{file.name}: {name} has NaN or infinite elements"
 
@@ -147,9 +149,9 @@ def _create(path: Path, tensors: Mapping[str, TensorSpec]) -> dict[str, tuple[Pa
     text += b" " * (-len(text) % 8)
     with naming(path), open_in_place(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        first = file.tell()
-        file.truncate(first + end)
-    return {name: (path, first + begin) for name, begin in begins.items()}
+        data_start = file.tell()
+        file.truncate(data_start + end)
+    return {name: (path, data_start + begin) for name, begin in begins.items()}
 
 
 def _size(spec: TensorSpec) -> int:

@@ -53,8 +53,8 @@ def this_machine() -> Machine:
 
 def ranks_of_node() -> int:
     """Return the ranks of this node as torchrun or srun started them; 1 where neither says."""
-    said = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE") or "1"
-    return int(said)
+    ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE") or "1"
+    return int(ranks)
 
 
 def transformer_flags(

@@ -66,16 +66,16 @@ def hide(package: str) -> None:
 
 def notices() -> list[str]:
     """Return what a user with CUDA should know of packages that are missing or do not work."""
-    found = []
+    messages = []
     if (error := transformer_engine_error()) is not None:
-        found.append(
+        messages.append(
             f"TransformerEngine: {error}; layers run in plain torch, slower and with more memory: "
             f"{INSTALL}"
         )
     if apex() == "namesake":
-        found.append("apex: not NVIDIA's package, and not used; run `pip uninstall apex`")
+        messages.append("apex: not NVIDIA's package, and not used; run `pip uninstall apex`")
     elif apex() == "incomplete":
-        found.append(
+        messages.append(
             "apex: built without its CUDA extensions and not used; rebuild it with --cuda_ext"
         )
-    return found
+    return messages

@@ -61,8 +61,8 @@ def gpu_ordinals() -> dict[str, int]:
         return {}
     count = torch.cuda.device_count()
     # torch leaves out the prefix that the driver and CUDA_VISIBLE_DEVICES use.
-    uuids = (str(torch.cuda.get_device_properties(each).uuid) for each in range(count))
-    return {f"GPU-{uuid.removeprefix('GPU-')}": each for each, uuid in enumerate(uuids)}
+    uuids = (str(torch.cuda.get_device_properties(ordinal).uuid) for ordinal in range(count))
+    return {f"GPU-{uuid.removeprefix('GPU-')}": ordinal for ordinal, uuid in enumerate(uuids)}
 
 
 @functools.cache

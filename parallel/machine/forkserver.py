@@ -69,7 +69,7 @@ def check_forkable() -> None:
     Threads do not survive a fork, while locks that they hold do; and CUDA cannot be used in a fork
     after it was initialized.
     """
-    names = sorted(each.read_text().strip() for each in Path("/proc/self/task").glob("*/comm"))
+    names = sorted(path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm"))
     if len(names) > 1:
         raise RuntimeError(f"an import has started threads: {names}")
     torch: Any = sys.modules.get("torch")
@@ -105,8 +105,8 @@ def _become(request: dict[str, Any], link_descriptor: int, output: int, status: 
         os.sched_setaffinity(0, request["cores"])
     torch: Any = sys.modules.get("torch")
     if torch is not None:  # OpenMP counted the server's cores when it was loaded
-        wanted = request["environment"].get("OMP_NUM_THREADS", "").split(",")[0]
-        torch.set_num_threads(int(wanted) if wanted.isdecimal() else len(os.sched_getaffinity(0)))
+        threads = request["environment"].get("OMP_NUM_THREADS", "").split(",")[0]
+        torch.set_num_threads(int(threads) if threads.isdecimal() else len(os.sched_getaffinity(0)))
     os.environ.clear()
     os.environ.update(request["environment"])
     os.environ[STATUS_DESCRIPTOR] = str(status)

@@ -48,13 +48,13 @@ def visible_gpus() -> list[Gpu]:
         return []
     query = [program, f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits"]
     try:
-        asked = subprocess.run(
+        smi = subprocess.run(
             query, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
         )
-        if asked.returncode:
-            last = (asked.stdout + asked.stderr).strip().splitlines()[-1:] or ["it printed nothing"]
+        if smi.returncode:
+            last = (smi.stdout + smi.stderr).strip().splitlines()[-1:] or ["it printed nothing"]
             raise UserError(f"nvidia-smi: {last[0]}; fix the driver, or take nvidia-smi off PATH")
-        gpus = [_parsed(line) for line in asked.stdout.splitlines() if line.strip()]
+        gpus = [_parsed(line) for line in smi.stdout.splitlines() if line.strip()]
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
         raise UserError(
             f"nvidia-smi: {error}; fix the driver, or take nvidia-smi off PATH"
@@ -97,7 +97,7 @@ def type_error(gpus: Sequence[Gpu]) -> str | None:
         types.setdefault(f"{gpu.name} {gpu.total_bytes >> 30} GiB", []).append(str(position))
     if len(types) < 2:
         return None
-    listed = " and ".join(f"{name}: {', '.join(each)}" for name, each in types.items())
+    listed = " and ".join(f"{name}: {', '.join(positions)}" for name, positions in types.items())
     return (
         f"GPUs of several types ({listed}); choose those of one type with CUDA_VISIBLE_DEVICES, or"
         " in a cluster's profile with gpu_type or constraint"
@@ -129,10 +129,10 @@ def _parsed(line: str) -> Gpu:
 def _selected(gpus: list[Gpu], visible: str | None) -> list[Gpu]:
     if visible is None:
         return gpus
-    chosen: list[Gpu] = []
+    selected: list[Gpu] = []
     for entry in map(str.strip, visible.split(",")):
-        named = [gpu for gpu in gpus if entry == str(gpu.index) or gpu.uuid.startswith(entry)]
-        if not entry or len(named) != 1 or named[0] in chosen:
+        matches = [gpu for gpu in gpus if entry == str(gpu.index) or gpu.uuid.startswith(entry)]
+        if not entry or len(matches) != 1 or matches[0] in selected:
             break
-        chosen += named
-    return chosen
+        selected += matches
+    return selected

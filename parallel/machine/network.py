@@ -37,7 +37,7 @@ def address_of(interface: str) -> str:
         try:
             answer = fcntl.ioctl(asking, _SIOCGIFADDR, request)
         except OSError as error:
-            known = ", ".join(name for _, name in socket.if_nameindex())
-            message = f"{error.strerror}; network interfaces of this machine: {known}"
+            names = ", ".join(name for _, name in socket.if_nameindex())
+            message = f"{error.strerror}; network interfaces of this machine: {names}"
             raise OSError(error.errno, message, interface) from error
     return socket.inet_ntoa(answer[20:24])

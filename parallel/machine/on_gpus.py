@@ -50,21 +50,22 @@ def main() -> None:
                 f"{sys.executable} has a torch for CPUs, and this task is to run on GPUs; submit "
                 "from the environment of `make install-gpu`, or set gpus_per_node: 0"
             )
-        chosen = ORDER if which == RANK else _environment_of_engine(slots, len(gpus))
-        kept = cache_environment(Path(caches)) if caches else {}
+        gpu_variables = ORDER if which == RANK else _environment_of_engine(slots, len(gpus))
+        cache_variables = cache_environment(Path(caches)) if caches else {}
     except UserError as error:
         report_error(str(error))
         sys.exit(1)
-    os.environ.update({**kept, **os.environ, **chosen})  # `setup` may have chosen other caches
+    # `setup` may have chosen other caches.
+    os.environ.update({**cache_variables, **os.environ, **gpu_variables})
     if cores := cores_near([gpus[slot] for slot in slots] if gpus else []):
         os.sched_setaffinity(0, cores)
     os.execv(sys.executable, [sys.executable, *arguments])
 
 
-def _environment_of_engine(slots: Sequence[int], known: int) -> dict[str, str]:
-    """Return the variables of an engine on these slots; `known` GPUs were listed, 0 without any."""
+def _environment_of_engine(slots: Sequence[int], gpu_count: int) -> dict[str, str]:
+    """Return the variables of an engine on these slots; `gpu_count` is 0 without any GPU."""
     visible = os.environ.get(VISIBLE)
-    count = known if visible is None else len([name for name in visible.split(",") if name])
+    count = gpu_count if visible is None else len([name for name in visible.split(",") if name])
     return gpu_environment(own_first(slots, range(count)), visible)
 
 
@@ -85,15 +86,15 @@ def cache_environment(directory: Path) -> dict[str, str]:
     """
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = directory.lstat()
+        status = directory.lstat()
     except OSError as error:
         raise UserError(
             f"local_directory: {directory}: {error.strerror}; name a directory on the nodes' own "
             "disks in the cluster's profile, or null"
         ) from error
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         raise UserError(f"local_directory: {directory} is not a directory of this user; remove it")
-    if found.st_mode & 0o022:
+    if status.st_mode & 0o022:
         raise UserError(f"local_directory: {directory} is writable by others; chmod 700 it")
     return {name: str(directory / below) for name, below in CACHES.items()}
 
@@ -115,7 +116,7 @@ def cores_near(gpus: Sequence[Gpu], driver: Path = DRIVER, devices: Path = DEVIC
 
 def _cores_of(listed: str) -> set[int]:
     """Return the cores of a kernel's list, such as `0-3,8`."""
-    ranges = (part.partition("-") for part in listed.strip().split(",") if part)
+    ranges = (core_range.partition("-") for core_range in listed.strip().split(",") if core_range)
     return {core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)}
 
 

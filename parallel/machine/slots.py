@@ -69,41 +69,43 @@ def engine_slots(
         return _of_members(engine, _after_ranks(layout, engine, per_node, nodes, ranks))
     of_a_node = per_node // ranks  # engines
     width = nodes_needed(layout, engine, per_node) // nodes
-    found = []
+    slots = []
     for index in range(engine.count):
         assert index // width < of_a_node
-        first = index // width * ranks
+        first_slot = index // width * ranks
         start = index % width * nodes
-        found.append(EngineSlots(range(start, start + nodes), range(first, first + ranks)))
-    return _of_members(engine, found)
+        slots.append(
+            EngineSlots(range(start, start + nodes), range(first_slot, first_slot + ranks))
+        )
+    return _of_members(engine, slots)
 
 
 def _of_members(engine: EngineSettings, engines: list[EngineSlots]) -> list[EngineSlots]:
     """Return the slots of the members of each engine, which fill it from its first slot."""
     if engine.data == 1:
         return engines
-    found = []
-    for each in engines:
-        for node in each.nodes:
-            starts = range(each.slots.start, each.slots.stop, engine.tensor)
-            found += [
+    member_slots = []
+    for whole in engines:
+        for node in whole.nodes:
+            starts = range(whole.slots.start, whole.slots.stop, engine.tensor)
+            member_slots += [
                 EngineSlots(range(node, node + 1), range(start, start + engine.tensor))
                 for start in starts
             ]
-    return found
+    return member_slots
 
 
 def _after_ranks(
     layout: LayoutSettings, engine: EngineSettings, per_node: int, nodes: int, ranks: int
 ) -> list[EngineSlots]:
-    found, free = [], layout.ranks
+    slots, free = [], layout.ranks
     for _ in range(engine.count):
         if free % per_node + ranks > per_node:
             free += per_node - free % per_node
-        node, first = divmod(free, per_node)
-        found.append(EngineSlots(range(node, node + nodes), range(first, first + ranks)))
+        node, first_slot = divmod(free, per_node)
+        slots.append(EngineSlots(range(node, node + nodes), range(first_slot, first_slot + ranks)))
         free += engine.ranks
-    return found
+    return slots
 
 
 def nodes_needed(layout: LayoutSettings, engine: EngineSettings | None, per_node: int) -> int:
@@ -150,8 +152,8 @@ def gpus_needed(layout: LayoutSettings, engine: EngineSettings | None) -> int:
     if engine is None:
         return layout.ranks
     engines = engine.count * engine.ranks
-    own = engine.placement == "own"
-    return layout.ranks + engines if own else max(layout.ranks, engines)
+    separate = engine.placement == "own"
+    return layout.ranks + engines if separate else max(layout.ranks, engines)
 
 
 def share_gpus(
@@ -183,7 +185,7 @@ def share_gpus(
     slots = [] if engine is None else engine_slots(layout, engine, len(gpus))
     return MachineGpus(
         stage=list(range(offset, offset + len(gpus))),
-        engines=[[offset + slot for slot in each.slots] for each in slots],
+        engines=[[offset + slot for slot in member.slots] for member in slots],
     )
 
 
@@ -229,13 +231,13 @@ def gpu_environment(positions: Sequence[int], visible: str | None) -> dict[str, 
     return {**ORDER, VISIBLE: ",".join(names[position] for position in positions)}
 
 
-def own_first(own: Sequence[int], visible: Sequence[int]) -> list[int]:
+def own_first(engine_gpus: Sequence[int], visible: Sequence[int]) -> list[int]:
     """Return an engine's GPUs, then the other visible ones of its node.
 
     vLLM uses the first that it sees. The others are there for a refit alone: CUDA IPC maps the
     memory of another process only from a device that the mapping process sees.
     """
-    return [*own, *(each for each in visible if each not in own)]
+    return [*engine_gpus, *(gpu for gpu in visible if gpu not in engine_gpus)]
 
 
 def local_device(local_rank: str, visible: int) -> int:
@@ -255,17 +257,19 @@ def share_cores(engine: EngineSettings, cores: Sequence[int] | None = None) -> C
     cores = sorted(os.sched_getaffinity(0) if cores is None else cores)
     if engine.placement == "shared":
         members = len(engine.members)
-        part = len(cores) // members
-        if members == 1 or part < engine.tensor:
+        share = len(cores) // members
+        if members == 1 or share < engine.tensor:
             return Cores(None, [None] * members)
-        starts = range(0, members * part, part)
-        return Cores(None, [cores[start : start + part] for start in starts])
-    first = len(cores) - engine.count * engine.ranks
-    if first < 1:
+        starts = range(0, members * share, share)
+        return Cores(None, [cores[start : start + share] for start in starts])
+    first_engine_core = len(cores) - engine.count * engine.ranks
+    if first_engine_core < 1:
         raise UserError(
             f"engine.placement: own needs {engine.count * engine.ranks + 1} CPU cores, one for "
             f"each of {engine.count} x {engine.ranks} engine ranks and at least one for the "
             f"trainer, {len(cores)} available; use fewer engines, or shared"
         )
-    starts = range(first, len(cores), engine.tensor)
-    return Cores(cores[:first], [cores[start : start + engine.tensor] for start in starts])
+    starts = range(first_engine_core, len(cores), engine.tensor)
+    return Cores(
+        cores[:first_engine_core], [cores[start : start + engine.tensor] for start in starts]
+    )

@@ -6,8 +6,9 @@ from argparse import Namespace
 from pathlib import Path
 
 from parallel.errors import UserError
-from pipeline.commands import common
-from pipeline.commands.common import RUN, Argument, command
+from pipeline.commands.support.arguments import RUN
+from pipeline.commands.support.registry import Argument, command
+from pipeline.commands.support.runs import load_run
 from pipeline.run.bundle.reproduce import bundle_at, compare
 from pipeline.run.bundle.writer import has_finished, write_bundle
 from pipeline.run.run import check_renamed
@@ -43,23 +44,24 @@ from pipeline.text import say, shown
     ),
     RUN,
     Argument("bundle", metavar="BUNDLE", nargs="?", type=Path, help="with --check: the bundle"),
+    place=200,
 )
 def bundle(arguments: Namespace) -> None:
     """Write the bundle of a run, or compare a run with one."""
-    run = common.load_run(arguments)
+    run = load_run(arguments)
     check_renamed(run)
     if arguments.check != (arguments.bundle is not None):
         raise UserError("braid bundle --check RUN BUNDLE compares; braid bundle RUN writes")
     if arguments.check:
-        if (found := bundle_at(arguments.bundle)) is None:
+        if (original := bundle_at(arguments.bundle)) is None:
             raise UserError(f"{shown(arguments.bundle)}: no bundle there")
-        say(*compare(found, run))
+        say(*compare(original, run))
         return
     if run.is_running():
         raise UserError(f"{shown(run.path)} is running; bundle it when it has ended")
     to = write_bundle(run, arguments.to or Path(f"{run.name}.tar.gz"), arguments.weights)
     say(f"{shown(to)}: reproduce it with: braid run {shown(to)}")
-    if left := [name for name, each in run.states.items() if not has_finished(each)]:
+    if left := [name for name, state in run.states.items() if not has_finished(state)]:
         say(f"not finished or stale, so without an output to compare: {', '.join(left)}")
     if not run.settings.deterministic:
         say("the run is not deterministic: true, so its digests cannot be compared")

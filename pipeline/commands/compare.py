@@ -4,15 +4,9 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from pipeline.commands.common import (
-    JSON,
-    RUN,
-    Argument,
-    command,
-    load_run,
-    measured,
-    print_json,
-)
+from pipeline.commands.support.arguments import JSON, RUN, print_json
+from pipeline.commands.support.registry import Argument, command
+from pipeline.commands.support.runs import load_run, measured
 from pipeline.report.compare.comparison import compare, comparison_json
 from pipeline.report.compare.comparison_text import comparison_text
 from pipeline.run.answers import measured_models
@@ -50,6 +44,7 @@ from pipeline.run.answers import measured_models
         " merge starts from)",
     ),
     (JSON, Argument("--markdown", action="store_true", help="print tables in Markdown")),
+    place=100,
 )
 def compare_models(arguments: Namespace) -> None:
     """Compare the models of a run, and some of other runs."""
@@ -57,8 +52,8 @@ def compare_models(arguments: Namespace) -> None:
     models = measured_models(run)
     for name in (*arguments.models, *([arguments.start] if arguments.start else [])):
         models[name] = models.get(name) or measured(arguments, run, name)
-    found = compare(run, models, arguments.models, arguments.start)
+    comparison = compare(run, models, arguments.models, arguments.start)
     if arguments.json:
-        print_json(arguments, comparison_json(found))
+        print_json(arguments, comparison_json(comparison))
     else:
-        print(comparison_text(found, arguments.markdown))
+        print(comparison_text(comparison, arguments.markdown))

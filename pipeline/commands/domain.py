@@ -14,8 +14,10 @@ from typing import Any
 
 from parallel.errors import UserError, hint
 from parallel.settings import CHARACTERS
-from pipeline.commands import common
-from pipeline.commands.common import GROUPS, JSON, TRUST, Argument, command, positive, print_json
+from pipeline.commands.support import starting
+from pipeline.commands.support.arguments import JSON, TRUST, positive, print_json
+from pipeline.commands.support.registry import Argument, command, group
+from pipeline.commands.support.runs import load_trusted_run
 from pipeline.config.rules import DOMAIN_NAME
 from pipeline.config.validate import (
     dump_differing,
@@ -61,7 +63,7 @@ shows their rewards. `new` never overwrites.
 
 JSON of `check`: {"valid", "errors": [TEXT], "preview": the samples and rewards, or null}.
 """
-GROUPS["domain"] = ("write a domain's file, and check one", DOMAIN_HELP)
+group("domain", "write a domain's file, and check one", DOMAIN_HELP, place=210)
 
 
 @command(
@@ -92,7 +94,7 @@ GROUPS["domain"] = ("write a domain's file, and check one", DOMAIN_HELP)
 )
 def domain_check(arguments: Namespace) -> None:
     """Show a domain and check its rewards; with a run, also on a model's responses."""
-    path, tokenizer, found = arguments.file, arguments.tokenizer, None
+    path, tokenizer, preview = arguments.file, arguments.tokenizer, None
     if arguments.run is None:
         if arguments.stage or arguments.samples:
             raise UserError("--stage and --samples need --run")
@@ -100,7 +102,7 @@ def domain_check(arguments: Namespace) -> None:
     else:
         if tokenizer or not arguments.stage:
             raise UserError("--run needs --stage, and excludes --tokenizer: a run has its own")
-        run = common.load_trusted_run(arguments)
+        run = load_trusted_run(arguments)
         one_off.finished_training(run, arguments.stage)
         settings = load_with_domain(run.settings_file, path, arguments.samples)
         # Like an evaluation it samples, and trains nothing.
@@ -112,13 +114,13 @@ def domain_check(arguments: Namespace) -> None:
         checkpoint = run.checkpoint_path(arguments.stage)
         with run.lock():
             check_not_queued(run)
-            programs = common.PROGRAMS
-            found = one_off.preview(run, settings, terminal(), programs, checkpoint, path.stem)
-        print("", *previewed(found), "", sep="\n")
+            programs = starting.PROGRAMS
+            preview = one_off.preview(run, settings, terminal(), programs, checkpoint, path.stem)
+        print("", *previewed(preview), "", sep="\n")
     wrong, untested = verdict.wrong, verdict.untested
     if arguments.json:
-        found = {"valid": not wrong, "errors": wrong, "untested": untested, "preview": found}
-        print_json(arguments, found)
+        verdict_json = {"valid": not wrong, "errors": wrong, "untested": untested}
+        print_json(arguments, {**verdict_json, "preview": preview})
     if wrong:
         print(table("", (), [(Cell("✗", "red"), error) for error in wrong]))
         raise UserError(f"{shown(path)}: its rewards (✗) do not tell right from wrong")
@@ -155,7 +157,7 @@ def domain_new(arguments: Namespace) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with path.open("x", encoding="utf-8") as file:
-            file.write(re.sub("NAME|PATH|SOURCE", lambda found: filled[found[0]], text))
+            file.write(re.sub("NAME|PATH|SOURCE", lambda match: filled[match[0]], text))
     except FileExistsError:
         raise UserError(f"{shown(path)} exists already; it was not changed") from None
     say(f"wrote {shown(path)}; check it with: braid domain check {shown(path)}")
@@ -176,13 +178,13 @@ def _check_file(arguments: Namespace) -> _Verdict:
         UserError: the file is a domain's and --domain names one, or a run's and has no such domain.
     """
     path, tokenizer, names = arguments.file, arguments.tokenizer, arguments.domain
-    named = None if tokenizer is None else {"tokenizer": str(tokenizer.absolute())}
+    tokenizer_keys = None if tokenizer is None else {"tokenizer": str(tokenizer.absolute())}
     if not is_run(path):
         if names:
             raise UserError(f"{shown(path)} is one domain; --domain needs a run's file")
         pool = RewardPoolSettings()
         domain = load_domain(path, pool)
-        return _check(arguments, path.stem, domain, pool, named)
+        return _check(arguments, path.stem, domain, pool, tokenizer_keys)
     run = load(path, to_start=False)
     if absent := next((name for name in names if name not in run.domains), None):
         raise UserError(f"{shown(path)}: no domain {absent}; {hint(absent, run.domains)}")
@@ -190,8 +192,8 @@ def _check_file(arguments: Namespace) -> _Verdict:
     for name in names or run.domains:
         say("", f"domain {name}")
         domain, model = run.domains[name], run.model
-        found = (run.rewards, named or model.tokenizer_keys, model.max_positions)
-        checked = _check(arguments, name, domain, *found)
+        keys = tokenizer_keys or model.tokenizer_keys
+        checked = _check(arguments, name, domain, run.rewards, keys, model.max_positions)
         verdict.wrong.extend(checked.wrong)
         verdict.untested.extend(checked.untested)
     return verdict
@@ -220,15 +222,17 @@ def _check(
         "prompts": arguments.prompts,
         "max_positions": max_positions,
     }
-    found = one_off.answer_of("the check", "stages.domain_tools.domain_check", job)
+    findings = one_off.answer_of("the check", "stages.domain_tools.domain_check", job)
     unit = "tokens" if tokenizer else "characters"
-    say("", *described(settings, found["lengths"], unit))
-    for number, prompt in enumerate(found["prompts"], start=1):
-        asked, answer = short(prompt["prompt"]), short(prompt["answer"])
-        say("", f"{number}. {asked}, {prompt['tokens']} {unit}; answer {answer}")
-        print(scored("", ((each["what"], each) for each in prompt["responses"]), "text"))
-    say("", *demonstrated(settings, found["demonstrations"], unit), "")
-    for note in notes(name, settings, found["prompts"]):
+    say("", *described(settings, findings["lengths"], unit))
+    for number, prompt in enumerate(findings["prompts"], start=1):
+        question, answer = short(prompt["prompt"]), short(prompt["answer"])
+        say("", f"{number}. {question}, {prompt['tokens']} {unit}; answer {answer}")
+        print(
+            scored("", ((response["what"], response) for response in prompt["responses"]), "text")
+        )
+    say("", *demonstrated(settings, findings["demonstrations"], unit), "")
+    for note in notes(name, settings, findings["prompts"]):
         say(f"· {note}")
-    wrong = [*unreadable(name, found["answers"]), *errors(name, settings, found["prompts"])]
-    return _Verdict(wrong, [] if has_references(found["prompts"]) else [name])
+    wrong = [*unreadable(name, findings["answers"]), *errors(name, settings, findings["prompts"])]
+    return _Verdict(wrong, [] if has_references(findings["prompts"]) else [name])

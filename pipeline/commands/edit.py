@@ -5,8 +5,9 @@ from __future__ import annotations
 from argparse import Namespace
 
 from parallel.errors import UserError
-from pipeline.commands import common
-from pipeline.commands.common import RUN, TRUST, Argument, command
+from pipeline.commands.support.arguments import RUN, TRUST
+from pipeline.commands.support.registry import Argument, command
+from pipeline.commands.support.runs import find, read_run
 from pipeline.config.yaml_core import dump
 from pipeline.launch.runner import close_killed_attempts
 from pipeline.run.directory import RunDirectory, check_owner
@@ -29,10 +30,11 @@ from pipeline.text import say, shown
     TRUST,
     Argument("old", metavar="OLD", help="the block's name, or its `as`"),
     Argument("new", metavar="NEW", help="the new one"),
+    place=190,
 )
 def mv(arguments: Namespace) -> None:
     """Rename a block, or finish the renaming that was interrupted."""
-    directory = common.find(arguments.runs_dir, arguments.run)
+    directory = find(arguments.runs_dir, arguments.run)
     check_owner(directory, arguments.trust_run)
     with RunDirectory(directory.path).lock():  # `Run.lock` refuses an unfinished renaming
         found = _asked(directory, arguments.old, arguments.new)
@@ -50,7 +52,7 @@ def _asked(directory: RunDirectory, old: str, new: str) -> Renaming:
     """
     left = unfinished_renaming(directory)
     if left is None:
-        run = common.read_run(directory)
+        run = read_run(directory)
         check_not_queued(run)
         close_killed_attempts(run, run.stages)
         return renaming(run, old, new)

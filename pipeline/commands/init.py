@@ -13,9 +13,8 @@ from typing import Any
 
 from parallel.errors import UserError
 from parallel.estimates.roofline.hardware import GIB, GPUS
-from pipeline.commands import common
-from pipeline.commands.common import JSON, Argument, command, print_json
-from pipeline.commands.init_inputs import (
+from pipeline.commands.support.arguments import JSON, number_within, positive, print_json
+from pipeline.commands.support.init_inputs import (
     check_given,
     check_kept,
     check_names,
@@ -29,6 +28,7 @@ from pipeline.commands.init_inputs import (
     shipped_models,
     write_files,
 )
+from pipeline.commands.support.registry import Argument, command
 from pipeline.config.checkpoints import has_weights
 from pipeline.config.cluster import FORMS, WALLTIME, ClusterSettings, seconds_of
 from pipeline.config.read import CONFIGS
@@ -103,11 +103,11 @@ def _walltime(text: str) -> float:
         metavar="KEY=COLUMN",
         help="columns of all rows, where they have other names: prompt=question answer=solution",
     ),
-    Argument("--gpus", type=common.positive, metavar="N", help="GPUs (default: CPU cores)"),
+    Argument("--gpus", type=positive, metavar="N", help="GPUs (default: CPU cores)"),
     Argument("--gpu", metavar="NAME", help=f"{', '.join(GPUS)} (default: the profile's gpu_type)"),
     Argument(
         "--gpus-per-node",
-        type=common.positive,
+        type=positive,
         metavar="N",
         help="GPUs of a node (default: the profile's, else 8)",
     ),
@@ -119,7 +119,7 @@ def _walltime(text: str) -> float:
     ),
     Argument(
         "--budget",
-        type=common.number_within("number of GPU hours above 0", lambda hours: 0 < hours < 1e9),
+        type=number_within("number of GPU hours above 0", lambda hours: 0 < hours < 1e9),
         metavar="HOURS",
         help="GPU hours of training; steps are cut where more are simulated",
     ),
@@ -132,7 +132,7 @@ def _walltime(text: str) -> float:
     ),
     Argument(
         "--ranks",
-        type=common.positive,
+        type=positive,
         metavar="N",
         help="ranks of a run on CPU cores (default: 2)",
     ),
@@ -142,6 +142,7 @@ def _walltime(text: str) -> float:
     Argument("--dry-run", action="store_true", help="show what would be written; write nothing"),
     Argument("--yes", action="store_true", help="ask nothing"),
     JSON,
+    place=110,
 )
 def init(arguments: Namespace) -> None:
     """Write a new run's configuration, and say how to continue."""
@@ -156,29 +157,29 @@ def init(arguments: Namespace) -> None:
         check_output(files if arguments.gpus else files[:1], arguments.force)
     check_kept("--cluster", [arguments.cluster], files)
     profile = load_cluster(arguments.cluster) if arguments.cluster else None
-    wanted = _wanted(arguments, profile)
-    check_kept("--domains", chain(*wanted.domains.values()), files)
-    found = prepare(wanted, _quiet if arguments.json else _announce)
-    texts = {output: found.run.text(output.absolute().parent)}
+    request = _request(arguments, profile)
+    check_kept("--domains", chain(*request.domains.values()), files)
+    prepared = prepare(request, _quiet if arguments.json else _announce)
+    texts = {output: prepared.run.text(output.absolute().parent)}
     if arguments.gpus:
-        texts[files[1]] = _profile(arguments, profile, found, files[1].absolute().parent)
-    commands = _commands(arguments, found, files[1] if arguments.gpus else arguments.cluster)
-    _show(arguments, found, texts)
+        texts[files[1]] = _profile(arguments, profile, prepared, files[1].absolute().parent)
+    commands = _commands(arguments, prepared, files[1] if arguments.gpus else arguments.cluster)
+    _show(arguments, prepared, texts)
     write = not arguments.dry_run
-    if write and asks and _line(f"write {_named(texts)}? [Y/n] ").lower() in ("n", "no"):
+    if write and asks and _line(f"write {_file_names(texts)}? [Y/n] ").lower() in ("n", "no"):
         say("nothing is written")
         return
     if write:
         write_files(texts, arguments.force)
-    say(f"{'wrote' if write else 'would write'} {_named(texts)}")
+    say(f"{'wrote' if write else 'would write'} {_file_names(texts)}")
     if arguments.gpus and arguments.cluster is None:
         say(f"fill in your cluster's keys, commented out in {shown(files[1])}")
     then = "continue with:" if write else "after the same command without --dry-run, continue with:"
-    say(then, *(f"  {each}" for each in commands))
+    say(then, *(f"  {line}" for line in commands))
     if arguments.gpus and arguments.cluster is None:
         say(f"or, where this machine has the GPUs: braid run {shlex.quote(shown(output))}")
     if arguments.json:
-        print_json(arguments, _as_json(found, texts if write else {}, commands))
+        print_json(arguments, _as_json(prepared, texts if write else {}, commands))
 
 
 def _announce(text: str) -> None:
@@ -200,7 +201,7 @@ class _Question:
 
 def _ask(arguments: Namespace) -> None:
     """Ask for the options that are not given, with the command's own parser of each answer."""
-    kinds, models = ", ".join(shipped_kinds()), ", ".join(each.stem for each in shipped_models())
+    kinds, models = ", ".join(shipped_kinds()), ", ".join(model.stem for model in shipped_models())
     questions = [
         _Question("model", f"model, a directory with config.json or one of {models}"),
         _Question("domains", f"domains with their rows, NAME=ROWS, NAME one of {kinds}"),
@@ -210,22 +211,22 @@ def _ask(arguments: Namespace) -> None:
         _Question("budget", "budget in GPU hours; empty for none", ""),
         _Question("target", "file to write", "mine.yaml"),
     ]
-    for each in questions:
-        of_gpus = each.option in ("gpu", "budget")
-        if getattr(arguments, each.option) is not None or (of_gpus and not arguments.gpus):
+    for question in questions:
+        of_gpus = question.option in ("gpu", "budget")
+        if getattr(arguments, question.option) is not None or (of_gpus and not arguments.gpus):
             continue
-        if each.option == "gpus" and arguments.ranks is not None:
+        if question.option == "gpus" and arguments.ranks is not None:
             continue
-        if answer := _answer(each):
-            flag = "--output" if each.option == "target" else f"--{each.option}"
+        if answer := _answer(question):
+            flag = "--output" if question.option == "target" else f"--{question.option}"
             # A shell would have replaced the ~ of an option; that of rows is replaced later.
-            of_home = each.option in PATHS and answer.startswith("~")
+            of_home = question.option in PATHS and answer.startswith("~")
             whole = [str(expanded(answer, flag))] if of_home else [answer]
-            more = answer.split() if each.option == "domains" else whole
+            more = answer.split() if question.option == "domains" else whole
             parsed = arguments.parser.parse_args([flag, *more])
-            setattr(arguments, each.option, getattr(parsed, each.option))
+            setattr(arguments, question.option, getattr(parsed, question.option))
         by_name = any(answer == model.stem for model in shipped_models())
-        if each.option == "model" and arguments.weights is None and by_name:
+        if question.option == "model" and arguments.weights is None and by_name:
             weights = _answer(_Question("weights", "directory of its weights"))
             arguments.weights = expanded(weights, "--weights")
 
@@ -246,7 +247,7 @@ def _line(prompt: str) -> str:
         raise UserError("no answer; nothing is written") from None
 
 
-def _wanted(arguments: Namespace, profile: ClusterSettings | None) -> RunRequest:
+def _request(arguments: Namespace, profile: ClusterSettings | None) -> RunRequest:
     dry_run = arguments.dry_run
     model, described, weights = model_named(arguments.model, arguments.weights, dry_run=dry_run)
     per_node = arguments.gpus_per_node or (profile and profile.gpus_per_node) or PER_NODE
@@ -278,7 +279,7 @@ def _wanted(arguments: Namespace, profile: ClusterSettings | None) -> RunRequest
 
 
 def _profile(
-    arguments: Namespace, profile: ClusterSettings | None, found: Prepared, directory: Path
+    arguments: Namespace, profile: ClusterSettings | None, prepared: Prepared, directory: Path
 ) -> str:
     """Return the text of the cluster's profile with this run's walltimes."""
     keys: dict[str, Any] = {}
@@ -296,10 +297,10 @@ def _profile(
         "requeued."
     )
     base, fill_in = arguments.cluster or EXAMPLE, profile is None
-    return profile_text(base, directory, keys, found.walltimes, head, fill_in=fill_in)
+    return profile_text(base, directory, keys, prepared.walltimes, head, fill_in=fill_in)
 
 
-def _commands(arguments: Namespace, found: Prepared, profile: Path | None) -> list[str]:
+def _commands(arguments: Namespace, prepared: Prepared, profile: Path | None) -> list[str]:
     run = shlex.quote(shown(arguments.target))
     cluster = f" --cluster {shlex.quote(shown(profile))}" if profile else ""
     gpu = f" --gpu {arguments.gpu}" if arguments.gpu else ""  # else the profile's gpu_type
@@ -312,39 +313,40 @@ def _commands(arguments: Namespace, found: Prepared, profile: Path | None) -> li
         f"braid validate {run}{cluster}",
         f"braid domain check {run}",
         f"braid plan {run}",
-        *([simulate] if found.times else []),
+        *([simulate] if prepared.times else []),
         *start,
     ]
 
 
-def _show(arguments: Namespace, found: Prepared, texts: dict[Path, str]) -> None:
+def _show(arguments: Namespace, prepared: Prepared, texts: dict[Path, str]) -> None:
     for path, text in texts.items():
         say(f"── {shown(path)}", text)
-    if found.times:
-        print(simulation_text(found.times, found.settings), end="\n\n")
+    if prepared.times:
+        print(simulation_text(prepared.times, prepared.settings), end="\n\n")
         say(
-            f"{found.gpu_hours:,.0f} GPU hours of training; evaluation, import and export are extra"
+            f"{prepared.gpu_hours:,.0f} GPU hours of training; evaluation, import and export are "
+            "extra"
         )
-    for note in found.notes:
+    for note in prepared.notes:
         say(f"· {note}")
 
 
-def _named(texts: Iterable[Path]) -> str:
+def _file_names(texts: Iterable[Path]) -> str:
     return " and ".join(map(shown, texts))
 
 
-def _as_json(found: Prepared, texts: dict[Path, str], commands: list[str]) -> dict[str, Any]:
-    settings = found.settings
+def _as_json(prepared: Prepared, texts: dict[Path, str], commands: list[str]) -> dict[str, Any]:
+    settings = prepared.settings
     return {
         "written": [str(path) for path in texts],
         "name": settings.name,
         "layout": settings.layout.model_dump(mode="json"),
         "engine": {"count": settings.engine.count, "tensor": settings.engine.tensor},
-        "steps": {each.name: each.steps for each in compile_graph(settings) if each.steps},
-        "gpu_hours": found.gpu_hours,
-        "full_gpu_hours": found.full_hours,
-        "walltimes": dict(found.walltimes),
-        "rows": {name: vars(each) for name, each in found.data.items()},
-        "notes": list(found.notes),
+        "steps": {stage.name: stage.steps for stage in compile_graph(settings) if stage.steps},
+        "gpu_hours": prepared.gpu_hours,
+        "full_gpu_hours": prepared.full_hours,
+        "walltimes": dict(prepared.walltimes),
+        "rows": {name: vars(rows) for name, rows in prepared.data.items()},
+        "notes": list(prepared.notes),
         "commands": commands,
     }

@@ -10,8 +10,9 @@ from typing import Any
 
 from parallel.errors import UserError
 from parallel.files import write_atomically
-from pipeline.commands import common
-from pipeline.commands.common import Argument, command
+from pipeline.commands.support.arguments import positive
+from pipeline.commands.support.registry import Argument, command
+from pipeline.commands.support.runs import find, load_run, read_run
 from pipeline.run.directory import RUNS_AS, exposure
 from pipeline.run.run import Run
 from pipeline.slurm.queue import states_now
@@ -60,7 +61,7 @@ def _file(text: str) -> Path:
     ),
     Argument(
         "--samples",
-        type=common.positive,
+        type=positive,
         metavar="N",
         help="at most N samples; of more, those of a part of the prompts (default: 100,000, or"
         " fewer, for a file of 40 MiB)",
@@ -71,6 +72,7 @@ def _file(text: str) -> Path:
             "--demo", action="store_true", help=f"write {DEMO_FILE}, a report of a bundled run"
         ),
     ),
+    place=90,
 )
 def report(arguments: Namespace) -> None:
     """Write the report of a run."""
@@ -85,7 +87,7 @@ def report(arguments: Namespace) -> None:
         return
     if arguments.run is None:
         raise UserError("name a RUN, or take --demo")
-    run = common.load_run(arguments)
+    run = load_run(arguments)
     if arguments.written is None and (others_write := exposure(run)) is not None:
         place, _, _ = others_write.partition(f", and {RUNS_AS}")
         raise UserError(f"{place}; write the report of this run elsewhere with: --output FILE")
@@ -103,18 +105,22 @@ def _write_run(arguments: Namespace, run: Run) -> None:
     from pipeline.report.page.recorded import Recorded
     from pipeline.report.page.redaction import redact
 
-    def text_of(found: dict[str, Any]) -> str:
-        return report_file(redact(found, [run, *others]) if arguments.redact else found)
+    def text_of(data: dict[str, Any]) -> str:
+        return report_file(redact(data, [run, *other_runs]) if arguments.redact else data)
 
-    others = [common.read_run(common.find(arguments.runs_dir, name)) for name in arguments.others]
+    other_runs = [read_run(find(arguments.runs_dir, name)) for name in arguments.others]
     samples = arguments.samples or MOST_SAMPLES
-    found = document(run, others, arguments.redact, samples)
-    text = text_of(found)
+    report_data = document(run, other_runs, arguments.redact, samples)
+    text = text_of(report_data)
     while arguments.samples is None and len(text) > MOST_BYTES and samples > FEWEST_SAMPLES:
-        held = sum(len(own["columns"]["step"]) for own in found["samples"].values())
-        samples = max(FEWEST_SAMPLES, int(FEWER * min(samples, held) * MOST_BYTES / len(text)))
-        found["samples"] = Recorded(run, arguments.redact, samples).tables()
-        text = text_of(found)
+        shown_samples = sum(
+            len(table["columns"]["step"]) for table in report_data["samples"].values()
+        )
+        samples = max(
+            FEWEST_SAMPLES, int(FEWER * min(samples, shown_samples) * MOST_BYTES / len(text))
+        )
+        report_data["samples"] = Recorded(run, arguments.redact, samples).tables()
+        text = text_of(report_data)
     _write(arguments.written or run.path / "report.html", text)
 
 
@@ -128,13 +134,15 @@ def _write(path: Path, text: str) -> None:
 
 
 def _is_running(run: Run) -> bool:
-    return any(each.state in ("running", "submitted") for each in states_now(run).values())
+    return any(state.state in ("running", "submitted") for state in states_now(run).values())
 
 
 def _saved(run: Run) -> str:
     """Return what changes whenever a stage saves a checkpoint, or enters another state."""
     newest = {
-        stage.name: (found.step if (found := run.stage(stage.name).newest_checkpoint()) else None)
+        stage.name: (
+            checkpoint.step if (checkpoint := run.stage(stage.name).newest_checkpoint()) else None
+        )
         for stage in run.stages
     }
     return json.dumps([newest, len(run.events)])

@@ -8,8 +8,17 @@ from functools import partial
 
 from parallel.errors import UserError
 from parallel.estimates.roofline.hardware import GPUS
-from pipeline.commands import common
-from pipeline.commands.common import CONFIG, CONFIG_HELP, JSON, Argument, command, print_json
+from pipeline.commands.support.arguments import (
+    CLUSTER,
+    CONFIG,
+    CONFIG_HELP,
+    JSON,
+    number_within,
+    positive,
+    print_json,
+)
+from pipeline.commands.support.configuration import load_config
+from pipeline.commands.support.registry import Argument, command
 from pipeline.config.rules import violations
 from pipeline.config.validate import load_cluster
 from pipeline.estimate.capacity import check_capacity, check_searched
@@ -47,55 +56,58 @@ SHOWN, TRIED = 5, 200  # layouts that the search proposes, of the fastest ones
     '[{"parameters", ...}]}}, in seconds and bytes; with --search {"layouts": [{"overrides",\n'
     '"duration", "gpu_hours", "filled"}]}.',
     Argument("--gpu", metavar="NAME", help=f"{', '.join(GPUS)} (default: the profile's gpu_type)"),
-    common.GPUS,
+    CLUSTER,
     Argument(
         "--filled",
-        type=common.number_within("share from above 0 to 1", lambda value: 0 < value <= 1),
+        type=number_within("share from above 0 to 1", lambda value: 0 < value <= 1),
         default=FILLED,
         metavar="SHARE",
         help="mean length of a sequence as a share of the longest (default 0.6)",
     ),
     Argument(
         "--imbalance",
-        type=common.number_within("ratio from 1 to 1000", lambda value: 1 <= value <= 1000),
+        type=number_within("ratio from 1 to 1000", lambda value: 1 <= value <= 1000),
         default=1.0,
         metavar="RATIO",
         help="tokens of the fullest expert-parallel rank over their mean (default 1)",
     ),
     Argument(
         "--search",
-        type=common.positive,
+        type=positive,
         metavar="GPUS",
         help="propose the fastest legal layouts of this number of GPUs instead",
     ),
     JSON,
     *CONFIG,
+    place=120,
 )
 def simulate(arguments: Namespace) -> None:
     """Show the seconds of every stage, or the layouts with the fewest."""
     if arguments.search is not None:
         check_searched("--search", arguments.search)
-    settings = common.load_config(arguments, to_start=False)
+    settings = load_config(arguments, to_start=False)
     stages, assumed = compile_graph(settings), _assumed(arguments)
     if arguments.search is not None:
         tried = best_layouts(stages, settings, arguments.search, assumed, TRIED)
         # A step or an evaluation may have too few problems for the data-parallel ranks of some.
-        found = [each for each in tried if not any(violations(each.settings))][:SHOWN]
-        if not found:
+        layouts = [layout for layout in tried if not any(violations(layout.settings))][:SHOWN]
+        if not layouts:
             raise UserError(
                 f"no valid layout of {arguments.search} GPUs fits the model in their memory; search"
                 " more GPUs, or lower loop.micro_batch_tokens or engine.max_sequences"
             )
         if arguments.json:
-            print_json(arguments, search_json(found, arguments.search))
+            print_json(arguments, search_json(layouts, arguments.search))
         else:
-            print(search_text(found, arguments.search))
+            print(search_text(layouts, arguments.search))
         return
     node = partial(node_of, assumed)
     times = simulated(stages, settings, assumed)
     if arguments.json:
-        held = {each.name: [asdict(r) for r in stage_memory(each, settings)] for each in stages}
-        print_json(arguments, {**simulation_json(times), "memory": held})
+        memory = {
+            stage.name: [asdict(r) for r in stage_memory(stage, settings)] for stage in stages
+        }
+        print_json(arguments, {**simulation_json(times), "memory": memory})
     else:
         print(simulation_text(times, settings))
         print(*memory_report(settings, node), sep="\n")

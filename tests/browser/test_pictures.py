@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pipeline import cli
-from pipeline.commands.common import read_run
+from pipeline.commands.support.runs import read_run
 from pipeline.report.screens.overview import LookApp
 from pipeline.run.directory import RunDirectory
 from tests.browser.reported_run import EXPERT, write_reported

@@ -22,7 +22,7 @@ from random import Random
 from typing import Any
 
 from pipeline import cli
-from pipeline.commands import common
+from pipeline.commands.support import starting
 from tests.pipeline.fake_launcher import fake_programs
 
 from .worker import CONTROL, REPOSITORY, Case, FuzzStep, raised
@@ -136,7 +136,7 @@ def _make_runs(folder: Path) -> None:
     config = REPOSITORY / "configs" / "smoke.yaml"
     wanted = [(folder / ending, "damaged", actions) for ending, actions in ENDINGS.items()]
     for runs, name, actions in [*wanted, (folder, "whole", FAKES)]:
-        common.PROGRAMS = fake_programs(actions)
+        starting.PROGRAMS = fake_programs(actions)
         # The gate fails a run only where its on_failure is stop.
         stop = "stages.experts.gate.on_failure=stop"
         arguments = ["run", "--runs-dir", str(runs), "--name", name, str(config), stop]

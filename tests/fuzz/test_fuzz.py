@@ -14,7 +14,7 @@ from random import Random
 import pytest
 
 from pipeline import cli
-from pipeline.commands import common as commands
+from pipeline.commands.support import starting
 from pipeline.config.validate import load
 
 from . import __main__ as fuzz
@@ -104,7 +104,7 @@ def test_a_command_that_changes_a_run_is_detected(
 
     # Cases expect a process to themselves: what they replace is restored after the test.
     monkeypatch.setattr(cli, "command_parser", cli.command_parser)
-    monkeypatch.setattr(commands, "PROGRAMS", commands.PROGRAMS)
+    monkeypatch.setattr(starting, "PROGRAMS", starting.PROGRAMS)
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr(run_directories, "ask", careless)
     first, *_ = run_directories.cases(0, tmp_path)(0)

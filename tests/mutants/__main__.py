@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 
-from pipeline.commands.common import positive
+from pipeline.commands.support.arguments import positive
 
 from . import contact, joints, mechanics, models, wiring
 from .mutant import Mutant

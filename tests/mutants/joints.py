@@ -263,7 +263,7 @@ MUTANTS = [
     Mutant(
         "rewards without references are said to be tested",
         "pipeline/commands/domain.py",
-        '[] if has_references(found["prompts"]) else [name]',
+        '[] if has_references(findings["prompts"]) else [name]',
         "[]",
         "tests/pipeline/test_domain_commands.py"
         "::test_rewards_without_reference_answers_are_untested_and_lengths_are_in_characters",

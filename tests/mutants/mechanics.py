@@ -190,8 +190,9 @@ MUTANTS = [
     Mutant(
         "engines fill one node before the next",
         "parallel/machine/slots.py",
-        "        first = index // width * ranks\n        start = index % width * nodes\n",
-        "        first = index % of_a_node * ranks\n        start = index // of_a_node * nodes\n",
+        "        first_slot = index // width * ranks\n        start = index % width * nodes\n",
+        "        first_slot = index % of_a_node * ranks\n"
+        "        start = index // of_a_node * nodes\n",
         "tests/parallel/test_phases.py tests/pipeline/test_slurm_jobs.py",
     ),
     Mutant(

@@ -67,15 +67,15 @@ MUTANTS = [
     Mutant(
         "the up projection of a vision-language model is its gate",
         "parallel/hugging_face/text_model.py",
-        "(expert * rows + number * each) * columns",
+        "(expert * rows + number * projection_rows) * columns",
         "(expert * rows) * columns",
         TEXT_MODEL,
     ),
     Mutant(
         "a vision-language model's tensors are read as fp32",
         "parallel/hugging_face/files.py",
-        "own.first * kind.itemsize",
-        "own.first * 4",
+        "text_tensor.offset * kind.itemsize",
+        "text_tensor.offset * 4",
         "tests/parallel/test_hugging_face_files.py",
     ),
     Mutant(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipeline import cli
-from pipeline.commands import common as commands
+from pipeline.commands.support import starting
 from pipeline.config.validate import load
 from pipeline.launch import runner
 from pipeline.launch.processes import POLL_SECONDS
@@ -113,7 +113,7 @@ def braid(runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
         light = is_light(actions or {}) and not children
         monkeypatch.setattr(runner, "ThisMachine", LightMachine if light else this_machine)
         monkeypatch.setattr(runner, "POLL_SECONDS", 0.0 if light else POLL_SECONDS)
-        monkeypatch.setattr(commands, "PROGRAMS", fake_programs(actions or {}))
+        monkeypatch.setattr(starting, "PROGRAMS", fake_programs(actions or {}))
         try:
             code = cli.main([command, "--runs-dir", str(runs), *map(str, arguments)])
         except SystemExit as error:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.commands import common
+from pipeline.commands.support import configuration, starting
 from pipeline.config.read import ConfigError
 from pipeline.config.validate import load
 from pipeline.run.lineage import changes, read_manifest, write_manifest
@@ -32,7 +32,7 @@ def configured(tmp_path: Path, directory: Path, *overrides: str, fork: str | Non
     given = [f"model.tokenizer={directory}", "model.vocabulary_size=300", *overrides]
     config = Path("configs/smoke.yaml")
     arguments = Namespace(config=config, runs_dir=tmp_path, name=None, overrides=given, fork=fork)
-    return common.load_configured_run(arguments)
+    return configuration.load_configured_run(arguments)
 
 
 def test_the_date_of_the_first_start_is_kept_and_read(tmp_path: Path, directory: Path) -> None:
@@ -84,7 +84,7 @@ def test_a_fork_says_why_stages_of_an_undated_run_are_not_reused(
         write_manifest(run.stage(first.name), run.lineage(first))
         run.ledger.append(first.name, "done", "finished", 1)
         other = configured(tmp_path, directory, f"name={name}-fork", fork=name)
-        common.reuse_from(other, run)
+        starting.reuse_from(other, run)
         said = capsys.readouterr().out
         assert other.settings.model.chat_template_date == (day or TODAY)
         if day is None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from pipeline import cli
-from pipeline.commands.run import _audit_tables
+from pipeline.commands.audit import _audit_tables
 from stages.keys import NON_INVALIDATING_KEYS
 from tests.pipeline.violations import cells
 

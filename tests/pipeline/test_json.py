@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline.commands import look
-from pipeline.commands.common import COMMANDS
+from pipeline.commands import doctor
+from pipeline.commands.support.registry import COMMANDS
 
 Braid = Callable[..., tuple[int, str, str]]
 
@@ -47,8 +47,8 @@ DOCUMENTS = [
 def two_runs(braid: Braid, config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The finished runs `small` and `other`, on a machine without Slurm."""
     monkeypatch.setenv("PATH", "/nowhere")
-    monkeypatch.setattr(look, "probe", dict)
-    monkeypatch.setattr(look, "sections", lambda *_: [("packages", [])])
+    monkeypatch.setattr(doctor, "probe", dict)
+    monkeypatch.setattr(doctor, "sections", lambda *_: [("packages", [])])
     assert braid("run", config)[0] == 0
     assert braid("run", config, "--name", "other", "seed=1")[0] == 0
 

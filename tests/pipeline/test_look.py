@@ -12,7 +12,7 @@ import pyarrow
 import pyarrow.parquet as parquet
 import pytest
 
-from pipeline.commands.common import read_run
+from pipeline.commands.support.runs import read_run
 from pipeline.report.view.health import symptoms
 from pipeline.report.view.overview import sparkline
 from pipeline.run.directory import RunDirectory
@@ -159,7 +159,7 @@ def test_a_run_is_followed_until_nothing_runs(
     running = iter([True] * 2)
     now = property(lambda _: next(running, False))
     monkeypatch.setattr("pipeline.report.view.overview.Overview.is_running", now)
-    monkeypatch.setattr("pipeline.commands.see.time.sleep", lambda _: log(small, [HEALTHY] * 31))
+    monkeypatch.setattr("pipeline.commands.look.time.sleep", lambda _: log(small, [HEALTHY] * 31))
     out = printed(braid, "--follow")
     assert out.count("✓ nothing is out of its range") == 2
     assert out.index("30/30") < out.index("31/31")
@@ -386,7 +386,7 @@ def test_a_run_that_disappears_while_it_is_followed_is_said_so(
 ) -> None:
     monkeypatch.setattr("pipeline.report.view.overview.Overview.is_running", True)
     monkeypatch.setattr(
-        "pipeline.commands.see.time.sleep", lambda _: small.rename(small.with_name("elsewhere"))
+        "pipeline.commands.look.time.sleep", lambda _: small.rename(small.with_name("elsewhere"))
     )
     code, _, err = braid("look", "small", "--follow")
     assert code == 1 and "small is gone" in err

@@ -14,7 +14,7 @@ import pytest
 from textual.pilot import Pilot
 
 from parallel.errors import UserError
-from pipeline.commands.common import read_run
+from pipeline.commands.support.runs import read_run
 from pipeline.launch.one_off import regrade
 from pipeline.report.screens.overview import LookApp
 from pipeline.run.directory import RunDirectory

@@ -13,7 +13,7 @@ from rich.console import Console
 from textual.pilot import Pilot
 from textual.widgets import DataTable, Static
 
-from pipeline.commands.common import read_run
+from pipeline.commands.support.runs import read_run
 from pipeline.report.screens.overview import LookApp, MetricsScreen
 from pipeline.report.view.overview import Overview
 from pipeline.report.view.sample_text import Grade

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pipeline import cli
-from pipeline.commands import common as commands
+from pipeline.commands.support.registry import COMMANDS as REGISTERED
 from pipeline.run import directory
 from pipeline.run.directory import RunDirectory
 from tests.pipeline.test_special_files import alarm
@@ -265,7 +265,7 @@ def planted(
 
 def test_every_command_is_listed() -> None:
     cli.command_parser()
-    assert commands.COMMANDS.keys() == ON_A_RUN.keys() | WITHOUT_A_RUN
+    assert REGISTERED.keys() == ON_A_RUN.keys() | WITHOUT_A_RUN
 
 
 @pytest.mark.parametrize("command", ON_A_RUN)

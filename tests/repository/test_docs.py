@@ -27,7 +27,7 @@ def test_the_reference_is_what_the_declarations_say() -> None:
 
 
 def test_the_order_of_commands_does_not_depend_on_who_imports_first() -> None:
-    program = "import pipeline.commands.slurm\nfrom pipeline.cli import command_parser\n"
+    program = "import pipeline.commands.submit\nfrom pipeline.cli import command_parser\n"
     program += "print(command_parser().format_help(), end='')"
     found = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True)
     assert found.stdout.decode() == command_parser().format_help(), found.stderr

@@ -4,14 +4,14 @@ import sys
 from pathlib import Path
 
 from pipeline import cli
-from pipeline.commands import common as commands
+from pipeline.commands.support import starting
 from pipeline.launch.placement import Programs
 
 HERE = Path(__file__).parent
 ENGINE = HERE.parent / "pipeline" / "fake_engine.py"
 
 if __name__ == "__main__":
-    commands.PROGRAMS = Programs(
+    starting.PROGRAMS = Programs(
         stage=lambda job: [sys.executable, "-S", str(HERE / "slow_stage.py"), str(job)],
         engine=lambda job: [sys.executable, "-S", str(ENGINE), str(job), "wait"],
     )

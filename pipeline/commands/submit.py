@@ -1,4 +1,4 @@
-"""The commands of Slurm: `braid submit`, `stage` and `cancel`."""
+"""The command that submits stages to Slurm: `braid submit`."""
 
 from __future__ import annotations
 
@@ -10,27 +10,19 @@ from pathlib import Path
 
 from parallel.errors import UserError, hint
 from parallel.files import write_atomically
-from pipeline.commands import common
-from pipeline.commands.common import (
-    CONFIG_HELP,
-    JSON,
-    RUN,
-    STARTING,
-    TRUST,
-    Argument,
-    command,
-    print_json,
-)
+from pipeline.commands.support.arguments import CONFIG_HELP, JSON, STARTING, print_json
+from pipeline.commands.support.configuration import load_configured_run, warn_of_graph
+from pipeline.commands.support.registry import Argument, command
+from pipeline.commands.support.starting import forked, rerun, reuse_from
 from pipeline.config.cluster import READ_BY_JOBS, ClusterSettings
 from pipeline.config.validate import differing_keys, load_cluster, load_started
 from pipeline.estimate.capacity import check_capacity
 from pipeline.estimate.gpu_memory import gpus_of, unchecked
-from pipeline.report import status as report
 from pipeline.run.directory import RunDirectory, check_owner, warn_of_readers
 from pipeline.run.edits import moved_lines
 from pipeline.run.gates import check_stopped
 from pipeline.run.graph import Stage
-from pipeline.run.ledger import State, latest
+from pipeline.run.ledger import State
 from pipeline.run.run import Run, StageState, as_done
 from pipeline.run.select import (
     check_dependencies,
@@ -41,9 +33,7 @@ from pipeline.run.select import (
 )
 from pipeline.slurm import queue
 from pipeline.slurm import submit as submitting
-from pipeline.slurm.queue import SlurmError, adopt, job_numbers, queue_of
-from pipeline.slurm.stage import run_stage, stage_of_task
-from pipeline.tables import terminal
+from pipeline.slurm.queue import SlurmError, adopt, queue_of
 from pipeline.text import say, shown, warn
 
 IN_FLIGHT: tuple[State, ...] = ("submitted", "running")
@@ -56,7 +46,7 @@ class _Submission:
     run: Run
     profile: Path
     cluster: ClusterSettings
-    wanted: list[Stage]
+    selected: list[Stage]
     rerun: list[str]
     other: RunDirectory | None
     reused: Mapping[str, str]
@@ -98,23 +88,24 @@ class _Submission:
     ),
     JSON,
     *STARTING,
+    place=220,
 )
 def submit(arguments: Namespace) -> None:
     """Submit every unfinished stage to Slurm."""
-    asked = _asked(arguments)
-    run = asked.run
+    submission = _requested(arguments)
+    run = submission.run
     if arguments.dry_run:
-        _preview(asked, arguments)
+        _preview(submission, arguments)
         return
     warn_of_readers(run)
     if not run.settings_file.exists():  # checked early, so that no directory is created in vain
-        check_dependencies(asked.wanted, as_done(asked.planned(run.states), *IN_FLIGHT))
+        check_dependencies(submission.selected, as_done(submission.planned(run.states), *IN_FLIGHT))
         queue.check_answers(run)
     with run.lock(shared=True), run.lock_submission() as lock:
-        states = _settled(asked)
-        jobs = _submissions(asked, states)
+        states = _settled(submission)
+        jobs = _submissions(submission, states)
         if jobs or arguments.prepare:
-            submitting.write_scripts(run, asked.cluster, asked.profile, jobs)
+            submitting.write_scripts(run, submission.cluster, submission.profile, jobs)
         if arguments.prepare:
             write_atomically(run.submitting, "")
             say(f"nothing is submitted; the commands are in {shown(run.submission)}")
@@ -123,7 +114,9 @@ def submit(arguments: Namespace) -> None:
             return
         numbers = {}
         try:
-            for stage, number in submitting.submit(run, jobs, asked.cluster, asked.profile, lock):
+            for stage, number in submitting.submit(
+                run, jobs, submission.cluster, submission.profile, lock
+            ):
                 numbers[stage.name] = number
                 with suppress(BrokenPipeError):  # a closed pipe must not stop the other submissions
                     say(f"{stage.name}: job {number}", flush=True)
@@ -131,7 +124,7 @@ def submit(arguments: Namespace) -> None:
             only = "".join(f" --only {name}" for name in arguments.only)
             error.add_note(f"once that is fixed, continue with: {run.resume_command()}{only}")
             raise
-    for stage in asked.wanted:
+    for stage in submission.selected:
         state = states[stage.name]
         if state.state in ("done", *IN_FLIGHT):
             why = f" ({state.cause})" if state.state != "done" and state.cause else ""
@@ -143,76 +136,10 @@ def submit(arguments: Namespace) -> None:
         print_json(arguments, {"run": str(run.path), "jobs": numbers})
 
 
-@command(
-    "stage",
-    "run one stage of a run, as the stage scripts in slurm/ do",
-    "  braid stage runs/quickstart experts.chain_sum\n\n"
-    "In a Slurm job, ranks and engines are steps of it; elsewhere they run here. `braid run` or\n"
-    "`braid submit --prepare` writes the run's directory first.",
-    RUN,
-    TRUST,
-    Argument(
-        "stages", metavar="STAGE", nargs="+", help="its name; several in a job array, one a task"
-    ),
-)
-def stage(arguments: Namespace) -> None:
-    """Run one stage here, as the stage scripts do; of several, the one of this array task."""
-    name = stage_of_task(arguments.stages)
-    try:
-        common.find(arguments.runs_dir, arguments.run)
-    except UserError as error:
-        error.add_note("create a run with: braid submit CONFIG --cluster PROFILE --prepare")
-        raise
-    run = common.load_run_to_start(arguments, [name])
-    [wanted] = run.chosen([name])
-    with run.lock(shared=True):
-        results = run_stage(run, wanted, terminal(), common.PROGRAMS)
-    if results is not None:
-        print(report.results_table(results, own=run.own_domains))
-
-
-@command(
-    "cancel",
-    "cancel a run's Slurm jobs; running stages checkpoint first",
-    "  braid cancel quickstart\n  braid cancel quickstart experts.chain_sum",
-    RUN,
-    TRUST,
-    Argument("stages", metavar="STAGE", nargs="*", help="only these stages (default: all)"),
-    Argument("--now", action="store_true", help="end running stages without a checkpoint"),
-)
-def cancel(arguments: Namespace) -> None:
-    """Cancel a run's jobs; running stages checkpoint first."""
-    run = common.load_trusted_run(arguments)
-    names = {stage.name for stage in run.chosen(arguments.stages)}
-    with run.lock_submission():
-        jobs = adopt(run)
-        stages = {number: name for name, number in job_numbers(run.events).items()}
-        named = ((job.stage or stages.get(number), job) for number, job in jobs.items())
-        queued = [(name, job) for name, job in named if name is not None]
-        newest = latest(run.events)
-        done = {name for name, event in newest.items() if event.state == "done"}
-        names &= {name for name, _ in queued}
-        for stage in run.stages:  # dependencies come first
-            # Slurm starts jobs that wait for a cancelled task of an array nevertheless.
-            if names & {*stage.waits_for}:
-                names.add(stage.name)
-        wanted = [(name, job) for name, job in queued if name in names]
-        if not wanted:
-            say(f"{shown(run.path)} has no job in the queue")
-        # Waiting jobs first, so that none starts because another one ends.
-        for name, job in sorted(wanted, key=lambda item: not item[1].waits):
-            gently = [] if job.waits or arguments.now else ["--batch", "--signal=TERM"]
-            queue.call(["scancel", *gently, job.number])
-            if job.waits and name not in done:
-                run.ledger.append(name, "pending", "cancelled", run.stage(name).attempts())
-            running = "ends now" if arguments.now else "checkpoints and ends"
-            say(f"{name}: {'cancelled' if job.waits else running} (job {job.number})")
-
-
-def _asked(arguments: Namespace) -> _Submission:
+def _requested(arguments: Namespace) -> _Submission:
     """Return the request; raise UserError where the arguments, profile or path are invalid."""
-    run = common.load_configured_run(arguments)
-    common.warn_of_graph(arguments, run.settings)
+    run = load_configured_run(arguments)
+    warn_of_graph(arguments, run.settings)
     check_owner(run, arguments.trust_run)
     profile = arguments.cluster or run.cluster
     if arguments.cluster is None and not run.cluster.exists():
@@ -221,42 +148,42 @@ def _asked(arguments: Namespace) -> _Submission:
             "configs/clusters/mine.yaml and fill it in"
         )
     if not profile.exists():
-        known = [shown(path) for path in sorted(Path("configs/clusters").glob("*.yaml"))]
-        others = f"; {hint(str(profile), known)}" if known else ""
-        raise UserError(f"--cluster {shown(profile)}: no such file{others}")
+        profiles = [shown(path) for path in sorted(Path("configs/clusters").glob("*.yaml"))]
+        suggestion = f"; {hint(str(profile), profiles)}" if profiles else ""
+        raise UserError(f"--cluster {shown(profile)}: no such file{suggestion}")
     cluster = load_cluster(profile)
     for letter, name in (("%", "%"), ("\n", "line break")):
         if letter in str(run.path.absolute()):
             raise UserError(
                 f"{shown(run.path)}: Slurm misreads a {name} in a path; choose another path"
             )
-    wanted = run.chosen(arguments.only)
+    selected = run.chosen(arguments.only)
     run.chosen(arguments.rerun)
-    other, fork = common.forked(arguments, run)
+    other, fork = forked(arguments, run)
     submitting.check_engines(run.settings, cluster, run.stages)
-    asked = _Submission(run, profile, cluster, wanted, arguments.rerun, other, fork.reused)
-    left = unfinished(wanted, asked.planned(run.states))
+    submission = _Submission(run, profile, cluster, selected, arguments.rerun, other, fork.reused)
+    left = unfinished(selected, submission.planned(run.states))
     check_capacity(run.settings, left, gpus_of(cluster))
     warn(unchecked(cluster, profile, left))
-    return asked
+    return submission
 
 
-def _preview(asked: _Submission, arguments: Namespace) -> None:
+def _preview(submission: _Submission, arguments: Namespace) -> None:
     """Show the submission, or raise the error that it would raise; write nothing."""
-    run = asked.run
+    run = submission.run
     _check_queued_settings(run)
-    check_settings(run, asked.rerun, moved_lines(run))
-    again = run.downstream(asked.rerun)
-    check_stale(run, [each for each in asked.wanted if each not in again], record=False)
+    check_settings(run, submission.rerun, moved_lines(run))
+    again = run.downstream(submission.rerun)
+    check_stale(run, [stage for stage in submission.selected if stage not in again], record=False)
     queued, unasked = queue_of(run)
-    jobs = _submissions(asked, asked.planned(run.states_with(queued)))
+    jobs = _submissions(submission, submission.planned(run.states_with(queued)))
     if arguments.json:
         commands = [
-            {"stages": [each.name for each in job.stages], "command": command}
+            {"stages": [stage.name for stage in job.stages], "command": command}
             for job, command in zip(jobs, submitting.shell_commands(jobs), strict=True)
         ]
-        found = {"run": str(run.path), "commands": commands, "note": unasked}
-        print_json(arguments, found)
+        preview = {"run": str(run.path), "commands": commands, "note": unasked}
+        print_json(arguments, preview)
     else:
         say(submitting.script_of(jobs))
         say("# Nothing is written and nothing submitted. To run these commands by hand, --prepare")
@@ -265,44 +192,46 @@ def _preview(asked: _Submission, arguments: Namespace) -> None:
             say(f"# {unasked}")
 
 
-def _settled(asked: _Submission) -> dict[str, StageState]:
+def _settled(submission: _Submission) -> dict[str, StageState]:
     """Write the run's settings, put aside and reuse stages; return every stage's state then.
 
     Raises:
         UserError: the request cannot be met; unless the reason is a stale stage, the run has not
             changed.
     """
-    run = asked.run
+    run = submission.run
     _check_queued_settings(run)
     queued = adopt(run)
     before = run.states_with(queued)
-    again = [stage.name for stage in run.downstream(asked.rerun)]
+    again = [stage.name for stage in run.downstream(submission.rerun)]
     if busy := [name for name in again if before[name].state in IN_FLIGHT]:
         raise UserError(
             f"{', '.join(busy)} cannot be rerun while a job of it waits or runs; cancel it first "
             f"with: braid cancel {shown(run.path)}"
         )
     in_flight = {name for name, state in before.items() if state.job and state.state in IN_FLIGHT}
-    with_jobs = [each for each in run.stages if each.name in in_flight]
-    _check_queued_profile(run, asked.cluster, with_jobs)
+    with_jobs = [stage for stage in run.stages if stage.name in in_flight]
+    _check_queued_profile(run, submission.cluster, with_jobs)
     # `check_stale` refuses stale stages.
-    check_dependencies(asked.wanted, as_done(asked.planned(before), "stale", *IN_FLIGHT))
-    check_settings(run, asked.rerun, moved_lines(run))
+    check_dependencies(
+        submission.selected, as_done(submission.planned(before), "stale", *IN_FLIGHT)
+    )
+    check_settings(run, submission.rerun, moved_lines(run))
     run.write_settings()
-    if asked.other is not None:
-        common.reuse_from(run, asked.other)
-    common.rerun(run, asked.rerun)
-    check_stale(run, asked.wanted)
+    if submission.other is not None:
+        reuse_from(run, submission.other)
+    rerun(run, submission.rerun)
+    check_stale(run, submission.selected)
     return run.states_with(queued)
 
 
 def _submissions(
-    asked: _Submission, states: Mapping[str, StageState]
+    submission: _Submission, states: Mapping[str, StageState]
 ) -> list[submitting.Submission]:
     """Return the jobs; raise UserError where a wanted stage cannot start."""
-    check_dependencies(asked.wanted, as_done(states, *IN_FLIGHT))  # those in the queue count
-    check_stopped(asked.run, asked.wanted, states)
-    return submitting.submissions(asked.run, asked.cluster, asked.wanted, states)
+    check_dependencies(submission.selected, as_done(states, *IN_FLIGHT))  # those in the queue count
+    check_stopped(submission.run, submission.selected, states)
+    return submitting.submissions(submission.run, submission.cluster, submission.selected, states)
 
 
 def _check_queued_settings(run: Run) -> None:

@@ -86,15 +86,15 @@ def write_files(texts: Mapping[Path, str], force: bool) -> None:
         for path, text in texts.items():
             write_atomically(path, text)
         return
-    made = []
+    created = []
     try:
         for path, text in texts.items():
             with naming(path), path.open("x", encoding="utf-8") as file:
-                made.append(path)
+                created.append(path)
                 file.write(text)
     except OSError as error:
-        for each in made:
-            each.unlink(missing_ok=True)
+        for new_file in created:
+            new_file.unlink(missing_ok=True)
         if not isinstance(error, FileExistsError):
             raise
         raise UserError(
@@ -103,16 +103,16 @@ def write_files(texts: Mapping[Path, str], force: bool) -> None:
         ) from None
 
 
-def check_kept(option: str, given: Iterable[Path | None], files: Sequence[Path]) -> None:
+def check_kept(option: str, inputs: Iterable[Path | None], files: Sequence[Path]) -> None:
     """Raise UserError where the new files, a run and its profile, would replace a given one."""
-    for path in filter(None, given):
+    for path in filter(None, inputs):
         for file, what in zip(files, ("file", "profile"), strict=True):
             if path.resolve() == file.resolve():
                 raise UserError(f"{option} {shown(path)}: this run's {what} would replace it")
 
 
 def model_named(
-    given: str, weights: Path | None, *, dry_run: bool
+    model_option: str, weights: Path | None, *, dry_run: bool
 ) -> tuple[ModelSettings, Path | None, Path]:
     """Return the model, the shipped file that describes it, and its weights' directory.
 
@@ -122,32 +122,36 @@ def model_named(
         UserError: there is no such model, the directory is no checkpoint of it, or a directory has
             further weights.
     """
-    named = next((each for each in shipped_models() if each.stem == given), None)
-    if named is None:
-        directory = expanded(given, f"--model {given}")
-        if not directory.is_dir() and "/" not in given:
-            names = [each.stem for each in shipped_models()]
-            raise UserError(f"--model {given}: no such directory, and none of {', '.join(names)}")
+    shipped = next((path for path in shipped_models() if path.stem == model_option), None)
+    if shipped is None:
+        directory = expanded(model_option, f"--model {model_option}")
+        if not directory.is_dir() and "/" not in model_option:
+            names = [path.stem for path in shipped_models()]
+            raise UserError(
+                f"--model {model_option}: no such directory, and none of {', '.join(names)}"
+            )
         if weights is not None:
             raise UserError(
-                f"--weights {shown(weights)}: is for a model by name; --model {given} is a "
+                f"--weights {shown(weights)}: is for a model by name; --model {model_option} is a "
                 "directory, with weights of its own"
             )
         weights, model = directory, model_of(directory)
-        alike = (each for each in shipped_models() if _sizes(_shipped(each)) == _sizes(model))
-        named = next(alike, None)
+        alike = (path for path in shipped_models() if _sizes(_shipped(path)) == _sizes(model))
+        shipped = next(alike, None)
     elif weights is None and not dry_run:
-        raise UserError(f"--model {given}: name the directory of its weights too: --weights PATH")
+        raise UserError(
+            f"--model {model_option}: name the directory of its weights too: --weights PATH"
+        )
     else:
-        model = _shipped(named)
+        model = _shipped(shipped)
         if weights is None:
-            return model, named, Path("/path/to") / given
+            return model, shipped, Path("/path/to") / model_option
     if dry_run and not has_weights(weights):
-        return model, named, weights
+        return model, shipped, weights
     start = model.model_copy(update={"initial_weights": weights})
     if problem := weights_violation(weights, start):
         raise UserError(problem)
-    return model, named, weights
+    return model, shipped, weights
 
 
 def _shipped(path: Path) -> ModelSettings:
@@ -156,8 +160,8 @@ def _shipped(path: Path) -> ModelSettings:
 
 def _sizes(model: ModelSettings) -> dict[str, Any]:
     """Return all that says which model it is, with the family's defaults."""
-    own = model.model_dump(mode="json", exclude=set(ANY_VALUE) - {"precision"})
-    return {**own, "architecture": architecture(model).model_dump()}
+    keys = model.model_dump(mode="json", exclude=set(ANY_VALUE) - {"precision"})
+    return {**keys, "architecture": architecture(model).model_dump()}
 
 
 def shipped_models() -> list[Path]:
@@ -167,17 +171,17 @@ def shipped_models() -> list[Path]:
 
 def shipped_kinds() -> list[str]:
     """Return the shipped domains that read rows."""
-    found = sorted(DOMAINS.glob("[a-z]*.yaml"))
-    trees = {each.stem: Reader().file(each) for each in found}
+    paths = sorted(DOMAINS.glob("[a-z]*.yaml"))
+    trees = {path.stem: Reader().file(path) for path in paths}
     return [name for name, tree in trees.items() if find(tree, ("prompts", "prompt")) is not None]
 
 
-def check_names(given: Sequence[str]) -> None:
+def check_names(domain_options: Sequence[str]) -> None:
     """Raise UserError where a domain's name is no name, or two domains have one."""
-    names = [each.partition("=")[0].partition(":")[0] for each in given]
-    for name, each in zip(names, given, strict=True):
-        if "=" in each and not re.fullmatch(DOMAIN_NAME, name):
-            raise UserError(f"--domains {each}: {DOMAIN_RULE}")
+    names = [option.partition("=")[0].partition(":")[0] for option in domain_options]
+    for name, option in zip(names, domain_options, strict=True):
+        if "=" in option and not re.fullmatch(DOMAIN_NAME, name):
+            raise UserError(f"--domains {option}: {DOMAIN_RULE}")
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise UserError(f"--domains: {', '.join(repeated)} named twice; NAME:KIND=ROWS renames one")
 
@@ -198,21 +202,23 @@ def expanded(path: str, option: str) -> Path:
         raise UserError(f"{option}: no such user: {Path(path).parts[0]}") from None
 
 
-def domain_named(given: str) -> tuple[str, tuple[Path, Path | None]]:
+def domain_named(domain_option: str) -> tuple[str, tuple[Path, Path | None]]:
     """Return a domain's name, the file that it extends, and its rows."""
-    name, equals, rows = given.partition("=")
+    name, equals, rows = domain_option.partition("=")
     name, _, kind = name.partition(":")
     if not equals or not rows:
-        raise UserError(f"--domains {given}: write NAME=ROWS, such as math=/data/math.jsonl")
-    path = expanded(rows, f"--domains {given}")
+        raise UserError(
+            f"--domains {domain_option}: write NAME=ROWS, such as math=/data/math.jsonl"
+        )
+    path = expanded(rows, f"--domains {domain_option}")
     if not path.exists():
-        raise UserError(f"--domains {given}: no such file: {shown(path)}")
+        raise UserError(f"--domains {domain_option}: no such file: {shown(path)}")
     if path.suffix in (".yaml", ".yml"):
         return name, (path, None)
-    known = shipped_kinds()
-    if (kind := kind or name) not in known:
+    kinds = shipped_kinds()
+    if (kind := kind or name) not in kinds:
         raise UserError(
-            f"--domains {given}: no domain {kind} that reads rows; {hint(kind, known)}. "
+            f"--domains {domain_option}: no domain {kind} that reads rows; {hint(kind, kinds)}. "
             "NAME=FILE.yaml is one of yours: braid domain new NAME --source jsonl"
         )
     return name, (DOMAINS / f"{kind}.yaml", path)

@@ -1,0 +1,124 @@
+"""The start of a run's stages, as `run`, `resume` and `submit` share it."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Collection, Iterable
+
+from pipeline.commands.support.arguments import print_json
+from pipeline.commands.support.runs import find
+from pipeline.estimate.capacity import check_capacity
+from pipeline.estimate.gpu_memory import gpus_here
+from pipeline.launch.launcher import JobFailed
+from pipeline.launch.placement import Programs
+from pipeline.launch.processes import Stopped
+from pipeline.launch.runner import machine_shares, run_stages
+from pipeline.report import status as report
+from pipeline.run.directory import TRUST_OPTION, RunDirectory, check_owner
+from pipeline.run.gates import GateStopped
+from pipeline.run.metrics import Models
+from pipeline.run.run import Run
+from pipeline.run.select import (
+    RunFork,
+    find_fork,
+    planned_states,
+    put_aside,
+    reuse_stages,
+    unfinished,
+)
+from pipeline.tables import terminal
+from pipeline.text import say, shown
+
+# Read through this module wherever ranks or engines start, so that tests can replace it.
+PROGRAMS = Programs()
+
+
+def forked(arguments: Namespace, run: Run) -> tuple[RunDirectory | None, RunFork]:
+    """Return the run that `--fork` names, and the stages of it that `run` can reuse.
+
+    Raises:
+        UserError: other users may have written the run, and it is not trusted.
+    """
+    if arguments.fork is None:
+        return None, RunFork()
+    other = find(arguments.runs_dir, arguments.fork)
+    check_owner(other, arguments.trust_run)
+    return other, find_fork(run, other)
+
+
+def reuse_from(run: Run, other: RunDirectory) -> None:
+    """Reuse the identical stages of another run, and say which."""
+    fork = find_fork(run, other)
+    reuse_stages(run, other, fork)
+    none = "no stage: none is finished there with identical settings, data and inputs"
+    say(f"reused from {shown(other.path)}: {', '.join(fork.reused) or none}")
+    for name, gate in fork.held.items():
+        say(f"not reused: {name}, since it waits for {gate}, which has to run first")
+    for name, change in fork.differing.items():
+        say(f"not reused: {name}: {change}")
+
+
+def rerun(run: Run, names: list[str]) -> None:
+    """Put the output of the named stages and everything downstream aside, and say where."""
+    for directory in put_aside(run, run.downstream(names) if names else []):
+        say(f"put aside {shown(directory)}")
+
+
+def check_machine(run: Run, arguments: Namespace, reused: Iterable[str] = ()) -> None:
+    """Raise UserError where this machine has too little for the stages that will run."""
+    states = planned_states(run, run.states, reused, arguments.rerun)
+    if stages := unfinished(run.chosen(arguments.only), states):
+        check_capacity(run.settings, stages, gpus_here(run.settings, arguments.parallel))
+        machine_shares(arguments.parallel, run.settings, stages)
+
+
+def start_stages(run: Run, arguments: Namespace) -> None:
+    """Run the stages on this machine, then write and show the results.
+
+    Raises:
+        JobFailed, GateStopped, Stopped: with a note on how to continue, after the results so far.
+    """
+    console = terminal()
+    rerun(run, arguments.rerun)
+    try:
+        run_stages(run, console, PROGRAMS, arguments.only, arguments.parallel)
+    except (JobFailed, GateStopped, Stopped) as error:
+        if not isinstance(error, GateStopped):  # which names its own ways to continue
+            resume = _resume_command(run, arguments)
+            error.add_note(f"finished stages are kept; continue with: {resume}")
+        models = _written_results(run, arguments.only)
+        if models is not None and not arguments.json:
+            _show_results(run, models)
+        raise
+    models = _written_results(run, arguments.only)
+    if arguments.json:
+        print_json(arguments, report.run_state(run, run.states))
+    elif models is None:
+        say(f"{shown(run.path)}: {report.summary(run.states)}")
+    else:
+        _show_results(run, models)
+
+
+def _written_results(run: Run, only: Collection[str]) -> Models | None:
+    """Write results.json where an evaluation of the chosen stages is done; return its models."""
+    states = run.refresh().states
+    done = (stage for stage in run.chosen(only) if states[stage.name].state == "done")
+    return run.write_results() if any(stage.declared.evaluates for stage in done) else None
+
+
+def _show_results(run: Run, models: Models) -> None:
+    print("", report.results_table(models, own=run.own_domains), sep="\n")
+    say(f"\nresults: {shown(run.results)}")
+    for stage in run.stages:
+        exports = stage.declared.exports or stage.declared.exports_itself
+        if exports and run.states[stage.name].state == "done":
+            model = stage.parent if stage.declared.exports else stage.name
+            say(f"model of {model}: {shown(run.stage(stage.name).exported)}")
+
+
+def _resume_command(run: Run, arguments: Namespace) -> str:
+    """Return the command that resumes the run with the options of this one."""
+    only = [f"--only {name}" for name in arguments.only]
+    parallel = [f"--parallel {arguments.parallel}"] if arguments.parallel > 1 else []
+    trust = [TRUST_OPTION] if arguments.trust_run else []
+    return " ".join(["braid resume", shown(run.path), *only, *parallel, *trust])
