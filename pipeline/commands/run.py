@@ -360,7 +360,7 @@ def _written_results(run: Run, only: Collection[str]) -> Models | None:
 
 
 def _show_results(run: Run, models: Models) -> None:
-    print("", report.results_table(models, own=run.own_domains), sep="\n")
+    print("", report.results_table(models, own_domains=run.own_domains), sep="\n")
     say(f"\nresults: {shown(run.results)}")
     for stage in run.stages:
         if stage.kind in ("export", "quantize") and run.states[stage.name].state == "done":

@@ -27,16 +27,16 @@ def curves(lines: Sequence[Line]) -> Json:
     An evaluation's lines are of several models and domains: its labels are columns too.
     """
     every = max(1, math.ceil(len(lines) / MOST_POINTS))
-    kept = list(lines[::every])
+    thinned = list(lines[::every])
     if (len(lines) - 1) % every:
-        kept.append(lines[-1])  # the newest counts most
-    names = {name: None for line in kept for name in line if name not in NOT_METRICS}
-    found: Json = {"step": [line["step"] for line in kept], "every": every}
-    found["metrics"] = {name: [_short(line.get(name)) for line in kept] for name in names}
+        thinned.append(lines[-1])  # the newest counts most
+    names = {name: None for line in thinned for name in line if name not in NOT_METRICS}
+    columns: Json = {"step": [line["step"] for line in thinned], "every": every}
+    columns["metrics"] = {name: [_short(line.get(name)) for line in thinned] for name in names}
     for label in LABELS:
-        if any(label in line for line in kept):
-            found[label] = [line.get(label) for line in kept]
-    return found
+        if any(label in line for line in thinned):
+            columns[label] = [line.get(label) for line in thinned]
+    return columns
 
 
 def _short(value: float | None) -> float | None:

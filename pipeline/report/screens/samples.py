@@ -35,7 +35,7 @@ SHOWN = 2000  # samples in the list; a filter finds the others
 ASKED: dict[str, Callable[[str], dict[str, object]]] = {
     "search": lambda text: {"grep": re.compile(text) if text else None},
     "reward": lambda text: {"reward": _reward(text) if text else None},
-    "step": lambda text: {"steps": tuple(int(each) for each in text.split())},
+    "step": lambda text: {"steps": tuple(int(step) for step in text.split())},
     "domain": lambda text: {"domain": text or None},
     "model": lambda text: {"model": text or None},
 }
@@ -122,13 +122,13 @@ class SamplesScreen(Screen[None]):
     def _ask_for(self, query: Query) -> None:
         """Show the samples of a query; one that cannot be answered leaves the list as it is."""
         try:
-            found = self._samples.find(query)
+            matches = self._samples.find(query)
         except UserError as error:
             self._warn(error)
             return
-        self._query, self._found = query, found
+        self._query, self._found = query, matches
         self._table.clear()
-        for row in found[:SHOWN]:
+        for row in matches[:SHOWN]:
             reward = "" if row["reward"] is None else f"{row['reward']:g}"
             about = [str(row["step"]), row["domain"], row["model"] or "", reward]
             key = (row["problem"] or "")[:KEY_DIGITS]
@@ -149,8 +149,8 @@ class SamplesScreen(Screen[None]):
         except UserError as error:  # a resumed stage took the file away, or no tokenizer is here
             target.update(Text(visible(str(error)), style="red"))
 
-    def _text_of(self, found: Row) -> Text:
-        [row] = self._samples.whole([found])
+    def _text_of(self, match: Row) -> Text:
+        [row] = self._samples.whole([match])
         text = Text("\n".join(sample_lines(row)))
         if self._marked is not None:
             text += Text("\n\n") + difference(self._marked, row)
@@ -158,13 +158,13 @@ class SamplesScreen(Screen[None]):
             text += Text("\n\n") + coloured_tokens(row, self._colouring, self._token_text)
         if self._with_experts:
             tokens = [*map(self._token_text, row["response_tokens"])]
-            text += Text(f"\n\n{route_table(self._samples.routes(found), tokens)}")
+            text += Text(f"\n\n{route_table(self._samples.routes(match), tokens)}")
         return text
 
     def _asked_for(self) -> str:
         query, words = self._query, [f"order {self._query.order}"]
         words += [f"step {' '.join(map(str, query.steps))}"] if query.steps else []
-        words += [each for each in (query.domain, query.model) if each]
+        words += [name for name in (query.domain, query.model) if name]
         words += [f"reward {query.reward[0]}={query.reward[1]:g}"] if query.reward else []
         words += [f"search {query.grep.pattern}"] if query.grep else []
         words += [f"problem {query.problem[:KEY_DIGITS]}"] if query.problem else []
@@ -191,15 +191,15 @@ class SamplesScreen(Screen[None]):
 
     def action_prompt(self) -> None:
         """Show all samples of the chosen one's prompt, and back."""
-        chosen = self._found[self._table.cursor_row]["problem"] if self._found else None
-        problem = None if self._query.problem else chosen
+        match_problem = self._found[self._table.cursor_row]["problem"] if self._found else None
+        problem = None if self._query.problem else match_problem
         self._ask_for(replace(self._query, problem=problem))
 
     def action_mark(self) -> None:
         """Compare what is shown from now on with the chosen sample; again: with none."""
-        chosen = self._found[self._table.cursor_row : self._table.cursor_row + 1]
+        matches = self._found[self._table.cursor_row : self._table.cursor_row + 1]
         try:
-            rows = [] if self._marked is not None else self._samples.whole(chosen)
+            rows = [] if self._marked is not None else self._samples.whole(matches)
         except UserError as error:
             self._warn(error)
             return
@@ -226,7 +226,7 @@ class SamplesScreen(Screen[None]):
     def _is_grading(self) -> bool:
         return self._grading is not None and not self._grading.is_finished
 
-    async def _grade(self, found: Row) -> None:
+    async def _grade(self, match: Row) -> None:
         stopped = Event()
 
         def check() -> None:
@@ -234,7 +234,7 @@ class SamplesScreen(Screen[None]):
                 raise UserError("the grading was stopped")
 
         try:
-            rows = self._samples.whole([found])
+            rows = self._samples.whole([match])
             # In a thread, since a reward may take minutes to load, or forever.
             [grade] = await asyncio.to_thread(self._regrade, self._stage, rows, check)
         except UserError as error:

@@ -126,12 +126,12 @@ def symptoms(
 
     `lines` are each stage's metrics.
     """
-    found = [
+    findings = [
         finding
         for stage in run.stages
         for finding in _of_stage(run, stage, states[stage.name], lines.get(stage.name, ()))
     ]
-    return sorted(found, key=lambda each: not each.alarm)
+    return sorted(findings, key=lambda finding: not finding.alarm)
 
 
 def _of_stage(
