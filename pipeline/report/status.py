@@ -194,8 +194,8 @@ def results_table(
 ) -> str:
     """Return accuracies in percent, models by domains, each with half its 95 % interval.
 
-    `step` is the step of all models' checkpoints, if one was asked for; `own` has the domain that a
-    model alone was trained on.
+    `step` is the step of all models' checkpoints, if one was asked for; `own_domains` has the
+    domain that a model alone was trained on.
     """
     domains = list(dict.fromkeys(domain for scores in models.values() for domain in scores))
     rows: list[tuple[str | Cell, ...]] = []

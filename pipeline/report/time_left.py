@@ -51,7 +51,7 @@ def estimate(
 
     A stage with steps: the pace of its own steps and the time before the first one, else the median
     of the other stages of its kind in this run. A stage without steps: the time that it, or others
-    of its kind, `took` before. A stage blocked by a stopped gate, or not `wanted`, needs none.
+    of its kind, `took` before. A stage blocked by a stopped gate, or not in `only`, needs none.
     """
     stages, engine = run.stages, run.settings.engine
     idle = blocked(stages, states)
@@ -75,7 +75,7 @@ def estimate(
                 starts[stage.name] = max(0.0, took[stage.name] - pace * state.step)
 
     known_took, known_starts, known_paces = (
-        _known(measured, stages) for measured in (took, starts, paces)
+        _with_usual(measured, stages) for measured in (took, starts, paces)
     )
     seconds: dict[str, float | None] = dict.fromkeys((stage.name for stage in stages), 0.0)
     for stage in to_run:
@@ -94,7 +94,7 @@ def estimate(
     return Estimate(seconds, devices, stopped, list(dict.fromkeys(unknown)))
 
 
-def _known(measured: Mapping[str, float], stages: Sequence[Stage]) -> dict[str, float | None]:
+def _with_usual(measured: Mapping[str, float], stages: Sequence[Stage]) -> dict[str, float | None]:
     """Return every stage's own value, or else the median of its kind's; None without any."""
     of_kind: dict[str, list[float]] = {}
     for stage in stages:

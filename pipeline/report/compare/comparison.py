@@ -102,7 +102,7 @@ def compare(
 ) -> ModelComparison:
     """Compare measured models, of this run and of others, with their start.
 
-    All `models`, or the `chosen` ones, in the order of `models`; `start` is by default what the
+    All `models`, or those of `names`, in the order of `models`; `start` is by default what the
     first merge starts from.
 
     Raises:

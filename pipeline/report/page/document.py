@@ -40,7 +40,7 @@ Json = dict[str, Any]
 
 
 def document(run: Run, other_runs: Sequence[Run], redacted: bool, most_samples: int) -> Json:
-    """Return what the report of a run shows, beside the curves of `others`.
+    """Return what the report of a run shows, beside the curves of `other_runs`.
 
     With `redacted` it is what `redact` is given, without prompts, responses, answers and what
     rewards said. Of more than `most_samples` samples, those of a part of the prompts are in it.

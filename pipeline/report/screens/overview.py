@@ -24,7 +24,7 @@ from pipeline.tables import Cell
 from pipeline.text import visible
 
 SECONDS = 2.0  # between two looks at a run's files
-Found = TypeVar("Found")
+Content = TypeVar("Content")
 METRIC_HEADINGS = ("metric", "curve", "first → last", "healthy")
 
 
@@ -72,7 +72,7 @@ def text_of(cell: str | Cell) -> Text:
     return Text(visible(text), style=style)
 
 
-class FollowingScreen(Screen[None], Generic[Found]):
+class FollowingScreen(Screen[None], Generic[Content]):
     """A table that follows a run: `read` gives what `show` shows, again every few seconds.
 
     It reads in a thread: the files of a long run take a second, in which keys must not wait.
@@ -112,11 +112,11 @@ class FollowingScreen(Screen[None], Generic[Found]):
         self.show(content)
         self.table.move_cursor(row=row)
 
-    def read(self) -> Found:
+    def read(self) -> Content:
         """Return what the run's files say now; it runs in a thread."""
         raise NotImplementedError
 
-    def show(self, content: Found) -> None:
+    def show(self, content: Content) -> None:
         """Fill the empty table."""
         raise NotImplementedError
 

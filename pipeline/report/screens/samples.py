@@ -83,7 +83,7 @@ class SamplesScreen(Screen[None]):
         self._run, self._stage, self._regrade = run, stage, regrade
         self._samples = StageSamples(run.stage(stage))
         self._query, self._asked = Query(), ""
-        self._found = self._samples.find(self._query)
+        self._matches = self._samples.find(self._query)
         self._grading: Worker[None] | None = None
         self._marked: Row | None = None
         self._colouring = 0  # 0 for none, else one of COLOURINGS
@@ -126,7 +126,7 @@ class SamplesScreen(Screen[None]):
         except UserError as error:
             self._warn(error)
             return
-        self._query, self._found = query, matches
+        self._query, self._matches = query, matches
         self._table.clear()
         for row in matches[:SHOWN]:
             reward = "" if row["reward"] is None else f"{row['reward']:g}"
@@ -138,14 +138,16 @@ class SamplesScreen(Screen[None]):
 
     def _show(self) -> None:
         """Show the chosen sample, its difference from the marked one, and its tokens."""
-        about = f"{self._run.name} {self._stage}: {len(self._found)} samples · {self._asked_for()}"
+        about = (
+            f"{self._run.name} {self._stage}: {len(self._matches)} samples · {self._asked_for()}"
+        )
         self.query_one("#about", Static).update(Text(about))
         target = self.query_one("#sample", Static)
-        if not self._found:
+        if not self._matches:
             target.update(Text("No sample is like that."))
             return
         try:
-            target.update(self._text_of(self._found[self._table.cursor_row]))
+            target.update(self._text_of(self._matches[self._table.cursor_row]))
         except UserError as error:  # a resumed stage took the file away, or no tokenizer is here
             target.update(Text(visible(str(error)), style="red"))
 
@@ -177,7 +179,7 @@ class SamplesScreen(Screen[None]):
 
     def on_data_table_row_highlighted(self) -> None:
         """Show the sample that the cursor came to."""
-        if self._found:
+        if self._matches:
             self._show()
 
     def action_move(self, by: int) -> None:
@@ -191,13 +193,13 @@ class SamplesScreen(Screen[None]):
 
     def action_prompt(self) -> None:
         """Show all samples of the chosen one's prompt, and back."""
-        match_problem = self._found[self._table.cursor_row]["problem"] if self._found else None
+        match_problem = self._matches[self._table.cursor_row]["problem"] if self._matches else None
         problem = None if self._query.problem else match_problem
         self._ask_for(replace(self._query, problem=problem))
 
     def action_mark(self) -> None:
         """Compare what is shown from now on with the chosen sample; again: with none."""
-        matches = self._found[self._table.cursor_row : self._table.cursor_row + 1]
+        matches = self._matches[self._table.cursor_row : self._table.cursor_row + 1]
         try:
             rows = [] if self._marked is not None else self._samples.whole(matches)
         except UserError as error:
@@ -218,9 +220,9 @@ class SamplesScreen(Screen[None]):
 
     def action_grade(self) -> None:
         """Show what the chosen sample earns by the rewards as they are now."""
-        if self._found and not self._is_grading:
+        if self._matches and not self._is_grading:
             self.notify("grading it again; escape stops it", timeout=1)
-            self._grading = self.run_worker(self._grade(self._found[self._table.cursor_row]))
+            self._grading = self.run_worker(self._grade(self._matches[self._table.cursor_row]))
 
     @property
     def _is_grading(self) -> bool:

@@ -29,7 +29,7 @@ from stages.sampling.sample_files import Row
 class Listing:
     """Samples that were found, those of them that are shown, and what these would earn now."""
 
-    found: Sequence[Row]
+    matches: Sequence[Row]
     shown: Sequence[Row]
     grades: Sequence[Grade] = ()  # of those shown, where they were graded again
     graded: str | None = None  # how the rewards of all that were graded again changed
@@ -70,7 +70,7 @@ def print_samples(
     Raises:
         UserError: a file is damaged, or there is no tokenizer for `tokens` or `routes`.
     """
-    matches, shown = listing.found, listing.shown
+    matches, shown = listing.matches, listing.shown
     texts = _texts(run) if tokens or routes else None
     for place, row, grade in zip_longest(matches[: len(shown)], shown, listing.grades):
         say(*sample_lines(row))
@@ -96,13 +96,13 @@ def listing_json(samples: StageSamples, listing: Listing, routes: bool) -> dict[
     `graded_now` is of samples that were graded again, `routes` by token and layer.
     """
     rows = []
-    places = listing.found[: len(listing.shown)]
+    places = listing.matches[: len(listing.shown)]
     for place, row, grade in zip_longest(places, listing.shown, listing.grades):
         sample = {**columns_of(row), "model": row["model"], "file": row["file"]}
         sample |= {} if grade is None else {"graded_now": grade}
         sample |= {"routes": samples.routes(place)} if routes else {}
         rows.append(sample)
-    return {"count": len(listing.found), "samples": rows}
+    return {"count": len(listing.matches), "samples": rows}
 
 
 def print_outcomes(
