@@ -101,33 +101,33 @@ def engine_memory(
     share, available = engine_share(model, engine), free_bytes
     if gpu_memory_bytes is not None:
         available = min(available, gpu_memory_bytes)
-    wanted, cache = share.least_cache, share.cache(available)
+    least_cache, cache = share.least_cache, share.cache(available)
     fixed = share.weights + share.workspace
     process = share.process + RESERVE_BYTES
-    if (over := fixed + wanted + process - available) > 0:
+    if (over := fixed + least_cache + process - available) > 0:
         raise UserError(
             f"engine: weights {gib(share.weights)}, workspace {gib(share.workspace)}, context, "
-            f"graphs and reserve {gib(process)} and a KV cache of {gib(wanted)} GiB exceed the "
-            f"{gib(available)} GiB that it may use of a GPU of {gib(total_bytes)} GiB by "
+            f"graphs and reserve {gib(process)} and a KV cache of {gib(least_cache)} GiB exceed "
+            f"the {gib(available)} GiB that it may use of a GPU of {gib(total_bytes)} GiB by "
             f"{gib(over)} GiB; raise engine.tensor, or lower engine.max_model_tokens or "
             "engine.kv_cache_mebibytes"
         )
-    part = math.floor((fixed + cache) / total_bytes * 10_000) / 10_000
-    return EngineMemory(max(part, 0.0001), cache)
+    utilization = math.floor((fixed + cache) / total_bytes * 10_000) / 10_000
+    return EngineMemory(max(utilization, 0.0001), cache)
 
 
 def engine_share(model: ModelSettings, engine: EngineSettings) -> EngineShare:
     """Return what an engine holds on each of its GPUs."""
-    given = engine.kv_cache_mebibytes is not None
+    is_set = engine.kv_cache_mebibytes is not None
     one = _cache_for(model, engine, 1)
-    bucket = max(each for _, each in _buckets(model, engine))
+    bucket = max(size for _, size in _buckets(model, engine))
     several = COMMUNICATOR_BYTES if engine.ranks > 1 else 0
     return EngineShare(
         weights=engine_weights(model, engine),
         bucket=bucket,
         workspace=max(bucket, _workspace(model, engine)),  # a refit stages while nothing computes
         process=CONTEXT_BYTES + several + GRAPH_BYTES,
-        least_cache=cache_bytes(model, engine) if given else one,
+        least_cache=cache_bytes(model, engine) if is_set else one,
         whole_cache=cache_bytes(model, engine),
     )
 
@@ -223,7 +223,7 @@ def _buckets(model: ModelSettings, engine: EngineSettings) -> Iterator[tuple[int
         weights = description.weights[kind]
         yield (
             kinds.count(kind),
-            sum(_weight_bytes(each, model, engine, in_layer) for each in weights),
+            sum(_weight_bytes(weight, model, engine, in_layer) for weight in weights),
         )
 
 
@@ -260,6 +260,6 @@ def _workspace(model: ModelSettings, engine: EngineSettings) -> int:
     tokens = max(BATCHED_TOKENS, engine.max_sequences)
     inner = 3 * model.expert_hidden_size // (1 if engine.expert_parallel else engine.ranks)
     routed = engine.data * model.experts_per_token * (2 * model.hidden_size + inner)
-    each = routed + 8 * model.hidden_size
+    numbers = routed + 8 * model.hidden_size
     logits = 3 * FP32 * engine.max_sequences * model.vocabulary_size
-    return tokens * each * BYTES[model.precision] + logits
+    return tokens * numbers * BYTES[model.precision] + logits

@@ -73,14 +73,14 @@ def training_memory(
         layout = layout.model_copy(update={"distributed_optimizer": False})
     precision = BYTES[model.precision]
     states = _state_bytes(model, algorithm, precision_aware)
-    found = []
+    ranks = []
     for rank in range(layout.pipeline):
         chunks = rank_chunks(model, layout, rank, values)
         sizes = [_buffers(chunk, layout) for chunk in chunks]
-        buffered, updated = (sum(each) for each in zip(*sizes, strict=True))
+        buffered, updated = (sum(counts) for counts in zip(*sizes, strict=True))
         weights = sum(chunk.elements for chunk in chunks)
         on_host = round(cpu_offload * states * updated)
-        found.append(
+        ranks.append(
             RankMemory(
                 parameters=precision * buffered,
                 gradients=FP32 * buffered,
@@ -90,7 +90,7 @@ def training_memory(
                 host_optimizer=on_host,
             )
         )
-    return found
+    return ranks
 
 
 def reading_memory(model: ModelSettings, layout: LayoutSettings) -> list[RankMemory]:

@@ -99,8 +99,8 @@ def phases(models: RankModels, engines: EngineOnGpus | None) -> Iterator[PhaseMe
         if shared:
             asleep = engines.share.process
             yield _weight_sync(models, engines)
-    for phase, parts in _passes(models, shared, samples=engines is not None):
-        gpu = {**parts, "engine process": asleep, "trainer process": trainer}
+    for phase, components in _passes(models, shared, samples=engines is not None):
+        gpu = {**components, "engine process": asleep, "trainer process": trainer}
         yield PhaseMemory(phase, where, _present(gpu), _host(models, shared))
 
 
@@ -120,9 +120,9 @@ def checkpoint_copies(models: RankModels) -> dict[str, int]:
     rank's buffers without their sharding, as master weights and both moments in fp32
     (distrib_optimizer.py, `fully_reshardable`).
     """
-    trained = [each for each in (models.policy, models.critic) if each is not None]
-    saved = sum(each.parameters + each.optimizer + each.host_optimizer for each in trained)
-    loaded = sum(3 * each.gradients for each in trained)
+    trained = [model for model in (models.policy, models.critic) if model is not None]
+    saved = sum(model.parameters + model.optimizer + model.host_optimizer for model in trained)
+    loaded = sum(3 * model.gradients for model in trained)
     return {"checkpoint being saved": saved, "checkpoint being loaded": loaded}
 
 
@@ -161,14 +161,14 @@ def _passes(
     update of the step follows: that of the model updated last. In an update only the model that is
     updated is on the GPU.
     """
-    trained = [each for each in (models.policy, models.critic) if each is not None]
+    trained = [model for model in (models.policy, models.critic) if model is not None]
     if not models.trains:
         yield "load", _held(trained, updates=False)
         return
     if samples:
         at_rest = _held(trained, updates=not moves)
         if moves and models.updates > 1:
-            at_rest["optimizer state"] = max(each.optimizer for each in trained)
+            at_rest["optimizer state"] = max(model.optimizer for model in trained)
         frozen = {"frozen model": models.frozen}
         yield "log-probabilities", {**at_rest, **frozen, **_activations(models, models.forward)}
     updated = _held(trained[:1] if moves else trained, updates=True)
@@ -178,39 +178,39 @@ def _passes(
 
 
 def _held(trained: list[RankMemory], updates: bool) -> dict[str, int]:
-    found = {"trainer weights": sum(each.parameters for each in trained)}
+    components = {"trainer weights": sum(model.parameters for model in trained)}
     if updates:
-        found["gradients"] = sum(each.gradients for each in trained)
-        found["optimizer state"] = sum(each.optimizer for each in trained)
-    return found
+        components["gradients"] = sum(model.gradients for model in trained)
+        components["optimizer state"] = sum(model.optimizer for model in trained)
+    return components
 
 
-def _activations(models: RankModels, kept: int) -> dict[str, int]:
+def _activations(models: RankModels, activations: int) -> dict[str, int]:
     dispatched = round(IMBALANCE * ROUTED_COPIES * models.routed)
-    slack = round(FRAGMENTATION * (kept + dispatched))
-    return {"activations": kept, "dispatch and fragments": dispatched + slack}
+    slack = round(FRAGMENTATION * (activations + dispatched))
+    return {"activations": activations, "dispatch and fragments": dispatched + slack}
 
 
 def _host(models: RankModels, moves: bool) -> dict[str, int]:
     """Return a rank's bytes on the host; pinned copies are kept while their original is away."""
-    trained = [each for each in (models.policy, models.critic) if each is not None]
-    found = {"frozen models": models.frozen * models.frozen_models}
-    state = sum(each.host_optimizer for each in trained)
+    trained = [model for model in (models.policy, models.critic) if model is not None]
+    components = {"frozen models": models.frozen * models.frozen_models}
+    state = sum(model.host_optimizer for model in trained)
     if moves:
-        found["trainer weights"] = sum(each.parameters for each in trained)
-        state += sum(each.optimizer for each in trained)
-    found["optimizer state"] = state
-    return _present(found)
+        components["trainer weights"] = sum(model.parameters for model in trained)
+        state += sum(model.optimizer for model in trained)
+    components["optimizer state"] = state
+    return _present(components)
 
 
-def _present(parts: dict[str, int]) -> dict[str, int]:
-    return {name: count for name, count in parts.items() if count}
+def _present(components: dict[str, int]) -> dict[str, int]:
+    return {name: count for name, count in components.items() if count}
 
 
 def fullest_phases(ranks: Sequence[RankModels], engines: EngineOnGpus | None) -> list[PhaseMemory]:
     """Return every phase on the rank of the pipeline that needs most in it."""
-    each = [list(phases(models, engines)) for models in ranks]
-    return [max(same, key=lambda phase: phase.total) for same in zip(*each, strict=True)]
+    by_rank = [list(phases(models, engines)) for models in ranks]
+    return [max(same, key=lambda phase: phase.total) for same in zip(*by_rank, strict=True)]
 
 
 def neighbours(layout: LayoutSettings, engine: EngineSettings, per_node: int) -> int:
@@ -223,20 +223,21 @@ def neighbours(layout: LayoutSettings, engine: EngineSettings, per_node: int) ->
         return 0
     slots = [
         node * per_node + slot
-        for each in engine_slots(layout, engine, per_node)
-        for node in each.nodes
-        for slot in each.slots
+        for placed in engine_slots(layout, engine, per_node)
+        for node in placed.nodes
+        for slot in placed.slots
     ]
     taken, on_node = {*slots}, Counter(slot // per_node for slot in slots)
     return max(
-        on_node[first // per_node] - all(slot in taken for slot in _ranks(layout, first, per_node))
-        for first in range(0, layout.ranks, per_node)
+        on_node[node_start // per_node]
+        - all(slot in taken for slot in _ranks(layout, node_start, per_node))
+        for node_start in range(0, layout.ranks, per_node)
     )
 
 
-def _ranks(layout: LayoutSettings, first: int, per_node: int) -> range:
+def _ranks(layout: LayoutSettings, node_start: int, per_node: int) -> range:
     """Return the slots of the ranks of a node, from its first."""
-    return range(first, min(first + per_node, layout.ranks))
+    return range(node_start, min(node_start + per_node, layout.ranks))
 
 
 def engine_gpu_bytes(

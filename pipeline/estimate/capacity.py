@@ -52,14 +52,14 @@ def check_capacity(settings: RunSettings, stages: Iterable[Stage], gpus_of: Gpus
     GPUs are not known, nothing is refused.
     """
     alike = {(stage.kind, stage.block, stage.domain): stage for stage in reversed([*stages])}
-    found = [
+    overflows = [
         overflow
         for stage in reversed(alike.values())
         for overflow in _overflows(stage, settings, gpus_of)
     ]
-    awake = [each for each in found if each.phase.phase in ENGINE_PHASES]
-    asleep = [each for each in found if each.phase.phase not in ENGINE_PHASES]
-    if found:
+    awake = [overflow for overflow in overflows if overflow.phase.phase in ENGINE_PHASES]
+    asleep = [overflow for overflow in overflows if overflow.phase.phase not in ENGINE_PHASES]
+    if overflows:
         lines = [_message(group, settings) for group in (awake, asleep) if group]
         raise UserError("\n".join(["more memory than a GPU has:", *lines]))
 
@@ -73,8 +73,8 @@ def check_searched(option: str, gpus: int) -> None:
 def _overflows(stage: Stage, settings: RunSettings, gpus_of: GpusOf) -> list[Overflow]:
     if (gpus := gpus_of(stage.kind)) is None:
         return []
-    found = [Overflow(stage, phase, gpus) for phase in stage_phases(stage, settings, gpus)]
-    return [each for each in found if each.over > 0]
+    overflows = [Overflow(stage, phase, gpus) for phase in stage_phases(stage, settings, gpus)]
+    return [overflow for overflow in overflows if overflow.over > 0]
 
 
 def _over(phase: PhaseMemory, gpus: NodeGpus) -> int:
@@ -83,11 +83,11 @@ def _over(phase: PhaseMemory, gpus: NodeGpus) -> int:
 
 
 def _message(group: list[Overflow], settings: RunSettings) -> str:
-    worst = max(group, key=lambda each: each.over)
+    worst = max(group, key=lambda overflow: overflow.over)
     phase = worst.phase
-    kept = {"reserve": phase.reserve} if phase.reserve else {}
-    parts = sorted({**phase.gpu, **kept}.items(), key=lambda each: -each[1])
-    listed = ", ".join(f"{name} {gib(count)}" for name, count in parts)
+    reserve = {"reserve": phase.reserve} if phase.reserve else {}
+    components = sorted({**phase.gpu, **reserve}.items(), key=lambda component: -component[1])
+    listed = ", ".join(f"{name} {gib(count)}" for name, count in components)
     needed = gib(phase.total + phase.reserve)
     return (
         f"{worst.stage.name}: {phase.phase} needs {needed} GiB of each {phase.where}, "
@@ -99,7 +99,7 @@ def _message(group: list[Overflow], settings: RunSettings) -> str:
 def _advice(group: list[Overflow], settings: RunSettings) -> str:
     """Return the first change that lets all phases fit, or else the first two that do."""
     changes = [*_changes(group, settings)]
-    pairs = ({**first, **second} for first, second in combinations(changes, 2))
+    pairs = ({**earlier, **later} for earlier, later in combinations(changes, 2))
     for change in chain(changes, pairs):
         if not _excess(group, settings, change):
             return f"set {_shown(change)}"
@@ -121,7 +121,7 @@ def _excess(group: list[Overflow], settings: RunSettings, change: Change) -> flo
         return math.inf
     if any(violations(changed)):
         return math.inf
-    stages = {each.stage.name: (each.stage, each.gpus) for each in group}
+    stages = {overflow.stage.name: (overflow.stage, overflow.gpus) for overflow in group}
     awake = group[0].phase.phase in ENGINE_PHASES
     return sum(
         max(0, _over(phase, gpus))
@@ -150,13 +150,15 @@ def _changes(group: list[Overflow], settings: RunSettings) -> Iterator[Change]:
     if group[0].phase.phase in ENGINE_PHASES:
         yield from _engine_changes(settings, gpus)
         # Its logits, of every sequence at once, are all that this makes smaller for certain.
-        if any(each.phase.gpu.get("engine workspace", 0) >= each.over for each in group):
+        if any(
+            overflow.phase.gpu.get("engine workspace", 0) >= overflow.over for overflow in group
+        ):
             yield from _fewer_sequences(settings.engine.max_sequences)
         yield from wider
     else:
         if layout.recompute != "full":
             yield {"layout.recompute": "full", **_without_modules(settings)}
-        stages = {each.stage.name: each.stage for each in group}
+        stages = {overflow.stage.name: overflow.stage for overflow in group}
         yield from training_changes(stages.values(), settings, wider)
     yield from _rank_changes(settings)
 
@@ -195,10 +197,10 @@ def training_changes(
 ) -> Iterator[Change]:
     """Yield changes of training; the only one of its numerics, bf16 moments, comes last."""
     trained = {
-        at("loop"): (at, *trained_by(each, settings))
-        for each in stages
-        if each.steps
-        for at in [_keys(each, settings)]
+        at("loop"): (at, *trained_by(stage, settings))
+        for stage in stages
+        if stage.steps
+        for at in [_keys(stage, settings)]
     }
     # A row of one sequence is never cut: less than a device's share of it saves nothing.
     least = max(LEAST_TOKENS, -(-settings.engine.max_model_tokens // settings.layout.context))

@@ -54,15 +54,15 @@ def fitted(settings: RunSettings, gpus: int, assumed: Assumptions) -> FittedRun 
     stages = compile_graph(settings)
     for changes in _changes(stages, settings):
         changed = changed_settings(settings, changes)
-        if found := best_layouts(stages, changed, gpus, assumed, TRIED):
+        if layouts := best_layouts(stages, changed, gpus, assumed, TRIED):
             # A step may have too few problems for the data-parallel ranks of some.
-            valid = [each for each in found if not any(violations(each.settings))]
+            valid = [layout for layout in layouts if not any(violations(layout.settings))]
             near = [
-                (_trained_share(stages, each, gpus, assumed), each)
-                for each in _near(valid or found)
+                (_trained_share(stages, layout, gpus, assumed), layout)
+                for layout in _near(valid or layouts)
             ]
-            share, chosen = min(near, key=lambda pair: (max(pair[0], ROOMY), pair[1].seconds))
-            return FittedRun(chosen.settings, changes, chosen.seconds, share)
+            share, best = min(near, key=lambda pair: (max(pair[0], ROOMY), pair[1].seconds))
+            return FittedRun(best.settings, changes, best.seconds, share)
     return None
 
 
@@ -102,12 +102,12 @@ def _changes(stages: Sequence[Stage], settings: RunSettings) -> Iterator[Change]
             yield changes
 
 
-def _near(found: Sequence[FoundLayout]) -> list[FoundLayout]:
-    return [each for each in found if each.seconds <= SLOWER * found[0].seconds]
+def _near(layouts: Sequence[FoundLayout]) -> list[FoundLayout]:
+    return [layout for layout in layouts if layout.seconds <= SLOWER * layouts[0].seconds]
 
 
 def _trained_share(
-    stages: Sequence[Stage], found: FoundLayout, gpus: int, assumed: Assumptions
+    stages: Sequence[Stage], layout: FoundLayout, gpus: int, assumed: Assumptions
 ) -> float:
     """Return the share of a GPU that the fullest phase without an awake engine needs."""
     assumed = replace(assumed, per_node=min(assumed.per_node, gpus))
@@ -116,6 +116,6 @@ def _trained_share(
         for stage in stages
         if stage.steps
         for node in [node_of(assumed, stage.kind)]
-        for phase in stage_phases(stage, found.settings, node)
+        for phase in stage_phases(stage, layout.settings, node)
         if phase.phase not in ENGINE_PHASES
     )

@@ -54,8 +54,8 @@ def gpus_of(cluster: ClusterSettings) -> GpusOf:
 
 def unchecked(cluster: ClusterSettings, profile: Path, stages: Iterable[Stage]) -> list[str]:
     """Return a line that says so where stages get GPUs whose memory the profile leaves out."""
-    owns = [cluster.of_kind(kind) for kind in {stage.kind for stage in stages}]
-    if not any(own.gpus_per_node and own.gpu_memory_gib is None for own in owns):
+    nodes = [cluster.of_kind(kind) for kind in {stage.kind for stage in stages}]
+    if not any(node.gpus_per_node and node.gpu_memory_gib is None for node in nodes):
         return []
     return [
         f"memory is not checked: set gpu_memory_gib in {shown(profile)} (79.2 for an H100 of 80 GB)"
@@ -69,18 +69,18 @@ def gpus_here(settings: RunSettings, parallel: int = 1) -> GpusOf:
     node may have the driver's program and no GPU: its error is none of a configuration.
     """
     try:
-        found = usable_gpus()
+        gpus = usable_gpus()
     except UserError:
-        found = []
-    if not found:
+        gpus = []
+    if not gpus:
         return lambda _: None
-    part, needed = max(1, len(found) // parallel), gpus_needed(settings.layout, settings.engine)
+    per_stage, needed = max(1, len(gpus) // parallel), gpus_needed(settings.layout, settings.engine)
     used = [
         gpu.total_bytes
-        for position, gpu in enumerate(found[: part * parallel])
-        if position % part < needed
+        for position, gpu in enumerate(gpus[: per_stage * parallel])
+        if position % per_stage < needed
     ]
-    here = NodeGpus(part, min(used))
+    here = NodeGpus(per_stage, min(used))
     return lambda _: here
 
 
@@ -98,13 +98,13 @@ def gpu_cache(stage: Stage, gpus: NodeGpus, settings: RunSettings) -> int | None
 
 def phase_table(stage: Stage, settings: RunSettings, gpus: NodeGpus) -> Iterator[str]:
     """Yield the table of a stage's phases: components on a GPU, and copies on the host."""
-    found = stage_phases(stage, settings, gpus)
-    names = dict.fromkeys(name for phase in found for name in phase.gpu)
+    phases = stage_phases(stage, settings, gpus)
+    names = dict.fromkeys(name for phase in phases for name in phase.gpu)
     title = f"{stage.name}: GiB on a GPU in each phase of a step; a GPU has {gib(gpus.each)}"
-    rows = [_row(name, [phase.gpu.get(name, 0) for phase in found]) for name in names]
-    totals = [phase.total for phase in found]
-    rows += [_row("total", totals, "bold"), _row("free", [gpus.each - each for each in totals])]
-    headings = ("component", *(_heading(phase) for phase in found))
+    rows = [_row(name, [phase.gpu.get(name, 0) for phase in phases]) for name in names]
+    totals = [phase.total for phase in phases]
+    rows += [_row("total", totals, "bold"), _row("free", [gpus.each - total for total in totals])]
+    headings = ("component", *(_heading(phase) for phase in phases))
     yield table(title, headings, rows, right=range(1, len(headings)))
     yield ""
     yield from _host_table(stage, settings, gpus)
@@ -114,15 +114,15 @@ def _host_table(stage: Stage, settings: RunSettings, gpus: NodeGpus) -> Iterator
     """Yield the table of a rank's bytes on the host; only one kind of checkpoint is there."""
     models = _models(stage, settings)
     phases = stage_phases(stage, settings, gpus)
-    kept = {name: max(each.host.get(name, 0) for each in phases) for name in _names(phases)}
+    host_bytes = {name: max(phase.host.get(name, 0) for phase in phases) for name in _names(phases)}
     copies = max((checkpoint_copies(each) for each in models), key=lambda each: max(each.values()))
     if stage.steps:
-        kept[max(copies, key=lambda name: copies[name])] = max(copies.values())
-    if not kept:
+        host_bytes[max(copies, key=lambda name: copies[name])] = max(copies.values())
+    if not host_bytes:
         return
     ranks = min(settings.layout.ranks, gpus.count)
-    rows = [_row(name, [each, ranks * each]) for name, each in kept.items()]
-    total = sum(kept.values())
+    rows = [_row(name, [count, ranks * count]) for name, count in host_bytes.items()]
+    total = sum(host_bytes.values())
     rows.append(_row("total", [total, ranks * total], "bold"))
     headings = ("component", "a rank", f"{ranks} rank{'s' if ranks > 1 else ''} of a node")
     yield table(f"{stage.name}: GiB on the host", headings, rows, right=range(1, 3))
@@ -138,7 +138,7 @@ def _heading(phase: PhaseMemory) -> str:
 
 
 def _row(name: str, counts: Sequence[int], style: str = "") -> list[str | Cell]:
-    return [name, *(Cell(f"{each / GIB:,.2f}" if each else "", style) for each in counts)]
+    return [name, *(Cell(f"{count / GIB:,.2f}" if count else "", style) for count in counts)]
 
 
 def _of_profile(cluster: ClusterSettings) -> NodeGpus | None:
@@ -168,7 +168,9 @@ def _models(stage: Stage, settings: RunSettings) -> list[RankModels]:
     critic = critic_memory(stage, settings)
     block = rewarded(stage, settings)
     logits = (
-        [each.kl.needs_logits for each in objectives(stage, settings).values()] if block else [True]
+        [objective.kl.needs_logits for objective in objectives(stage, settings).values()]
+        if block
+        else [True]
     )
     headed = heads_needed(stage, settings) if block is None else frozen * any(logits)
     return [

@@ -25,7 +25,7 @@ def memory_report(settings: RunSettings, gpus_of: GpusOf = lambda _: None) -> It
     """
     graph = compile_graph(settings)
     stages = [(stage, stage_memory(stage, settings)) for stage in graph]
-    largest, ranks = max(stages, key=lambda each: fullest(each[1]).total)
+    largest, ranks = max(stages, key=lambda pair: fullest(pair[1]).total)
     where = "the fullest rank" if settings.layout.ranks > 1 else "the rank"
     names = indented(graph)
     rows: list[tuple[str | Cell, ...]] = [
@@ -38,21 +38,21 @@ def memory_report(settings: RunSettings, gpus_of: GpusOf = lambda _: None) -> It
         chunks = [len(layers) for layers in chunk_layers(settings.model, settings.layout)]
         layers = [str(sum(chunks[rank :: len(ranks)])) for rank in range(len(ranks))]
         also = {0: "embedding", len(ranks) - 1: "output layer"}
-        parts: list[tuple[str | Cell, ...]] = [
+        rank_rows: list[tuple[str | Cell, ...]] = [
             (str(number), layers[number], also.get(number, ""), *_cells(rank))
             for number, rank in enumerate(ranks)
         ]
         headings = ("pipeline rank", "layers", "also holds", *HEADINGS)
-        yield table(f"{largest.name}, by pipeline rank", headings, parts, right=range(3, 9))
+        yield table(f"{largest.name}, by pipeline rank", headings, rank_rows, right=range(3, 9))
         yield ""
     on_gpus = [(stage, gpus) for stage, _ in stages if (gpus := gpus_of(stage.kind)) is not None]
-    caches = [cache for each in on_gpus if (cache := gpu_cache(*each, settings)) is not None]
+    caches = [cache for pair in on_gpus if (cache := gpu_cache(*pair, settings)) is not None]
     yield from _notes(
         settings, ranks, min(caches, default=cache_bytes(settings.model, settings.engine))
     )
     yield from _response_notes(settings, graph)
     if on_gpus:
-        tightest, gpus = max(on_gpus, key=lambda each: _peak(settings, *each))
+        tightest, gpus = max(on_gpus, key=lambda pair: _peak(settings, *pair))
         yield ""
         yield from phase_table(tightest, settings, gpus)
 
@@ -76,8 +76,10 @@ def fullest(ranks: list[RankMemory]) -> RankMemory:
 
 
 def _cells(rank: RankMemory) -> list[Cell]:
-    parts = (rank.parameters, rank.gradients, rank.optimizer, rank.frozen, rank.activations)
-    return [Cell(human(part) if part else "") for part in parts] + [Cell(human(rank.total), "bold")]
+    components = (rank.parameters, rank.gradients, rank.optimizer, rank.frozen, rank.activations)
+    return [Cell(human(count) if count else "") for count in components] + [
+        Cell(human(rank.total), "bold")
+    ]
 
 
 def _notes(settings: RunSettings, ranks: list[RankMemory], cached: int) -> Iterator[str]:
@@ -88,8 +90,8 @@ def _notes(settings: RunSettings, ranks: list[RankMemory], cached: int) -> Itera
     weights = engine.ranks * engine_weights(model, engine)
     fitting = engine.data * tokens_in(cached, model, engine)
     sequences = engine.data * engine.max_sequences
-    asked = sequences * engine.max_model_tokens
-    verdict = "all fit" if fitting >= asked else "the rest waits"
+    needed = sequences * engine.max_model_tokens
+    verdict = "all fit" if fitting >= needed else "the rest waits"
     yield (
         f"model: {_count(whole)} parameters, {_count(active)} of them used by a token, "
         f"{model.precision}, on {layout_text(layout)}"
@@ -100,7 +102,7 @@ def _notes(settings: RunSettings, ranks: list[RankMemory], cached: int) -> Itera
     yield (
         f"{_engines(engine)}: {human(weights + cache)} = weights {human(weights)} + KV "
         f"cache {human(cache)},\n  which holds {fitting:,} tokens; {sequences} "
-        f"sequences of {engine.max_model_tokens} are {asked:,}: {verdict}"
+        f"sequences of {engine.max_model_tokens} are {needed:,}: {verdict}"
     )
     yield (
         "activations are an estimate of what backward passes need; temporary buffers of kernels\n"

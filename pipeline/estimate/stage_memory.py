@@ -51,9 +51,9 @@ def critic_memory(stage: Stage, settings: RunSettings) -> list[RankMemory] | Non
 def trained_by(stage: Stage, settings: RunSettings) -> tuple[OptimizerSettings, LoopSettings]:
     """Return the optimizer and the loop of a stage that trains."""
     assert stage.block is not None
-    found = settings.stages[stage.block].trained_by(settings, stage.domains)
-    assert found is not None, f"{stage.name} trains nothing"
-    return found
+    optimizer_and_loop = settings.stages[stage.block].trained_by(settings, stage.domains)
+    assert optimizer_and_loop is not None, f"{stage.name} trains nothing"
+    return optimizer_and_loop
 
 
 def row_tokens(stage: Stage, settings: RunSettings) -> int:
@@ -124,11 +124,11 @@ def compared_with(stage: Stage, settings: RunSettings) -> tuple[int, int]:
     if rewarded(stage, settings) is None:
         frozen, moving = _self_teachers(stage, settings)
         return _teachers(stage, settings) + _starts(stage, settings) + frozen, moving
-    own = {name: each.kl for name, each in objectives(stage, settings).items()}
-    penalties = {name: kl for name, kl in own.items() if kl.coefficient > 0}
+    kl_settings = {name: objective.kl for name, objective in objectives(stage, settings).items()}
+    penalties = {name: kl for name, kl in kl_settings.items() if kl.coefficient > 0}
     averages = {kl.ema_decay for kl in penalties.values() if kl.reference == AVERAGE}
-    others = [name for name, kl in penalties.items() if kl.reference != AVERAGE]
-    return len({stage.models.get(name, stage.parent) for name in others}), len(averages)
+    frozen_domains = [name for name, kl in penalties.items() if kl.reference != AVERAGE]
+    return len({stage.models.get(name, stage.parent) for name in frozen_domains}), len(averages)
 
 
 def heads_needed(stage: Stage, settings: RunSettings) -> int:
