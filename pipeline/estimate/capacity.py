@@ -79,7 +79,7 @@ def _overflows(stage: Stage, settings: RunSettings, gpus_of: GpusOf) -> list[Ove
 
 def _over(phase: PhaseMemory, gpus: NodeGpus) -> int:
     """Return the bytes of a phase that a GPU lacks; negative if it has more."""
-    return phase.total + phase.reserve - gpus.each
+    return phase.total + phase.reserve - gpus.gpu_bytes
 
 
 def _message(group: list[Overflow], settings: RunSettings) -> str:
@@ -91,7 +91,7 @@ def _message(group: list[Overflow], settings: RunSettings) -> str:
     needed = gib(phase.total + phase.reserve)
     return (
         f"{worst.stage.name}: {phase.phase} needs {needed} GiB of each {phase.where}, "
-        f"{gib(worst.over)} GiB more than its {gib(worst.gpus.each)} ({listed}); "
+        f"{gib(worst.over)} GiB more than its {gib(worst.gpus.gpu_bytes)} ({listed}); "
         f"{_advice(group, settings)}"
     )
 

@@ -112,7 +112,7 @@ def _trained_share(
     """Return the share of a GPU that the fullest phase without an awake engine needs."""
     assumed = replace(assumed, per_node=min(assumed.per_node, gpus))
     return max(
-        (phase.total + phase.reserve) / node.each
+        (phase.total + phase.reserve) / node.gpu_bytes
         for stage in stages
         if stage.steps
         for node in [node_of(assumed, stage.kind)]

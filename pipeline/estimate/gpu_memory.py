@@ -41,7 +41,7 @@ class NodeGpus:
     """The GPUs of a node for ranks and engines: their number, and the bytes of the smallest."""
 
     count: int
-    each: int
+    gpu_bytes: int
 
 
 GpusOf = Callable[[str], NodeGpus | None]
@@ -100,10 +100,13 @@ def phase_table(stage: Stage, settings: RunSettings, gpus: NodeGpus) -> Iterator
     """Yield the table of a stage's phases: components on a GPU, and copies on the host."""
     phases = stage_phases(stage, settings, gpus)
     names = dict.fromkeys(name for phase in phases for name in phase.gpu)
-    title = f"{stage.name}: GiB on a GPU in each phase of a step; a GPU has {gib(gpus.each)}"
+    title = f"{stage.name}: GiB on a GPU in each phase of a step; a GPU has {gib(gpus.gpu_bytes)}"
     rows = [_row(name, [phase.gpu.get(name, 0) for phase in phases]) for name in names]
     totals = [phase.total for phase in phases]
-    rows += [_row("total", totals, "bold"), _row("free", [gpus.each - total for total in totals])]
+    rows += [
+        _row("total", totals, "bold"),
+        _row("free", [gpus.gpu_bytes - total for total in totals]),
+    ]
     headings = ("component", *(_heading(phase) for phase in phases))
     yield table(title, headings, rows, right=range(1, len(headings)))
     yield ""
@@ -153,7 +156,7 @@ def _engines(settings: RunSettings, gpus: NodeGpus) -> EngineOnGpus:
         engine_share(settings.model, engine),
         shared=engine.placement == "shared",
         neighbours=neighbours(settings.layout, engine, gpus.count),
-        gpu_bytes=gpus.each,
+        gpu_bytes=gpus.gpu_bytes,
     )
 
 

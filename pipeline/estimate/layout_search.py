@@ -46,10 +46,10 @@ HEADINGS = ("time", "GPU hours", "fullest phase", "settings")
 class FoundLayout:
     """A layout with the seconds of all steps, and the share of a GPU that its phases need.
 
-    `given` are the settings that were searched with.
+    `original` are the settings that were searched with.
     """
 
-    given: RunSettings
+    original: RunSettings
     settings: RunSettings
     seconds: float
     filled: float
@@ -61,7 +61,7 @@ class FoundLayout:
         for block, keys in CHOSEN.items():
             before, after = (
                 getattr(settings, block).model_dump(mode="json")
-                for settings in (self.given, self.settings)
+                for settings in (self.original, self.settings)
             )
             reset = [key for key in RESET[block] if after[key] != before[key]]
             overrides += [f"{block}.{key}={dump_line(after[key])}" for key in (*keys, *reset)]
@@ -166,7 +166,7 @@ def _checked(
 def _filled(checked: Sequence[Stage], settings: RunSettings, assumed: Assumptions) -> float:
     """Return the bytes of the fullest phase of all stages over those that may be filled."""
     return max(
-        (phase.total + phase.reserve) / node.each
+        (phase.total + phase.reserve) / node.gpu_bytes
         for stage in checked
         for node in [node_of(assumed, stage.kind, FILLED_AT_MOST)]
         for phase in stage_phases(stage, settings, node)

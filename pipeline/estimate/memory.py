@@ -60,7 +60,7 @@ def memory_report(settings: RunSettings, gpus_of: GpusOf = lambda _: None) -> It
 def _peak(settings: RunSettings, stage: Stage, gpus: NodeGpus) -> tuple[int, int]:
     """Return the excess of the stage's tightest phase over a GPU, and its own phases' peak."""
     totals = [phase.total for phase in stage_phases(stage, settings, gpus)]
-    return max(totals) - gpus.each, sum(totals)
+    return max(totals) - gpus.gpu_bytes, sum(totals)
 
 
 def largest_memory(settings: RunSettings, stages: Sequence[Stage]) -> str:

@@ -173,7 +173,7 @@ def workload(stage: Stage, settings: RunSettings, assumed: Assumptions) -> StepW
     else:
         longest = min(budget, settings.model.max_positions)
         return StepWorkload(
-            _given(stage, settings),
+            _unsampled_sequences(stage, settings),
             mean_tokens=assumed.filled * longest,
             most_tokens=longest,
             row_tokens=row,
@@ -213,7 +213,7 @@ def _prompt_tokens(stage: Stage, settings: RunSettings) -> int:
     return max(0, settings.engine.max_model_tokens - longest)
 
 
-def _given(stage: Stage, settings: RunSettings) -> int:
+def _unsampled_sequences(stage: Stage, settings: RunSettings) -> int:
     """Return the sequences of a step that samples none: demonstrations, or both of each pair."""
     assert stage.block is not None
     block = settings.stages[stage.block]
