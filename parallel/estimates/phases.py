@@ -54,6 +54,16 @@ class RankModels:
     updates: int = 1
     trains: bool = True
 
+    @property
+    def trained(self) -> list[RankMemory]:
+        """The policy, and the critic where there is one; or the model that is only read."""
+        return [self.policy] if self.critic is None else [self.policy, self.critic]
+
+    @property
+    def memory(self) -> RankMemory:
+        """The memory of all models together."""
+        return self.policy if self.critic is None else self.policy.beside(self.critic)
+
 
 @dataclass(frozen=True)
 class EngineOnGpus:
@@ -87,29 +97,43 @@ class PhaseMemory:
         """All bytes on the GPU."""
         return sum(self.gpu.values())
 
+    @property
+    def needed(self) -> int:
+        """The bytes that a GPU must have."""
+        return self.total + self.reserve
+
+    @property
+    def engine_awake(self) -> bool:
+        """True while an engine's weights are on the GPU."""
+        return self.phase in ("generate", "weight sync")
+
 
 def phases(models: RankModels, engines: EngineOnGpus | None) -> Iterator[PhaseMemory]:
     """Yield the phases of a step in their order, of a trainer's rank and of an engine's."""
     shared = engines is not None and engines.shared
-    trainer = _trainer_process(engines)
+    trainer = _process_bytes(0 if engines is None else engines.neighbours)
+    host = _host(models, shared)
     where: Where = "GPU" if engines is None or shared else "trainer's GPU"
     asleep = 0
     if engines is not None:
-        yield _generate(models, engines)
-        if shared:
-            asleep = engines.share.process
-            yield _weight_sync(models, engines)
+        yield _generate(engines, trainer if shared else 0, host)
+    if engines is not None and shared:
+        asleep = engines.share.process
+        gpu = {
+            "trainer weights": models.policy.parameters,
+            "engine weights": engines.share.weights,
+            "staging": engines.share.bucket,
+            "engine process": asleep,
+            "trainer process": trainer,
+        }
+        yield PhaseMemory("weight sync", where, gpu, host)
     for phase, components in _passes(models, shared, samples=engines is not None):
         gpu = {**components, "engine process": asleep, "trainer process": trainer}
-        yield PhaseMemory(phase, where, _present(gpu), _host(models, shared))
-
-
-def _trainer_process(engines: EngineOnGpus | None) -> int:
-    """Return the bytes of a trainer's GPU besides its models: contexts and communicators."""
-    return _process_bytes(engines.neighbours if engines is not None else 0)
+        yield PhaseMemory(phase, where, _present(gpu), host)
 
 
 def _process_bytes(neighbours: int) -> int:
+    """Return the bytes of a trainer's GPU besides its models: contexts and communicators."""
     return COMMUNICATOR_BYTES + (1 + neighbours) * CONTEXT_BYTES
 
 
@@ -120,14 +144,15 @@ def checkpoint_copies(models: RankModels) -> dict[str, int]:
     rank's buffers without their sharding, as master weights and both moments in fp32
     (distrib_optimizer.py, `fully_reshardable`).
     """
-    trained = [model for model in (models.policy, models.critic) if model is not None]
-    saved = sum(model.parameters + model.optimizer + model.host_optimizer for model in trained)
-    loaded = sum(3 * model.gradients for model in trained)
+    saved = sum(
+        model.parameters + model.optimizer + model.host_optimizer for model in models.trained
+    )
+    loaded = sum(3 * model.gradients for model in models.trained)
     return {"checkpoint being saved": saved, "checkpoint being loaded": loaded}
 
 
-def _generate(models: RankModels, engines: EngineOnGpus) -> PhaseMemory:
-    share, trainer = engines.share, _trainer_process(engines) if engines.shared else 0
+def _generate(engines: EngineOnGpus, trainer: int, host: dict[str, int]) -> PhaseMemory:
+    share = engines.share
     available = None if engines.gpu_bytes is None else engines.gpu_bytes - trainer
     gpu = {
         "engine weights": share.weights,
@@ -137,19 +162,7 @@ def _generate(models: RankModels, engines: EngineOnGpus) -> PhaseMemory:
         "trainer process": trainer,
     }
     where: Where = "GPU" if engines.shared else "engine's GPU"
-    host = _host(models, engines.shared)
     return PhaseMemory("generate", where, _present(gpu), host, RESERVE_BYTES)
-
-
-def _weight_sync(models: RankModels, engines: EngineOnGpus) -> PhaseMemory:
-    gpu = {
-        "trainer weights": models.policy.parameters,
-        "engine weights": engines.share.weights,
-        "staging": engines.share.bucket,
-        "engine process": engines.share.process,
-        "trainer process": _trainer_process(engines),
-    }
-    return PhaseMemory("weight sync", "GPU", gpu, _host(models, moves=True))
 
 
 def _passes(
@@ -161,7 +174,7 @@ def _passes(
     update of the step follows: that of the model updated last. In an update only the model that is
     updated is on the GPU.
     """
-    trained = [model for model in (models.policy, models.critic) if model is not None]
+    trained = models.trained
     if not models.trains:
         yield "load", _held(trained, updates=False)
         return
@@ -171,7 +184,9 @@ def _passes(
             at_rest["optimizer state"] = max(model.optimizer for model in trained)
         frozen = {"frozen model": models.frozen}
         yield "log-probabilities", {**at_rest, **frozen, **_activations(models, models.forward)}
+    # On shared GPUs the critic's update comes at another time, and has no logits.
     updated = _held(trained[:1] if moves else trained, updates=True)
+    # References have done their passes before; a merge's loss still multiplies with their heads.
     updated["frozen model"] = models.heads
     yield "update", {**updated, **_activations(models, models.policy.activations)}
     yield "optimizer step", updated
@@ -193,24 +208,17 @@ def _activations(models: RankModels, activations: int) -> dict[str, int]:
 
 def _host(models: RankModels, moves: bool) -> dict[str, int]:
     """Return a rank's bytes on the host; pinned copies are kept while their original is away."""
-    trained = [model for model in (models.policy, models.critic) if model is not None]
     components = {"frozen models": models.frozen * models.frozen_models}
-    state = sum(model.host_optimizer for model in trained)
+    state = sum(model.host_optimizer for model in models.trained)
     if moves:
-        components["trainer weights"] = sum(model.parameters for model in trained)
-        state += sum(model.optimizer for model in trained)
+        components["trainer weights"] = sum(model.parameters for model in models.trained)
+        state += sum(model.optimizer for model in models.trained)
     components["optimizer state"] = state
     return _present(components)
 
 
 def _present(components: dict[str, int]) -> dict[str, int]:
     return {name: count for name, count in components.items() if count}
-
-
-def fullest_phases(ranks: Sequence[RankModels], engines: EngineOnGpus | None) -> list[PhaseMemory]:
-    """Return every phase on the rank of the pipeline that needs most in it."""
-    by_rank = [list(phases(models, engines)) for models in ranks]
-    return [max(same, key=lambda phase: phase.total) for same in zip(*by_rank, strict=True)]
 
 
 def neighbours(layout: LayoutSettings, engine: EngineSettings, per_node: int) -> int:
@@ -229,15 +237,10 @@ def neighbours(layout: LayoutSettings, engine: EngineSettings, per_node: int) ->
     ]
     taken, on_node = {*slots}, Counter(slot // per_node for slot in slots)
     return max(
-        on_node[node_start // per_node]
-        - all(slot in taken for slot in _ranks(layout, node_start, per_node))
-        for node_start in range(0, layout.ranks, per_node)
+        on_node[start // per_node]
+        - all(slot in taken for slot in range(start, min(start + per_node, layout.ranks)))
+        for start in range(0, layout.ranks, per_node)
     )
-
-
-def _ranks(layout: LayoutSettings, node_start: int, per_node: int) -> range:
-    """Return the slots of the ranks of a node, from its first."""
-    return range(node_start, min(node_start + per_node, layout.ranks))
 
 
 def engine_gpu_bytes(

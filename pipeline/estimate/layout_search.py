@@ -125,7 +125,7 @@ def _of_split(
     fitting: list[FoundLayout] = []
     for seconds, layout, fleet in sorted(timed, key=lambda timing: timing[0]):
         changed = _with(settings, layout, fleet)
-        filled = _filled(checked, changed, assumed)
+        filled = fullest_share(checked, changed, assumed, FILLED_AT_MOST)
         if filled <= 1:
             fitting.append(FoundLayout(settings, changed, seconds, filled * FILLED_AT_MOST))
         if len(fitting) == most:
@@ -163,13 +163,23 @@ def _checked(
     return [*checked, *{stage.kind: stage for stage in stages if stage.kind in kinds}.values()]
 
 
-def _filled(checked: Sequence[Stage], settings: RunSettings, assumed: Assumptions) -> float:
-    """Return the bytes of the fullest phase of all stages over those that may be filled."""
+def fullest_share(
+    stages: Sequence[Stage],
+    settings: RunSettings,
+    assumed: Assumptions,
+    share: float = 1.0,
+    asleep: bool = False,
+) -> float:
+    """Return the bytes of the stages' fullest phase over this share of a GPU's memory.
+
+    With `asleep` only phases count in which no engine is awake.
+    """
     return max(
-        (phase.total + phase.reserve) / node.gpu_bytes
-        for stage in checked
-        for node in [node_of(assumed, stage.kind, FILLED_AT_MOST)]
+        phase.needed / node.gpu_bytes
+        for stage in stages
+        for node in [node_of(assumed, stage.kind, share)]
         for phase in stage_phases(stage, settings, node)
+        if not (asleep and phase.engine_awake)
     )
 
 
