@@ -22,6 +22,7 @@ from pipeline.report.page.timelines import timelines
 from pipeline.report.page.training import curves, guards, history, planned_memory
 from pipeline.report.view.experts import MOST
 from pipeline.report.view.health import symptoms
+from pipeline.report.view.overview import MOST_BYTES
 from pipeline.run.answers import measured_models
 from pipeline.run.ledger import minutes
 from pipeline.run.metrics import Line, newest_lines
@@ -33,7 +34,6 @@ from stages.data.tokenizer import tokenizer_named
 from stages.metric_definitions import METRICS
 
 VARIANTS = ("name", "kind")  # keys that say which of several blocks one is
-MOST_BYTES = 1 << 26  # of a stage's metrics that are read, from their end
 MOST_MAPS = 40  # steps of a stage whose experts are shown
 
 Json = dict[str, Any]

@@ -99,7 +99,7 @@ class Recorded:
         seen, every = 0, 1  # samples with tokens' values, and which of them are kept
         for place, row in enumerate(samples.rows(self._chosen)):
             for name in PLAIN:
-                columns[name].append(_short(row[name], 6))
+                columns[name].append(short_number(row[name], 6))
             for name, distinct in names.items():
                 columns[name].append(distinct.number(row[name]))
             solved = row["solved"]
@@ -108,7 +108,7 @@ class Recorded:
             for name, score in (row["reward_parts"] or {}).items():
                 column = reward_parts.setdefault(name, [])
                 column += [None] * (place - len(column))
-                column.append(_short(score, 6))
+                column.append(short_number(score, 6))
             observed = row["trainer_logprobs"] or row["teacher_kl"]
             if observed and not self._redacted:
                 if seen % every == 0:
@@ -161,10 +161,10 @@ def _of_tokens(row: Row) -> Json:
     tokens: Json = {"ids": row["response_tokens"]}
     for name in OF_TOKENS:
         if row[name] is not None:
-            tokens[name] = [_short(value, DIGITS) for value in row[name]]
+            tokens[name] = [short_number(value, DIGITS) for value in row[name]]
     return tokens
 
 
-def _short(value: float | None, digits: int) -> float | None:
+def short_number(value: float | None, digits: int) -> float | None:
     """Return a number in few digits; none where it is no number, which JSON lacks."""
     return float(f"{value:.{digits}g}") if value is not None and isfinite(value) else None
