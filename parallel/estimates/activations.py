@@ -32,16 +32,16 @@ def kept_activations(
     share = tokens / (layout.context * layout.tensor)
     layer = share * _layer_activations(model, layout)
     if layout.recompute == "full":  # every layer keeps its input, and one at a time is recomputed
-        kept = in_flight * share * model.hidden_size * BYTES[model.precision] + layer
+        activations = in_flight * share * model.hidden_size * BYTES[model.precision] + layer
     else:  # of the modules that are recomputed, one layer's at a time
         again = share * _recomputed_activations(model, layout)
-        kept = in_flight * (layer - again) + again
+        activations = in_flight * (layer - again) + again
     if rank == layout.pipeline - 1 and not values:
         # The logits and their gradient; the loss computes in fp32 on one chunk of them at a time.
         size = FP32 if model.precise_head else BYTES[model.precision]
-        kept += 2 * share * model.vocabulary_size * size
-        kept += _loss_buffers(model, layout, tokens)
-    return round(kept)
+        activations += 2 * share * model.vocabulary_size * size
+        activations += _loss_buffers(model, layout, tokens)
+    return round(activations)
 
 
 def forward_activations(model: ModelSettings, layout: LayoutSettings, tokens: int) -> int:

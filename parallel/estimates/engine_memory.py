@@ -74,7 +74,7 @@ class EngineShare:
         """Return the bytes of the cache in what is available to the engine, None being enough."""
         if available is None:
             return self.whole_cache
-        fixed = self.weights + self.workspace + self.process + RESERVE_BYTES
+        fixed = self.least - self.least_cache
         return max(self.least_cache, min(self.whole_cache, available - fixed))
 
 
@@ -101,33 +101,30 @@ def engine_memory(
     share, available = engine_share(model, engine), free_bytes
     if gpu_memory_bytes is not None:
         available = min(available, gpu_memory_bytes)
-    wanted, cache = share.least_cache, share.cache(available)
-    fixed = share.weights + share.workspace
-    process = share.process + RESERVE_BYTES
-    if (over := fixed + wanted + process - available) > 0:
+    if (over := share.least - available) > 0:
         raise UserError(
             f"engine: weights {gib(share.weights)}, workspace {gib(share.workspace)}, context, "
-            f"graphs and reserve {gib(process)} and a KV cache of {gib(wanted)} GiB exceed the "
-            f"{gib(available)} GiB that it may use of a GPU of {gib(total_bytes)} GiB by "
-            f"{gib(over)} GiB; raise engine.tensor, or lower engine.max_model_tokens or "
-            "engine.kv_cache_mebibytes"
+            f"graphs and reserve {gib(share.process + RESERVE_BYTES)} and a KV cache of "
+            f"{gib(share.least_cache)} GiB exceed the {gib(available)} GiB that it may use of a GPU"
+            f" of {gib(total_bytes)} GiB by {gib(over)} GiB; raise engine.tensor, or lower "
+            "engine.max_model_tokens or engine.kv_cache_mebibytes"
         )
-    part = math.floor((fixed + cache) / total_bytes * 10_000) / 10_000
-    return EngineMemory(max(part, 0.0001), cache)
+    cache = share.cache(available)
+    used = (share.weights + share.workspace + cache) / total_bytes
+    return EngineMemory(max(math.floor(used * 10_000) / 10_000, 0.0001), cache)
 
 
 def engine_share(model: ModelSettings, engine: EngineSettings) -> EngineShare:
     """Return what an engine holds on each of its GPUs."""
-    given = engine.kv_cache_mebibytes is not None
-    one = _cache_for(model, engine, 1)
-    bucket = max(each for _, each in _buckets(model, engine))
+    one_sequence = engine.model_copy(update={"max_sequences": 1})
+    bucket = max(size for _, size in _buckets(model, engine))
     several = COMMUNICATOR_BYTES if engine.ranks > 1 else 0
     return EngineShare(
         weights=engine_weights(model, engine),
         bucket=bucket,
         workspace=max(bucket, _workspace(model, engine)),  # a refit stages while nothing computes
         process=CONTEXT_BYTES + several + GRAPH_BYTES,
-        least_cache=cache_bytes(model, engine) if given else one,
+        least_cache=cache_bytes(model, one_sequence),
         whole_cache=cache_bytes(model, engine),
     )
 
@@ -144,7 +141,11 @@ def cache_bytes(model: ModelSettings, engine: EngineSettings) -> int:
     """Return the bytes of an engine rank's KV cache; unless set, just enough for its sequences."""
     if engine.kv_cache_mebibytes is not None:
         return engine.kv_cache_mebibytes << 20
-    return _cache_for(model, engine, engine.max_sequences)
+    further = architecture(model)
+    if isinstance(further, Qwen35MoeArchitecture):
+        return (engine.max_sequences + 1) * _hybrid_sequence(model, further, engine)
+    blocks = engine.max_sequences * -(-engine.max_model_tokens // CACHE_BLOCK)
+    return (blocks + 1) * CACHE_BLOCK * _cached_token(model, engine)  # vLLM keeps one to itself
 
 
 def cached_tokens(model: ModelSettings, engine: EngineSettings) -> int:
@@ -177,14 +178,6 @@ def gib(count: int) -> str:
     return f"{count / GIB:,.2f}"
 
 
-def _cache_for(model: ModelSettings, engine: EngineSettings, sequences: int) -> int:
-    """Return the bytes of an engine rank's cache for sequences of max_model_tokens."""
-    further = architecture(model)
-    if isinstance(further, Qwen35MoeArchitecture):
-        return (sequences + 1) * _hybrid_sequence(model, further, engine)
-    return _blocks(engine, sequences) * CACHE_BLOCK * _cached_token(model, engine)
-
-
 def _hybrid_sequence(
     model: ModelSettings, further: Qwen35MoeArchitecture, engine: EngineSettings
 ) -> int:
@@ -204,11 +197,6 @@ def _hybrid_sequence(
     return full * page * (-(-engine.max_model_tokens * token // page) + 2 * groups)
 
 
-def _blocks(engine: EngineSettings, sequences: int) -> int:
-    """Return the cache's blocks for whole sequences; vLLM keeps one to itself."""
-    return sequences * -(-engine.max_model_tokens // CACHE_BLOCK) + 1
-
-
 def _cached_token(model: ModelSettings, engine: EngineSettings) -> int:
     """Return the bytes of a token in the cache of an engine rank."""
     return cached_elements(model, engine.tensor) * BYTES[model.precision]
@@ -223,7 +211,7 @@ def _buckets(model: ModelSettings, engine: EngineSettings) -> Iterator[tuple[int
         weights = description.weights[kind]
         yield (
             kinds.count(kind),
-            sum(_weight_bytes(each, model, engine, in_layer) for each in weights),
+            sum(_weight_bytes(weight, model, engine, in_layer) for weight in weights),
         )
 
 
@@ -260,6 +248,6 @@ def _workspace(model: ModelSettings, engine: EngineSettings) -> int:
     tokens = max(BATCHED_TOKENS, engine.max_sequences)
     inner = 3 * model.expert_hidden_size // (1 if engine.expert_parallel else engine.ranks)
     routed = engine.data * model.experts_per_token * (2 * model.hidden_size + inner)
-    each = routed + 8 * model.hidden_size
+    numbers = routed + 8 * model.hidden_size
     logits = 3 * FP32 * engine.max_sequences * model.vocabulary_size
-    return tokens * each * BYTES[model.precision] + logits
+    return tokens * numbers * BYTES[model.precision] + logits

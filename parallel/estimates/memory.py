@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import astuple, dataclass, replace
-from typing import Literal
 
 from parallel.estimates.activations import kept_activations
 from parallel.estimates.tensor_sizes import BYTES, FP32, Tensors, rank_chunks
-from parallel.settings import LayoutSettings, ModelSettings
+from parallel.settings import LayoutSettings, ModelSettings, OptimizerSettings
 
 OPTIMIZER_STATES = {"adam": 2, "sgd": 1}  # fp32 numbers a parameter: two moments, or a momentum
 
@@ -50,13 +49,11 @@ class RankMemory:
 def training_memory(
     model: ModelSettings,
     layout: LayoutSettings,
-    algorithm: Literal["adam", "sgd"],
+    optimizer: OptimizerSettings,
     row_tokens: int,
     frozen_models: int = 0,
     averages: int = 0,
     values: bool = False,
-    precision_aware: bool = False,
-    cpu_offload: float = 0.0,
 ) -> list[RankMemory]:
     """Return the memory of one rank of every pipeline rank while it trains, first rank first.
 
@@ -67,20 +64,21 @@ def training_memory(
         frozen_models: references and teachers held beside the policy.
         averages: of the policy's weights over its updates, which are kept in fp32.
         values: true for a critic's model, whose head gives one value and no logits.
-        precision_aware, cpu_offload: as in OptimizerSettings.
     """
-    if algorithm != "adam":  # megatron-core's distributed optimizer has only Adam
+    if optimizer.algorithm != "adam":  # megatron-core's distributed optimizer has only Adam
         layout = layout.model_copy(update={"distributed_optimizer": False})
-    precision = BYTES[model.precision]
-    states = _state_bytes(model, algorithm, precision_aware)
-    found = []
+    precision, low = BYTES[model.precision], model.precision == "bf16"
+    moment = BYTES["bf16"] if low and optimizer.precision_aware else FP32
+    # Of an element: its moments, and bf16's master weight in fp32.
+    states = OPTIMIZER_STATES[optimizer.algorithm] * moment + low * FP32
+    ranks = []
     for rank in range(layout.pipeline):
         chunks = rank_chunks(model, layout, rank, values)
         sizes = [_buffers(chunk, layout) for chunk in chunks]
-        buffered, updated = (sum(each) for each in zip(*sizes, strict=True))
+        buffered, updated = (sum(counts) for counts in zip(*sizes, strict=True))
         weights = sum(chunk.elements for chunk in chunks)
-        on_host = round(cpu_offload * states * updated)
-        found.append(
+        on_host = round(optimizer.cpu_offload * states * updated)
+        ranks.append(
             RankMemory(
                 parameters=precision * buffered,
                 gradients=FP32 * buffered,
@@ -90,7 +88,7 @@ def training_memory(
                 host_optimizer=on_host,
             )
         )
-    return found
+    return ranks
 
 
 def reading_memory(model: ModelSettings, layout: LayoutSettings) -> list[RankMemory]:
@@ -105,13 +103,6 @@ def reading_memory(model: ModelSettings, layout: LayoutSettings) -> list[RankMem
 def head_bytes(model: ModelSettings, layout: LayoutSettings) -> int:
     """Return the bytes of the output head on a rank of the last pipeline stage."""
     return BYTES[model.precision] * model.vocabulary_size * model.hidden_size // layout.tensor
-
-
-def _state_bytes(model: ModelSettings, algorithm: str, precision_aware: bool) -> int:
-    """Return the bytes of optimizer state of an element: moments, and bf16's master in fp32."""
-    low = model.precision == "bf16"
-    moment = BYTES["bf16"] if low and precision_aware else FP32
-    return OPTIMIZER_STATES[algorithm] * moment + low * FP32
 
 
 def _buffers(chunk: Tensors, layout: LayoutSettings) -> tuple[int, int]:

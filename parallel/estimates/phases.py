@@ -54,6 +54,16 @@ class RankModels:
     updates: int = 1
     trains: bool = True
 
+    @property
+    def trained(self) -> list[RankMemory]:
+        """The policy, and the critic where there is one; or the model that is only read."""
+        return [self.policy] if self.critic is None else [self.policy, self.critic]
+
+    @property
+    def memory(self) -> RankMemory:
+        """The memory of all models together."""
+        return self.policy if self.critic is None else self.policy.beside(self.critic)
+
 
 @dataclass(frozen=True)
 class EngineOnGpus:
@@ -87,29 +97,43 @@ class PhaseMemory:
         """All bytes on the GPU."""
         return sum(self.gpu.values())
 
+    @property
+    def needed(self) -> int:
+        """The bytes that a GPU must have."""
+        return self.total + self.reserve
+
+    @property
+    def engine_awake(self) -> bool:
+        """True while an engine's weights are on the GPU."""
+        return self.phase in ("generate", "weight sync")
+
 
 def phases(models: RankModels, engines: EngineOnGpus | None) -> Iterator[PhaseMemory]:
     """Yield the phases of a step in their order, of a trainer's rank and of an engine's."""
     shared = engines is not None and engines.shared
-    trainer = _trainer_process(engines)
+    trainer = _process_bytes(0 if engines is None else engines.neighbours)
+    host = _host(models, shared)
     where: Where = "GPU" if engines is None or shared else "trainer's GPU"
     asleep = 0
     if engines is not None:
-        yield _generate(models, engines)
-        if shared:
-            asleep = engines.share.process
-            yield _weight_sync(models, engines)
-    for phase, parts in _passes(models, shared, samples=engines is not None):
-        gpu = {**parts, "engine process": asleep, "trainer process": trainer}
-        yield PhaseMemory(phase, where, _present(gpu), _host(models, shared))
-
-
-def _trainer_process(engines: EngineOnGpus | None) -> int:
-    """Return the bytes of a trainer's GPU besides its models: contexts and communicators."""
-    return _process_bytes(engines.neighbours if engines is not None else 0)
+        yield _generate(engines, trainer if shared else 0, host)
+    if engines is not None and shared:
+        asleep = engines.share.process
+        gpu = {
+            "trainer weights": models.policy.parameters,
+            "engine weights": engines.share.weights,
+            "staging": engines.share.bucket,
+            "engine process": asleep,
+            "trainer process": trainer,
+        }
+        yield PhaseMemory("weight sync", where, gpu, host)
+    for phase, components in _passes(models, shared, samples=engines is not None):
+        gpu = {**components, "engine process": asleep, "trainer process": trainer}
+        yield PhaseMemory(phase, where, _present(gpu), host)
 
 
 def _process_bytes(neighbours: int) -> int:
+    """Return the bytes of a trainer's GPU besides its models: contexts and communicators."""
     return COMMUNICATOR_BYTES + (1 + neighbours) * CONTEXT_BYTES
 
 
@@ -120,14 +144,15 @@ def checkpoint_copies(models: RankModels) -> dict[str, int]:
     rank's buffers without their sharding, as master weights and both moments in fp32
     (distrib_optimizer.py, `fully_reshardable`).
     """
-    trained = [each for each in (models.policy, models.critic) if each is not None]
-    saved = sum(each.parameters + each.optimizer + each.host_optimizer for each in trained)
-    loaded = sum(3 * each.gradients for each in trained)
+    saved = sum(
+        model.parameters + model.optimizer + model.host_optimizer for model in models.trained
+    )
+    loaded = sum(3 * model.gradients for model in models.trained)
     return {"checkpoint being saved": saved, "checkpoint being loaded": loaded}
 
 
-def _generate(models: RankModels, engines: EngineOnGpus) -> PhaseMemory:
-    share, trainer = engines.share, _trainer_process(engines) if engines.shared else 0
+def _generate(engines: EngineOnGpus, trainer: int, host: dict[str, int]) -> PhaseMemory:
+    share = engines.share
     available = None if engines.gpu_bytes is None else engines.gpu_bytes - trainer
     gpu = {
         "engine weights": share.weights,
@@ -137,19 +162,7 @@ def _generate(models: RankModels, engines: EngineOnGpus) -> PhaseMemory:
         "trainer process": trainer,
     }
     where: Where = "GPU" if engines.shared else "engine's GPU"
-    host = _host(models, engines.shared)
     return PhaseMemory("generate", where, _present(gpu), host, RESERVE_BYTES)
-
-
-def _weight_sync(models: RankModels, engines: EngineOnGpus) -> PhaseMemory:
-    gpu = {
-        "trainer weights": models.policy.parameters,
-        "engine weights": engines.share.weights,
-        "staging": engines.share.bucket,
-        "engine process": engines.share.process,
-        "trainer process": _trainer_process(engines),
-    }
-    return PhaseMemory("weight sync", "GPU", gpu, _host(models, moves=True))
 
 
 def _passes(
@@ -161,56 +174,51 @@ def _passes(
     update of the step follows: that of the model updated last. In an update only the model that is
     updated is on the GPU.
     """
-    trained = [each for each in (models.policy, models.critic) if each is not None]
+    trained = models.trained
     if not models.trains:
         yield "load", _held(trained, updates=False)
         return
     if samples:
         at_rest = _held(trained, updates=not moves)
         if moves and models.updates > 1:
-            at_rest["optimizer state"] = max(each.optimizer for each in trained)
+            at_rest["optimizer state"] = max(model.optimizer for model in trained)
         frozen = {"frozen model": models.frozen}
         yield "log-probabilities", {**at_rest, **frozen, **_activations(models, models.forward)}
+    # On shared GPUs the critic's update comes at another time, and has no logits.
     updated = _held(trained[:1] if moves else trained, updates=True)
+    # References have done their passes before; a merge's loss still multiplies with their heads.
     updated["frozen model"] = models.heads
     yield "update", {**updated, **_activations(models, models.policy.activations)}
     yield "optimizer step", updated
 
 
 def _held(trained: list[RankMemory], updates: bool) -> dict[str, int]:
-    found = {"trainer weights": sum(each.parameters for each in trained)}
+    components = {"trainer weights": sum(model.parameters for model in trained)}
     if updates:
-        found["gradients"] = sum(each.gradients for each in trained)
-        found["optimizer state"] = sum(each.optimizer for each in trained)
-    return found
+        components["gradients"] = sum(model.gradients for model in trained)
+        components["optimizer state"] = sum(model.optimizer for model in trained)
+    return components
 
 
-def _activations(models: RankModels, kept: int) -> dict[str, int]:
+def _activations(models: RankModels, activations: int) -> dict[str, int]:
     dispatched = round(IMBALANCE * ROUTED_COPIES * models.routed)
-    slack = round(FRAGMENTATION * (kept + dispatched))
-    return {"activations": kept, "dispatch and fragments": dispatched + slack}
+    slack = round(FRAGMENTATION * (activations + dispatched))
+    return {"activations": activations, "dispatch and fragments": dispatched + slack}
 
 
 def _host(models: RankModels, moves: bool) -> dict[str, int]:
     """Return a rank's bytes on the host; pinned copies are kept while their original is away."""
-    trained = [each for each in (models.policy, models.critic) if each is not None]
-    found = {"frozen models": models.frozen * models.frozen_models}
-    state = sum(each.host_optimizer for each in trained)
+    components = {"frozen models": models.frozen * models.frozen_models}
+    state = sum(model.host_optimizer for model in models.trained)
     if moves:
-        found["trainer weights"] = sum(each.parameters for each in trained)
-        state += sum(each.optimizer for each in trained)
-    found["optimizer state"] = state
-    return _present(found)
+        components["trainer weights"] = sum(model.parameters for model in models.trained)
+        state += sum(model.optimizer for model in models.trained)
+    components["optimizer state"] = state
+    return _present(components)
 
 
-def _present(parts: dict[str, int]) -> dict[str, int]:
-    return {name: count for name, count in parts.items() if count}
-
-
-def fullest_phases(ranks: Sequence[RankModels], engines: EngineOnGpus | None) -> list[PhaseMemory]:
-    """Return every phase on the rank of the pipeline that needs most in it."""
-    each = [list(phases(models, engines)) for models in ranks]
-    return [max(same, key=lambda phase: phase.total) for same in zip(*each, strict=True)]
+def _present(components: dict[str, int]) -> dict[str, int]:
+    return {name: count for name, count in components.items() if count}
 
 
 def neighbours(layout: LayoutSettings, engine: EngineSettings, per_node: int) -> int:
@@ -223,20 +231,16 @@ def neighbours(layout: LayoutSettings, engine: EngineSettings, per_node: int) ->
         return 0
     slots = [
         node * per_node + slot
-        for each in engine_slots(layout, engine, per_node)
-        for node in each.nodes
-        for slot in each.slots
+        for placed in engine_slots(layout, engine, per_node)
+        for node in placed.nodes
+        for slot in placed.slots
     ]
     taken, on_node = {*slots}, Counter(slot // per_node for slot in slots)
     return max(
-        on_node[first // per_node] - all(slot in taken for slot in _ranks(layout, first, per_node))
-        for first in range(0, layout.ranks, per_node)
+        on_node[start // per_node]
+        - all(slot in taken for slot in range(start, min(start + per_node, layout.ranks)))
+        for start in range(0, layout.ranks, per_node)
     )
-
-
-def _ranks(layout: LayoutSettings, first: int, per_node: int) -> range:
-    """Return the slots of the ranks of a node, from its first."""
-    return range(first, min(first + per_node, layout.ranks))
 
 
 def engine_gpu_bytes(

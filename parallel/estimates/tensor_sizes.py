@@ -51,10 +51,10 @@ def cached_elements(model: ModelSettings, ranks: int) -> int:
     """Return the elements of a token's keys and values on a tensor-parallel rank of an engine."""
     further = architecture(model)
     # The latent, or at least one key-value head, is on every rank.
-    each = 2 * max(1, model.key_value_heads // ranks) * model.head_dim
+    per_layer = 2 * max(1, model.key_value_heads // ranks) * model.head_dim
     if isinstance(further, DeepseekV3Architecture):
-        each = further.kv_lora_rank + model.head_dim
-    return len(full_attention_layers(model)) * each
+        per_layer = further.kv_lora_rank + model.head_dim
+    return len(full_attention_layers(model)) * per_layer
 
 
 def rank_chunks(
@@ -78,8 +78,8 @@ def _chunk(model: ModelSettings, layout: LayoutSettings, number: int, values: bo
     vocabulary = model.vocabulary_size * hidden // tensor
     dense = mixer_elements(model, tensor, layers[number])
     for width, layers_of_it in dense_widths(model, routed, count):
-        part = width * hidden // tensor
-        dense += [(2 * part, layers_of_it), (part, layers_of_it)]
+        elements = width * hidden // tensor
+        dense += [(2 * elements, layers_of_it), (elements, layers_of_it)]
     dense += [
         *((size, routed) for size in router_tensors(model)),  # whole on every tensor rank
         (hidden, routed * has_shared_gate(model)),
@@ -87,9 +87,9 @@ def _chunk(model: ModelSettings, layout: LayoutSettings, number: int, values: bo
         (vocabulary, int(number == 0)),
         (hidden if values else vocabulary, int(last)),  # the head
     ]
-    held = routed * model.experts // layout.expert
-    parts = layout.expert_tensor
-    return Tensors(dense, [(size // parts, held) for size in expert_tensors(model)])
+    experts = routed * model.experts // layout.expert
+    expert_tensor = layout.expert_tensor
+    return Tensors(dense, [(size // expert_tensor, experts) for size in expert_tensors(model)])
 
 
 def expert_tensors(model: ModelSettings) -> list[int]:
@@ -134,10 +134,10 @@ def mixer_elements(
     further = architecture(model)
     linear = sum(is_linear(further, layer) for layer in layers)
     full = len(layers) - linear
-    found = [(size, full) for size in _attention_elements(model, tensor)]
+    tensors = [(size, full) for size in _attention_elements(model, tensor)]
     if isinstance(further, Qwen35MoeArchitecture):
-        found += [(size, linear) for size in _delta_net_elements(model, further, tensor)]
-    return [(size, count) for size, count in found if count]
+        tensors += [(size, linear) for size in _delta_net_elements(model, further, tensor)]
+    return [(size, count) for size, count in tensors if count]
 
 
 def _delta_net_elements(

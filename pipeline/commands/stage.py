@@ -40,4 +40,4 @@ def stage(arguments: Namespace) -> None:
     with run.lock(shared=True):
         results = run_stage(run, selected, terminal(), starting.PROGRAMS)
     if results is not None:
-        print(report.results_table(results, own=run.own_domains))
+        print(report.results_table(results, own_domains=run.own_domains))

@@ -65,7 +65,7 @@ def _show_run(arguments: Namespace, run: Run) -> None:
             )
             say(f"\n{shown(run.results)} is damaged; rerun the evaluation with {again}")
         else:
-            print("", report.results_table(models, own=run.own_domains), sep="\n")
+            print("", report.results_table(models, own_domains=run.own_domains), sep="\n")
     if not run.is_running() and report.can_continue(run.stages, states):
         say(f"continue with: {run.resume_command()}")
 

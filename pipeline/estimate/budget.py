@@ -13,7 +13,7 @@ MARGIN = 1.5  # of a walltime over the simulated seconds, which are up to 43 % o
 START_SECONDS = 1800.0  # of engines and ranks, before the first step
 
 
-def steps_within(found: Sequence[SimulatedStage], hours: float) -> dict[str, int]:
+def steps_within(simulations: Sequence[SimulatedStage], hours: float) -> dict[str, int]:
     """Return the steps of every stage that together cost at most these GPU hours.
 
     All stages are shortened by one share, down to LEAST_STEPS.
@@ -21,12 +21,14 @@ def steps_within(found: Sequence[SimulatedStage], hours: float) -> dict[str, int
     Raises:
         UserError: not even LEAST_STEPS of each stage fit.
     """
-    steps = {each.stage.name: each.steps for each in found}
-    each_costs = {each.stage.name: each.gpu_hours / each.steps for each in found}
+    steps = {simulation.stage.name: simulation.steps for simulation in simulations}
+    step_costs = {
+        simulation.stage.name: simulation.gpu_hours / simulation.steps for simulation in simulations
+    }
     least = {name: min(count, LEAST_STEPS) for name, count in steps.items()}
 
     def cost(counts: dict[str, int]) -> float:
-        return sum(count * each_costs[name] for name, count in counts.items())
+        return sum(count * step_costs[name] for name, count in counts.items())
 
     if cost(steps) <= hours:
         return steps
@@ -38,9 +40,9 @@ def steps_within(found: Sequence[SimulatedStage], hours: float) -> dict[str, int
     shortest: set[str] = set()
     while True:
         left = hours - cost({name: least[name] for name in shortest})
-        others = {name: count for name, count in steps.items() if name not in shortest}
-        share = left / cost(others)
-        if not (below := {name for name in others if share * steps[name] < least[name]}):
+        longer = {name: count for name, count in steps.items() if name not in shortest}
+        share = left / cost(longer)
+        if not (below := {name for name in longer if share * steps[name] < least[name]}):
             return {
                 name: least[name] if name in shortest else int(share * count)
                 for name, count in steps.items()
@@ -48,7 +50,7 @@ def steps_within(found: Sequence[SimulatedStage], hours: float) -> dict[str, int
         shortest |= below
 
 
-def walltimes(found: Iterable[SimulatedStage], longest: float) -> dict[str, str]:
+def walltimes(simulations: Iterable[SimulatedStage], longest: float) -> dict[str, str]:
     """Return the walltime of every kind of stage, as sbatch reads it.
 
     It is MARGIN times the longest simulated stage of the kind and START_SECONDS, in whole hours, or
@@ -56,11 +58,13 @@ def walltimes(found: Iterable[SimulatedStage], longest: float) -> dict[str, str]
     continues.
     """
     seconds: dict[str, float] = {}
-    for each in found:
-        seconds[each.stage.kind] = max(seconds.get(each.stage.kind, 0.0), each.duration)
+    for simulation in simulations:
+        seconds[simulation.stage.kind] = max(
+            seconds.get(simulation.stage.kind, 0.0), simulation.duration
+        )
     return {
-        kind: _walltime(min(math.ceil((MARGIN * each + START_SECONDS) / HOUR) * HOUR, longest))
-        for kind, each in seconds.items()
+        kind: _walltime(min(math.ceil((MARGIN * duration + START_SECONDS) / HOUR) * HOUR, longest))
+        for kind, duration in seconds.items()
     }
 
 

@@ -26,7 +26,6 @@ LEAST_TOKENS = 1024  # of a micro-batch that is suggested
 LEAST_SEQUENCES = 16  # of an engine that are suggested
 HOST_SHARES = (0.5, 1.0)  # of the optimizer's state that are suggested
 MOST_RANKS = 1024  # of a layout that is suggested
-ENGINE_PHASES = ("generate", "weight sync")
 
 Change = dict[str, Any]  # values by dotted key
 
@@ -42,7 +41,7 @@ class Overflow:
     @property
     def over(self) -> int:
         """The bytes too many."""
-        return _over(self.phase, self.gpus)
+        return self.phase.needed - self.gpus.gpu_bytes
 
 
 def check_capacity(settings: RunSettings, stages: Iterable[Stage], gpus_of: GpusOf) -> None:
@@ -51,15 +50,18 @@ def check_capacity(settings: RunSettings, stages: Iterable[Stage], gpus_of: Gpus
     It names the phase that needs most while an engine is awake, and of the trainer's own. Where the
     GPUs are not known, nothing is refused.
     """
+    # Of stages alike the first is named: the last assignment to a key stays, hence both reversals.
     alike = {(stage.kind, stage.block, stage.domain): stage for stage in reversed([*stages])}
-    found = [
-        overflow
+    overflows = [
+        Overflow(stage, phase, gpus)
         for stage in reversed(alike.values())
-        for overflow in _overflows(stage, settings, gpus_of)
+        if (gpus := gpus_of(stage.kind)) is not None
+        for phase in stage_phases(stage, settings, gpus)
+        if phase.needed > gpus.gpu_bytes
     ]
-    awake = [each for each in found if each.phase.phase in ENGINE_PHASES]
-    asleep = [each for each in found if each.phase.phase not in ENGINE_PHASES]
-    if found:
+    awake = [overflow for overflow in overflows if overflow.phase.engine_awake]
+    asleep = [overflow for overflow in overflows if not overflow.phase.engine_awake]
+    if overflows:
         lines = [_message(group, settings) for group in (awake, asleep) if group]
         raise UserError("\n".join(["more memory than a GPU has:", *lines]))
 
@@ -70,28 +72,15 @@ def check_searched(option: str, gpus: int) -> None:
         raise UserError(f"{option} {gpus}: layouts are searched for at most {MOST_RANKS:,} GPUs")
 
 
-def _overflows(stage: Stage, settings: RunSettings, gpus_of: GpusOf) -> list[Overflow]:
-    if (gpus := gpus_of(stage.kind)) is None:
-        return []
-    found = [Overflow(stage, phase, gpus) for phase in stage_phases(stage, settings, gpus)]
-    return [each for each in found if each.over > 0]
-
-
-def _over(phase: PhaseMemory, gpus: NodeGpus) -> int:
-    """Return the bytes of a phase that a GPU lacks; negative if it has more."""
-    return phase.total + phase.reserve - gpus.each
-
-
 def _message(group: list[Overflow], settings: RunSettings) -> str:
-    worst = max(group, key=lambda each: each.over)
+    worst = max(group, key=lambda overflow: overflow.over)
     phase = worst.phase
-    kept = {"reserve": phase.reserve} if phase.reserve else {}
-    parts = sorted({**phase.gpu, **kept}.items(), key=lambda each: -each[1])
-    listed = ", ".join(f"{name} {gib(count)}" for name, count in parts)
-    needed = gib(phase.total + phase.reserve)
+    reserve = {"reserve": phase.reserve} if phase.reserve else {}
+    components = sorted({**phase.gpu, **reserve}.items(), key=lambda component: -component[1])
+    listed = ", ".join(f"{name} {gib(count)}" for name, count in components)
     return (
-        f"{worst.stage.name}: {phase.phase} needs {needed} GiB of each {phase.where}, "
-        f"{gib(worst.over)} GiB more than its {gib(worst.gpus.each)} ({listed}); "
+        f"{worst.stage.name}: {phase.phase} needs {gib(phase.needed)} GiB of each {phase.where}, "
+        f"{gib(worst.over)} GiB more than its {gib(worst.gpus.gpu_bytes)} ({listed}); "
         f"{_advice(group, settings)}"
     )
 
@@ -99,7 +88,7 @@ def _message(group: list[Overflow], settings: RunSettings) -> str:
 def _advice(group: list[Overflow], settings: RunSettings) -> str:
     """Return the first change that lets all phases fit, or else the first two that do."""
     changes = [*_changes(group, settings)]
-    pairs = ({**first, **second} for first, second in combinations(changes, 2))
+    pairs = ({**earlier, **later} for earlier, later in combinations(changes, 2))
     for change in chain(changes, pairs):
         if not _excess(group, settings, change):
             return f"set {_shown(change)}"
@@ -116,18 +105,19 @@ def _shown(change: Change) -> str:
 
 def _excess(group: list[Overflow], settings: RunSettings, change: Change) -> float:
     """Return the bytes that all phases of the stages exceed the GPUs by; infinite if invalid."""
-    changed, gpus = changed_settings(settings, change), group[0].gpus.count
-    if _engine_gpus(changed) > max(_gpus_with_ranks(changed, gpus), _engine_gpus(settings)):
+    changed, per_node = changed_settings(settings, change), group[0].gpus.count
+    trainer_gpus = -(-changed.layout.ranks // per_node) * per_node  # of whole nodes
+    # Shared engines may not take more nodes than the trainer, unless they already do.
+    if _engine_gpus(changed) > max(trainer_gpus, _engine_gpus(settings)):
         return math.inf
     if any(violations(changed)):
         return math.inf
-    stages = {each.stage.name: (each.stage, each.gpus) for each in group}
-    awake = group[0].phase.phase in ENGINE_PHASES
+    stages = {overflow.stage.name: (overflow.stage, overflow.gpus) for overflow in group}
     return sum(
-        max(0, _over(phase, gpus))
+        max(0, phase.needed - gpus.gpu_bytes)
         for stage, gpus in stages.values()
         for phase in stage_phases(stage, changed, gpus)
-        if (phase.phase in ENGINE_PHASES) == awake
+        if phase.engine_awake == group[0].phase.engine_awake
     )
 
 
@@ -137,33 +127,27 @@ def _engine_gpus(settings: RunSettings) -> int:
     return engine.count * engine.ranks if engine.placement == "shared" else 0
 
 
-def _gpus_with_ranks(settings: RunSettings, gpus: int) -> int:
-    """Return the GPUs of the nodes that the trainer's ranks need, with `gpus` each."""
-    return -(-settings.layout.ranks // gpus) * gpus
-
-
 def _changes(group: list[Overflow], settings: RunSettings) -> Iterator[Change]:
     """Yield the changes to try, the cheapest first."""
     layout, model, gpus = settings.layout, settings.model, group[0].gpus.count
     larger = [size for size in divisors(model.key_value_heads) if layout.tensor < size <= gpus]
     wider: list[Change] = [{"layout.tensor": size} for size in larger]
-    if group[0].phase.phase in ENGINE_PHASES:
+    if group[0].phase.engine_awake:
         yield from _engine_changes(settings, gpus)
         # Its logits, of every sequence at once, are all that this makes smaller for certain.
-        if any(each.phase.gpu.get("engine workspace", 0) >= each.over for each in group):
+        if any(
+            overflow.phase.gpu.get("engine workspace", 0) >= overflow.over for overflow in group
+        ):
             yield from _fewer_sequences(settings.engine.max_sequences)
         yield from wider
     else:
         if layout.recompute != "full":
-            yield {"layout.recompute": "full", **_without_modules(settings)}
-        stages = {each.stage.name: each.stage for each in group}
+            # Modules to recompute belong to `recompute: selective`.
+            modules = {"layout.recompute_modules": ()} if layout.recompute_modules else {}
+            yield {"layout.recompute": "full", **modules}
+        stages = {overflow.stage.name: overflow.stage for overflow in group}
         yield from training_changes(stages.values(), settings, wider)
     yield from _rank_changes(settings)
-
-
-def _without_modules(settings: RunSettings) -> Change:
-    """Return the change that leaves modules to recompute to `recompute: selective`."""
-    return {"layout.recompute_modules": ()} if settings.layout.recompute_modules else {}
 
 
 def _engine_changes(settings: RunSettings, gpus: int) -> Iterator[Change]:
@@ -195,10 +179,10 @@ def training_changes(
 ) -> Iterator[Change]:
     """Yield changes of training; the only one of its numerics, bf16 moments, comes last."""
     trained = {
-        at("loop"): (at, *trained_by(each, settings))
-        for each in stages
-        if each.steps
-        for at in [_keys(each, settings)]
+        at("loop"): (at, *trained_by(stage, settings))
+        for stage in stages
+        if stage.steps
+        for at in [_keys(stage, settings)]
     }
     # A row of one sequence is never cut: less than a device's share of it saves nothing.
     least = max(LEAST_TOKENS, -(-settings.engine.max_model_tokens // settings.layout.context))
@@ -229,6 +213,7 @@ def _keys(stage: Stage, settings: RunSettings) -> At:
 def _rank_changes(settings: RunSettings) -> Iterator[Change]:
     """Yield more expert parallelism, and more ranks, alone and with as much more of it."""
     layout = settings.layout
+    # Expert parallelism alone needs no further GPUs; more ranks do, so they come last.
     for size in divisors(settings.model.experts):
         if size > layout.expert:
             yield {"layout.expert": size}

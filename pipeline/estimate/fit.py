@@ -10,14 +10,12 @@ from parallel.estimates.memory import reading_memory
 from parallel.settings import LayoutSettings, ModelSettings
 from pipeline.config.rules import violations
 from pipeline.estimate.capacity import (
-    ENGINE_PHASES,
     MOST_RANKS,
     Change,
     changed_settings,
     training_changes,
 )
-from pipeline.estimate.gpu_memory import stage_phases
-from pipeline.estimate.layout_search import FoundLayout, best_layouts, node_of
+from pipeline.estimate.layout_search import best_layouts, fullest_share
 from pipeline.estimate.simulation import Assumptions
 from pipeline.run.graph import Stage, compile_graph
 from stages.settings import RunSettings
@@ -52,17 +50,21 @@ def fitted(settings: RunSettings, gpus: int, assumed: Assumptions) -> FittedRun 
     if not _holds(settings.model, gpus, assumed):
         return None
     stages = compile_graph(settings)
+    trained = [stage for stage in stages if stage.steps]
+    assumed = replace(assumed, per_node=min(assumed.per_node, gpus))
     for changes in _changes(stages, settings):
         changed = changed_settings(settings, changes)
-        if found := best_layouts(stages, changed, gpus, assumed, TRIED):
+        if layouts := best_layouts(stages, changed, gpus, assumed, TRIED):
             # A step may have too few problems for the data-parallel ranks of some.
-            valid = [each for each in found if not any(violations(each.settings))]
+            valid = [layout for layout in layouts if not any(violations(layout.settings))]
+            layouts = valid or layouts
             near = [
-                (_trained_share(stages, each, gpus, assumed), each)
-                for each in _near(valid or found)
+                (fullest_share(trained, layout.settings, assumed, asleep=True), layout)
+                for layout in layouts
+                if layout.seconds <= SLOWER * layouts[0].seconds
             ]
-            share, chosen = min(near, key=lambda pair: (max(pair[0], ROOMY), pair[1].seconds))
-            return FittedRun(chosen.settings, changes, chosen.seconds, share)
+            share, best = min(near, key=lambda pair: (max(pair[0], ROOMY), pair[1].seconds))
+            return FittedRun(best.settings, changes, best.seconds, share)
     return None
 
 
@@ -100,22 +102,3 @@ def _changes(stages: Sequence[Stage], settings: RunSettings) -> Iterator[Change]
         if not any(key.endswith(OF_NUMERICS) for key in change):
             changes = {**changes, **change}
             yield changes
-
-
-def _near(found: Sequence[FoundLayout]) -> list[FoundLayout]:
-    return [each for each in found if each.seconds <= SLOWER * found[0].seconds]
-
-
-def _trained_share(
-    stages: Sequence[Stage], found: FoundLayout, gpus: int, assumed: Assumptions
-) -> float:
-    """Return the share of a GPU that the fullest phase without an awake engine needs."""
-    assumed = replace(assumed, per_node=min(assumed.per_node, gpus))
-    return max(
-        (phase.total + phase.reserve) / node.each
-        for stage in stages
-        if stage.steps
-        for node in [node_of(assumed, stage.kind)]
-        for phase in stage_phases(stage, found.settings, node)
-        if phase.phase not in ENGINE_PHASES
-    )

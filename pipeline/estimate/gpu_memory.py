@@ -1,37 +1,19 @@
-"""The memory of every phase of a stage on its GPUs, and the tables of it."""
+"""The GPUs of a stage's node, and the memory of every phase of the stage on them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from parallel.errors import UserError
-from parallel.estimates.activations import forward_activations, routed_bytes
-from parallel.estimates.engine_memory import GIB, engine_share, gib
-from parallel.estimates.memory import head_bytes
-from parallel.estimates.phases import (
-    EngineOnGpus,
-    PhaseMemory,
-    RankModels,
-    checkpoint_copies,
-    fullest_phases,
-    neighbours,
-)
+from parallel.estimates.engine_memory import GIB, engine_share
+from parallel.estimates.phases import EngineOnGpus, PhaseMemory, neighbours, phases
 from parallel.machine.gpus import usable_gpus
 from parallel.machine.slots import gpus_needed
 from pipeline.config.cluster import ClusterSettings
-from pipeline.estimate.stage_memory import (
-    compared_with,
-    critic_memory,
-    heads_needed,
-    objectives,
-    policy_memory,
-    rewarded,
-    row_tokens,
-)
+from pipeline.estimate.stage_memory import stage_models
 from pipeline.run.graph import Stage
-from pipeline.tables import Cell, table
 from pipeline.text import shown
 from stages.settings import RunSettings
 
@@ -41,7 +23,7 @@ class NodeGpus:
     """The GPUs of a node for ranks and engines: their number, and the bytes of the smallest."""
 
     count: int
-    each: int
+    gpu_bytes: int
 
 
 GpusOf = Callable[[str], NodeGpus | None]
@@ -49,13 +31,20 @@ GpusOf = Callable[[str], NodeGpus | None]
 
 def gpus_of(cluster: ClusterSettings) -> GpusOf:
     """Return the function that gives the GPUs of a kind's node in a profile, if it says them."""
-    return lambda kind: _of_profile(cluster.of_kind(kind))
+
+    def of_kind(kind: str) -> NodeGpus | None:
+        node = cluster.of_kind(kind)
+        if not node.gpus_per_node or node.gpu_memory_gib is None:
+            return None
+        return NodeGpus(node.ranks_per_node, round(node.gpu_memory_gib * GIB))
+
+    return of_kind
 
 
 def unchecked(cluster: ClusterSettings, profile: Path, stages: Iterable[Stage]) -> list[str]:
     """Return a line that says so where stages get GPUs whose memory the profile leaves out."""
-    owns = [cluster.of_kind(kind) for kind in {stage.kind for stage in stages}]
-    if not any(own.gpus_per_node and own.gpu_memory_gib is None for own in owns):
+    nodes = [cluster.of_kind(kind) for kind in {stage.kind for stage in stages}]
+    if not any(node.gpus_per_node and node.gpu_memory_gib is None for node in nodes):
         return []
     return [
         f"memory is not checked: set gpu_memory_gib in {shown(profile)} (79.2 for an H100 of 80 GB)"
@@ -69,118 +58,32 @@ def gpus_here(settings: RunSettings, parallel: int = 1) -> GpusOf:
     node may have the driver's program and no GPU: its error is none of a configuration.
     """
     try:
-        found = usable_gpus()
+        gpus = usable_gpus()
     except UserError:
-        found = []
-    if not found:
+        gpus = []
+    if not gpus:
         return lambda _: None
-    part, needed = max(1, len(found) // parallel), gpus_needed(settings.layout, settings.engine)
+    per_stage, needed = max(1, len(gpus) // parallel), gpus_needed(settings.layout, settings.engine)
     used = [
         gpu.total_bytes
-        for position, gpu in enumerate(found[: part * parallel])
-        if position % part < needed
+        for position, gpu in enumerate(gpus[: per_stage * parallel])
+        if position % per_stage < needed
     ]
-    here = NodeGpus(part, min(used))
+    here = NodeGpus(per_stage, min(used))
     return lambda _: here
 
 
 def stage_phases(stage: Stage, settings: RunSettings, gpus: NodeGpus) -> list[PhaseMemory]:
     """Return every phase of a step of the stage, each on the pipeline's rank that needs most."""
-    engines = _engines(settings, gpus) if stage.needs_engine else None
-    return fullest_phases(_models(stage, settings), engines)
-
-
-def gpu_cache(stage: Stage, gpus: NodeGpus, settings: RunSettings) -> int | None:
-    """Return the bytes of an engine's KV cache on each GPU; None where the stage has no engine."""
-    found = (phase.gpu for phase in stage_phases(stage, settings, gpus))
-    return next((parts["KV cache"] for parts in found if "KV cache" in parts), None)
-
-
-def phase_table(stage: Stage, settings: RunSettings, gpus: NodeGpus) -> Iterator[str]:
-    """Yield the table of a stage's phases: components on a GPU, and copies on the host."""
-    found = stage_phases(stage, settings, gpus)
-    names = dict.fromkeys(name for phase in found for name in phase.gpu)
-    title = f"{stage.name}: GiB on a GPU in each phase of a step; a GPU has {gib(gpus.each)}"
-    rows = [_row(name, [phase.gpu.get(name, 0) for phase in found]) for name in names]
-    totals = [phase.total for phase in found]
-    rows += [_row("total", totals, "bold"), _row("free", [gpus.each - each for each in totals])]
-    headings = ("component", *(_heading(phase) for phase in found))
-    yield table(title, headings, rows, right=range(1, len(headings)))
-    yield ""
-    yield from _host_table(stage, settings, gpus)
-
-
-def _host_table(stage: Stage, settings: RunSettings, gpus: NodeGpus) -> Iterator[str]:
-    """Yield the table of a rank's bytes on the host; only one kind of checkpoint is there."""
-    models = _models(stage, settings)
-    phases = stage_phases(stage, settings, gpus)
-    kept = {name: max(each.host.get(name, 0) for each in phases) for name in _names(phases)}
-    copies = max((checkpoint_copies(each) for each in models), key=lambda each: max(each.values()))
-    if stage.steps:
-        kept[max(copies, key=lambda name: copies[name])] = max(copies.values())
-    if not kept:
-        return
-    ranks = min(settings.layout.ranks, gpus.count)
-    rows = [_row(name, [each, ranks * each]) for name, each in kept.items()]
-    total = sum(kept.values())
-    rows.append(_row("total", [total, ranks * total], "bold"))
-    headings = ("component", "a rank", f"{ranks} rank{'s' if ranks > 1 else ''} of a node")
-    yield table(f"{stage.name}: GiB on the host", headings, rows, right=range(1, 3))
-    yield ""
-
-
-def _names(phases: Sequence[PhaseMemory]) -> dict[str, None]:
-    return dict.fromkeys(name for phase in phases for name in phase.host)
-
-
-def _heading(phase: PhaseMemory) -> str:
-    return phase.phase if phase.where == "GPU" else f"{phase.phase} ({phase.where})"
-
-
-def _row(name: str, counts: Sequence[int], style: str = "") -> list[str | Cell]:
-    return [name, *(Cell(f"{each / GIB:,.2f}" if each else "", style) for each in counts)]
-
-
-def _of_profile(cluster: ClusterSettings) -> NodeGpus | None:
-    if not cluster.gpus_per_node or cluster.gpu_memory_gib is None:
-        return None
-    return NodeGpus(cluster.ranks_per_node, round(cluster.gpu_memory_gib * GIB))
-
-
-def _engines(settings: RunSettings, gpus: NodeGpus) -> EngineOnGpus:
-    engine = settings.engine
-    return EngineOnGpus(
-        engine_share(settings.model, engine),
-        shared=engine.placement == "shared",
-        neighbours=neighbours(settings.layout, engine, gpus.count),
-        gpu_bytes=gpus.each,
-    )
-
-
-def _models(stage: Stage, settings: RunSettings) -> list[RankModels]:
-    """Return the stage's models on a rank of every pipeline rank."""
-    model, layout = settings.model, settings.layout
-    ranks = policy_memory(stage, settings)
-    if not stage.steps:
-        return [RankModels(rank, trains=False) for rank in ranks]
-    tokens = row_tokens(stage, settings)
-    frozen, averages = compared_with(stage, settings)
-    critic = critic_memory(stage, settings)
-    block = rewarded(stage, settings)
-    logits = (
-        [each.kl.needs_logits for each in objectives(stage, settings).values()] if block else [True]
-    )
-    headed = heads_needed(stage, settings) if block is None else frozen * any(logits)
-    return [
-        RankModels(
-            policy=policy,
-            critic=critic[number] if critic else None,
-            forward=forward_activations(model, layout, tokens),
-            routed=routed_bytes(model, layout, tokens),
-            frozen=policy.frozen // max(1, frozen + averages),
-            frozen_models=frozen + averages,
-            updates=1 if block is None else block.updates_per_rollout,
-            heads=headed * head_bytes(model, layout) if number == len(ranks) - 1 else 0,
+    engine, engines = settings.engine, None
+    if stage.needs_engine:
+        engines = EngineOnGpus(
+            engine_share(settings.model, engine),
+            shared=engine.placement == "shared",
+            neighbours=neighbours(settings.layout, engine, gpus.count),
+            gpu_bytes=gpus.gpu_bytes,
         )
-        for number, policy in enumerate(ranks)
-    ]
+    by_rank = [phases(models, engines) for models in stage_models(stage, settings)]
+    # The fullest rank of one phase is not that of another: the first has most layers in flight, the
+    # last the logits.
+    return [max(same, key=lambda phase: phase.total) for same in zip(*by_rank, strict=True)]

@@ -46,10 +46,10 @@ HEADINGS = ("time", "GPU hours", "fullest phase", "settings")
 class FoundLayout:
     """A layout with the seconds of all steps, and the share of a GPU that its phases need.
 
-    `given` are the settings that were searched with.
+    `original` are the settings that were searched with.
     """
 
-    given: RunSettings
+    original: RunSettings
     settings: RunSettings
     seconds: float
     filled: float
@@ -57,14 +57,15 @@ class FoundLayout:
     @property
     def overrides(self) -> list[str]:
         """The keys chosen, as overrides of the command line, and those reset from other values."""
-        found = []
+        overrides = []
         for block, keys in CHOSEN.items():
             before, after = (
-                getattr(each, block).model_dump(mode="json") for each in (self.given, self.settings)
+                getattr(settings, block).model_dump(mode="json")
+                for settings in (self.original, self.settings)
             )
             reset = [key for key in RESET[block] if after[key] != before[key]]
-            found += [f"{block}.{key}={dump_line(after[key])}" for key in (*keys, *reset)]
-        return found
+            overrides += [f"{block}.{key}={dump_line(after[key])}" for key in (*keys, *reset)]
+        return overrides
 
 
 def node_of(assumed: Assumptions, kind: str, share: float = 1.0) -> NodeGpus:
@@ -82,10 +83,10 @@ def best_layouts(
     trained = _distinct(stages, settings, assumed)
     checked = _checked(stages, trained, assumed)
     assumed = replace(assumed, per_node=min(assumed.per_node, gpus))
-    found: list[FoundLayout] = []
+    layouts: list[FoundLayout] = []
     for ranks, for_engines in _splits(settings.engine, gpus):
-        found += _of_split(trained, checked, settings, ranks, for_engines, assumed, most)
-    return sorted(found, key=lambda each: each.seconds)[:most]
+        layouts += _of_split(trained, checked, settings, ranks, for_engines, assumed, most)
+    return sorted(layouts, key=lambda layout: layout.seconds)[:most]
 
 
 def _of_split(
@@ -105,8 +106,8 @@ def _of_split(
     fleets = [*_fleets(settings, for_engines, assumed.per_node)]
     if not layouts or not fleets:
         return []
-    by_layout = [_steps(trained, _with(settings, each, fleets[0]), assumed) for each in layouts]
-    by_fleet = [_steps(trained, _with(settings, layouts[0], each), assumed) for each in fleets]
+    by_layout = [_steps(trained, _with(settings, layout, fleets[0]), assumed) for layout in layouts]
+    by_fleet = [_steps(trained, _with(settings, layouts[0], fleet), assumed) for fleet in fleets]
     counts = [stage.steps * alike for stage, alike in trained if stage.steps]
     timed = [
         (
@@ -121,27 +122,27 @@ def _of_split(
             zip(by_layout, layouts, strict=True), zip(by_fleet, fleets, strict=True)
         )
     ]
-    found: list[FoundLayout] = []
-    for seconds, layout, fleet in sorted(timed, key=lambda each: each[0]):
+    fitting: list[FoundLayout] = []
+    for seconds, layout, fleet in sorted(timed, key=lambda timing: timing[0]):
         changed = _with(settings, layout, fleet)
-        filled = _filled(checked, changed, assumed)
+        filled = fullest_share(checked, changed, assumed, FILLED_AT_MOST)
         if filled <= 1:
-            found.append(FoundLayout(settings, changed, seconds, filled * FILLED_AT_MOST))
-        if len(found) == most:
+            fitting.append(FoundLayout(settings, changed, seconds, filled * FILLED_AT_MOST))
+        if len(fitting) == most:
             break
-    return found
+    return fitting
 
 
 def _distinct(
     stages: Sequence[Stage], settings: RunSettings, assumed: Assumptions
 ) -> list[tuple[Stage, int]]:
     """Return the first of the stages that have the same steps, and how many there are."""
-    found: dict[tuple[str | None, int, StepWorkload], list[Stage]] = {}
+    by_work: dict[tuple[str | None, int, StepWorkload], list[Stage]] = {}
     for stage in stages:
         if stage.steps:
             key = stage.block, stage.steps, workload(stage, settings, assumed)
-            found.setdefault(key, []).append(stage)
-    return [(alike[0], len(alike)) for alike in found.values()]
+            by_work.setdefault(key, []).append(stage)
+    return [(alike[0], len(alike)) for alike in by_work.values()]
 
 
 def _steps(
@@ -157,18 +158,28 @@ def _checked(
 
     And one of each other kind that has other GPUs.
     """
-    found = [stage for stage, _ in trained]
-    kinds = assumed.kinds.keys() - {stage.kind for stage in found}
-    return [*found, *{stage.kind: stage for stage in stages if stage.kind in kinds}.values()]
+    checked = [stage for stage, _ in trained]
+    kinds = assumed.kinds.keys() - {stage.kind for stage in checked}
+    return [*checked, *{stage.kind: stage for stage in stages if stage.kind in kinds}.values()]
 
 
-def _filled(checked: Sequence[Stage], settings: RunSettings, assumed: Assumptions) -> float:
-    """Return the bytes of the fullest phase of all stages over those that may be filled."""
+def fullest_share(
+    stages: Sequence[Stage],
+    settings: RunSettings,
+    assumed: Assumptions,
+    share: float = 1.0,
+    asleep: bool = False,
+) -> float:
+    """Return the bytes of the stages' fullest phase over this share of a GPU's memory.
+
+    With `asleep` only phases count in which no engine is awake.
+    """
     return max(
-        (phase.total + phase.reserve) / node.each
-        for stage in checked
-        for node in [node_of(assumed, stage.kind, FILLED_AT_MOST)]
+        phase.needed / node.gpu_bytes
+        for stage in stages
+        for node in [node_of(assumed, stage.kind, share)]
         for phase in stage_phases(stage, settings, node)
+        if not (asleep and phase.engine_awake)
     )
 
 
@@ -211,16 +222,19 @@ def _ends(layers: int, pipeline: int) -> dict[str, int | None]:
 
     The last stage has the output head besides, the first the embedding.
     """
-    first = last = None
+    first_layers = last_layers = None
     if layers % pipeline and pipeline > 2:
-        each = -(-layers // pipeline)
-        missing = each * pipeline - layers
-        first, last = each - missing // 2, each - (missing - missing // 2)
-        if min(first, last) < 1:
-            each -= 1  # then both ends have more
-            left = layers - each * (pipeline - 2)
-            first, last = left // 2 + left % 2, left // 2
-    return {"first_stage_layers": first, "last_stage_layers": last}
+        middle_layers = -(-layers // pipeline)
+        missing = middle_layers * pipeline - layers
+        first_layers, last_layers = (
+            middle_layers - missing // 2,
+            middle_layers - (missing - missing // 2),
+        )
+        if min(first_layers, last_layers) < 1:
+            middle_layers -= 1  # then both ends have more
+            left = layers - middle_layers * (pipeline - 2)
+            first_layers, last_layers = left // 2 + left % 2, left // 2
+    return {"first_stage_layers": first_layers, "last_stage_layers": last_layers}
 
 
 def _fleets(settings: RunSettings, gpus: int, per_node: int) -> Iterator[EngineSettings]:
@@ -239,30 +253,30 @@ def _with(settings: RunSettings, layout: LayoutSettings, engine: EngineSettings)
     return settings.model_copy(update={"layout": layout, "engine": engine})
 
 
-def search_text(found: Sequence[FoundLayout], gpus: int) -> str:
+def search_text(found_layouts: Sequence[FoundLayout], gpus: int) -> str:
     """Return the table of layouts."""
     rows: list[list[str | Cell]] = [
         [
-            clock(each.seconds),
-            f"{each.seconds * gpus / HOUR:,.0f}",
-            f"{each.filled:.0%}",
-            shlex.join(each.overrides),
+            clock(layout.seconds),
+            f"{layout.seconds * gpus / HOUR:,.0f}",
+            f"{layout.filled:.0%}",
+            shlex.join(layout.overrides),
         ]
-        for each in found
+        for layout in found_layouts
     ]
     return table(f"the fastest layouts of {gpus} GPUs", HEADINGS, rows, right=range(3))
 
 
-def search_json(found: Sequence[FoundLayout], gpus: int) -> dict[str, Any]:
+def search_json(found_layouts: Sequence[FoundLayout], gpus: int) -> dict[str, Any]:
     """Return what `braid simulate --search --json` prints."""
     return {
         "layouts": [
             {
-                "overrides": each.overrides,
-                "duration": each.seconds,
-                "gpu_hours": each.seconds * gpus / HOUR,
-                "filled": each.filled,
+                "overrides": layout.overrides,
+                "duration": layout.seconds,
+                "gpu_hours": layout.seconds * gpus / HOUR,
+                "filled": layout.filled,
             }
-            for each in found
+            for layout in found_layouts
         ]
     }

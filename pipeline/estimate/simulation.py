@@ -94,10 +94,10 @@ def data_sheet(gpu: str | None, profile: ClusterSettings | None) -> DataSheet:
     name = gpu or (profile.gpu_type if profile else None)
     if name is None:
         raise UserError("name the GPU: --gpu h100, or gpu_type in the profile of --cluster")
-    if (found := GPUS.get(name.lower())) is None:
+    if (sheet := GPUS.get(name.lower())) is None:
         raise UserError(f"no GPU {name} is known; {hint(name, GPUS)}")
     stated = profile.gpu_memory_gib if profile else None
-    return found if stated is None else replace(found, memory_bytes=round(stated * GIB))
+    return sheet if stated is None else replace(sheet, memory_bytes=round(stated * GIB))
 
 
 def sheets_of_kinds(gpu: str | None, profile: ClusterSettings | None) -> dict[str, DataSheet]:
@@ -106,16 +106,16 @@ def sheets_of_kinds(gpu: str | None, profile: ClusterSettings | None) -> dict[st
     Only stages that train are timed: of other kinds it is the memory alone that counts, and their
     GPUs need not be known.
     """
-    found: dict[str, DataSheet] = {}
+    sheets: dict[str, DataSheet] = {}
     for kind in profile.kinds if profile else ():
         assert profile is not None
-        own, common = profile.of_kind(kind), data_sheet(gpu, profile)
+        kind_profile, common = profile.of_kind(kind), data_sheet(gpu, profile)
         if not KINDS[kind].trains:
-            own = own.model_copy(update={"gpu_type": profile.gpu_type})
-        sheet = data_sheet(gpu if own.gpu_type == profile.gpu_type else None, own)
+            kind_profile = kind_profile.model_copy(update={"gpu_type": profile.gpu_type})
+        sheet = data_sheet(gpu if kind_profile.gpu_type == profile.gpu_type else None, kind_profile)
         if sheet != common:
-            found[kind] = sheet
-    return found
+            sheets[kind] = sheet
+    return sheets
 
 
 def simulated(
@@ -123,7 +123,7 @@ def simulated(
 ) -> list[SimulatedStage]:
     """Return the simulation of every stage that trains."""
     engine = settings.engine
-    found: list[SimulatedStage] = []
+    simulations: list[SimulatedStage] = []
     synced: SyncedBytes | None = None  # the same in all stages
     for stage in stages:
         if not stage.steps:
@@ -133,8 +133,8 @@ def simulated(
             if synced is None:
                 synced = synced_bytes(settings.model, settings.layout, engine, assumed.per_node)
             sync = sync_seconds(synced, assumed.sheet(stage.kind), REACHED)
-        found.append(without_sync(stage, settings, assumed, sync))
-    return found
+        simulations.append(without_sync(stage, settings, assumed, sync))
+    return simulations
 
 
 def without_sync(
@@ -173,7 +173,7 @@ def workload(stage: Stage, settings: RunSettings, assumed: Assumptions) -> StepW
     else:
         longest = min(budget, settings.model.max_positions)
         return StepWorkload(
-            _given(stage, settings),
+            _unsampled_sequences(stage, settings),
             mean_tokens=assumed.filled * longest,
             most_tokens=longest,
             row_tokens=row,
@@ -209,11 +209,11 @@ def _prompt_tokens(stage: Stage, settings: RunSettings) -> int:
     samplings += [
         block.sampling for block in settings.stages.values() if isinstance(block, DistillSettings)
     ]
-    longest = max(each.max_response_tokens for each in samplings if each is not None)
+    longest = max(sampling.max_response_tokens for sampling in samplings if sampling is not None)
     return max(0, settings.engine.max_model_tokens - longest)
 
 
-def _given(stage: Stage, settings: RunSettings) -> int:
+def _unsampled_sequences(stage: Stage, settings: RunSettings) -> int:
     """Return the sequences of a step that samples none: demonstrations, or both of each pair."""
     assert stage.block is not None
     block = settings.stages[stage.block]
@@ -222,47 +222,51 @@ def _given(stage: Stage, settings: RunSettings) -> int:
     if isinstance(block, SftSettings) and block.sequences_per_step is not None:
         return block.sequences_per_step
     sources = (settings.domains[name].demonstrations for name in stage.domains)
-    return sum(each.sequences_per_step for each in sources if each is not None)
+    return sum(
+        demonstrations.sequences_per_step
+        for demonstrations in sources
+        if demonstrations is not None
+    )
 
 
-def simulation_text(found: Sequence[SimulatedStage], settings: RunSettings) -> str:
+def simulation_text(simulations: Sequence[SimulatedStage], settings: RunSettings) -> str:
     """Return the table of the stages."""
     rows: list[list[str | Cell]] = []
-    for each in found:
-        seconds = each.seconds
-        parts = [seconds.rollout, seconds.logprobs, seconds.train, seconds.weight_sync]
+    for simulation in simulations:
+        seconds = simulation.seconds
+        phases = [seconds.rollout, seconds.logprobs, seconds.train, seconds.weight_sync]
         rows.append(
             [
-                each.stage.name,
-                str(each.steps),
-                *(_seconds(part) for part in (*parts, seconds.other, seconds.total)),
-                f"{each.tokens_per_gpu:,.0f}",
+                simulation.stage.name,
+                str(simulation.steps),
+                *(_seconds(phase) for phase in (*phases, seconds.other, seconds.total)),
+                f"{simulation.tokens_per_gpu:,.0f}",
                 f"{seconds.bubble:.0%}",
-                clock(each.duration),
-                str(each.gpus),
-                f"{each.gpu_hours:,.0f}",
+                clock(simulation.duration),
+                str(simulation.gpus),
+                f"{simulation.gpu_hours:,.0f}",
             ]
         )
     title = f"{settings.name}: seconds of a step"
     return table(title, HEADINGS, rows, right=range(1, len(HEADINGS)))
 
 
-def simulation_json(found: Sequence[SimulatedStage]) -> dict[str, Any]:
+def simulation_json(simulations: Sequence[SimulatedStage]) -> dict[str, Any]:
     """Return what `braid simulate --json` prints."""
     stages = {
-        each.stage.name: {
-            "steps": each.steps,
-            "gpus": each.gpus,
-            "tokens": each.tokens,
-            "seconds": {**asdict(each.seconds), "total": each.seconds.total},
-            "rollout_share": each.seconds.rollout_share,
-            "tokens_per_second_and_gpu": each.tokens_per_gpu,
-            "duration": each.duration,
-            "gpu_hours": each.gpu_hours,
+        simulation.stage.name: {
+            "steps": simulation.steps,
+            "gpus": simulation.gpus,
+            "tokens": simulation.tokens,
+            "seconds": {**asdict(simulation.seconds), "total": simulation.seconds.total},
+            "rollout_share": simulation.seconds.rollout_share,
+            "tokens_per_second_and_gpu": simulation.tokens_per_gpu,
+            "duration": simulation.duration,
+            "gpu_hours": simulation.gpu_hours,
         }
-        for each in found
+        for simulation in simulations
     }
-    return {"stages": stages, "gpu_hours": sum(each.gpu_hours for each in found)}
+    return {"stages": stages, "gpu_hours": sum(simulation.gpu_hours for simulation in simulations)}
 
 
 def _seconds(value: float) -> str:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
-from parallel.estimates.memory import RankMemory, reading_memory, training_memory
+from parallel.estimates.activations import forward_activations, routed_bytes
+from parallel.estimates.memory import RankMemory, head_bytes, reading_memory, training_memory
+from parallel.estimates.phases import RankModels
 from parallel.micro_batches import most_row_tokens, slot_tokens
 from parallel.settings import OptimizerSettings, Settings
 from pipeline.run.graph import Stage
@@ -24,36 +27,48 @@ from stages.settings import RunSettings
 
 def stage_memory(stage: Stage, settings: RunSettings) -> list[RankMemory]:
     """Return the memory of a rank of every pipeline rank while the stage runs."""
-    ranks, critic = policy_memory(stage, settings), critic_memory(stage, settings)
-    if critic is None:
-        return ranks
-    return [rank.beside(other) for rank, other in zip(ranks, critic, strict=True)]
+    return [models.memory for models in stage_models(stage, settings)]
 
 
-def policy_memory(stage: Stage, settings: RunSettings) -> list[RankMemory]:
-    """Return the memory of the stage's policy, or of the model that it reads, as `stage_memory`."""
+def stage_models(stage: Stage, settings: RunSettings) -> list[RankModels]:
+    """Return the models of a stage on a rank of every pipeline rank, or the one that it reads."""
+    model, layout = settings.model, settings.layout
     if not stage.steps:
-        return reading_memory(settings.model, settings.layout)
+        return [RankModels(rank, trains=False) for rank in reading_memory(model, layout)]
     optimizer, tokens = trained_by(stage, settings)[0], row_tokens(stage, settings)
     frozen, averages = compared_with(stage, settings)
-    return _trained(settings, optimizer, tokens, frozen_models=frozen, averages=averages)
-
-
-def critic_memory(stage: Stage, settings: RunSettings) -> list[RankMemory] | None:
-    """Return the memory of the stage's critic, None where it has none."""
-    policy = rewarded(stage, settings) if stage.steps else None
-    if policy is None or not isinstance(policy.objective.advantage, GaeSettings):
-        return None
-    optimizer = policy.objective.advantage.critic.optimizer
-    return _trained(settings, optimizer, row_tokens(stage, settings), values=True)
+    ranks = training_memory(model, layout, optimizer, tokens, frozen, averages)
+    critics: Sequence[RankMemory | None] = [None] * len(ranks)
+    if (policy := rewarded(stage, settings)) is None:
+        updates, heads = 1, heads_needed(stage, settings)
+    else:
+        by_domain = objectives(stage, settings).values()
+        heads = frozen * any(objective.kl.needs_logits for objective in by_domain)
+        updates = policy.updates_per_rollout
+        if isinstance(advantage := policy.objective.advantage, GaeSettings):
+            optimizer = advantage.critic.optimizer
+            critics = training_memory(model, layout, optimizer, tokens, values=True)
+    return [
+        RankModels(
+            policy=rank,
+            critic=critic,
+            forward=forward_activations(model, layout, tokens),
+            routed=routed_bytes(model, layout, tokens),
+            frozen=rank.frozen // max(1, frozen + averages),
+            frozen_models=frozen + averages,
+            heads=heads * head_bytes(model, layout) if number == len(ranks) - 1 else 0,
+            updates=updates,
+        )
+        for number, (rank, critic) in enumerate(zip(ranks, critics, strict=True))
+    ]
 
 
 def trained_by(stage: Stage, settings: RunSettings) -> tuple[OptimizerSettings, LoopSettings]:
     """Return the optimizer and the loop of a stage that trains."""
     assert stage.block is not None
-    found = settings.stages[stage.block].trained_by(settings, stage.domains)
-    assert found is not None, f"{stage.name} trains nothing"
-    return found
+    optimizer_and_loop = settings.stages[stage.block].trained_by(settings, stage.domains)
+    assert optimizer_and_loop is not None, f"{stage.name} trains nothing"
+    return optimizer_and_loop
 
 
 def row_tokens(stage: Stage, settings: RunSettings) -> int:
@@ -70,18 +85,13 @@ def longest_sequence(stage: Stage, settings: RunSettings) -> int:
 
     0 for generated demonstrations, whose texts decide it.
     """
-    block, sampled = _block(stage, settings), settings.engine.max_model_tokens
-    sources: list[Settings] = []
+    block = _block(stage, settings)
+    if not isinstance(block, SftSettings | DpoSettings):
+        return settings.engine.max_model_tokens
+    sources: list[Settings] = [*block.data.values()]
     if isinstance(block, SftSettings):
         names = block.demonstrated(stage.domains)
-        sources += [
-            *block.data.values(),
-            *(settings.domains[name].demonstrations for name in names),
-        ]
-    elif isinstance(block, DpoSettings):
-        sources += block.data.values()
-    else:
-        return sampled
+        sources += [settings.domains[name].demonstrations for name in names]
     return max((_longest_row(source, settings) for source in sources), default=0)
 
 
@@ -122,71 +132,44 @@ def compared_with(stage: Stage, settings: RunSettings) -> tuple[int, int]:
     that come in turn one is.
     """
     if rewarded(stage, settings) is None:
-        frozen, moving = _self_teachers(stage, settings)
-        return _teachers(stage, settings) + _starts(stage, settings) + frozen, moving
-    own = {name: each.kl for name, each in objectives(stage, settings).items()}
-    penalties = {name: kl for name, kl in own.items() if kl.coefficient > 0}
+        decay = _self_decay(stage, settings)
+        return sum(_teachers(stage, settings)) + (decay == 1), int(0 < decay < 1)
+    by_domain = objectives(stage, settings).items()
+    penalties = {
+        name: objective.kl for name, objective in by_domain if objective.kl.coefficient > 0
+    }
     averages = {kl.ema_decay for kl in penalties.values() if kl.reference == AVERAGE}
-    others = [name for name, kl in penalties.items() if kl.reference != AVERAGE]
-    return len({stage.models.get(name, stage.parent) for name in others}), len(averages)
+    frozen_domains = [name for name, kl in penalties.items() if kl.reference != AVERAGE]
+    return len({stage.models.get(name, stage.parent) for name in frozen_domains}), len(averages)
 
 
 def heads_needed(stage: Stage, settings: RunSettings) -> int:
     """Return the number of frozen models' output heads that a merge needs at once."""
-    several = Counter(map(domain_of, stage.teachers))
-    at_once = max(several.values(), default=0)
-    return max(_teachers(stage, settings), at_once) + _starts(stage, settings)
+    several = Counter(map(domain_of, stage.teachers))  # by domain, mixed in one loss
+    teachers, start = _teachers(stage, settings)
+    return max([teachers, *several.values()]) + start
 
 
-def _teachers(stage: Stage, settings: RunSettings) -> int:
-    """Return the number of teachers that a rank holds."""
+def _teachers(stage: Stage, settings: RunSettings) -> tuple[int, int]:
+    """Return the number of teachers that a rank holds, and of models they started from: 0 or 1."""
+    block, distinct = _block(stage, settings), len(set(stage.teachers.values()))
+    if not isinstance(block, DistillSettings):
+        return distinct, 0
+    held = min(distinct, 1) if block.teacher_memory.resident == "one" else distinct
+    return held, int(block.method.start_model is not None)
+
+
+def _self_decay(stage: Stage, settings: RunSettings) -> float:
+    """Return the decay of a merge's teacher `self`: 1 keeps it frozen; 0 where there is none."""
     block = _block(stage, settings)
-    one = isinstance(block, DistillSettings) and block.teacher_memory.resident == "one"
-    distinct = len(set(stage.teachers.values()))
-    return min(distinct, 1) if one else distinct
-
-
-def _self_teachers(stage: Stage, settings: RunSettings) -> tuple[int, int]:
-    """Return the frozen models and the averages that are a merge's teacher `self`."""
-    block = _block(stage, settings)
-    if not isinstance(block, DistillSettings) or not block.self_taught(stage.domains):
-        return 0, 0
-    decay = block.self_teacher.ema_decay
-    return int(decay == 1), int(0 < decay < 1)
-
-
-def _starts(stage: Stage, settings: RunSettings) -> int:
-    """Return 1 for a merge that also loads the model that its teachers started from, else 0."""
-    block = _block(stage, settings)
-    return int(isinstance(block, DistillSettings) and block.method.start_model is not None)
+    if isinstance(block, DistillSettings) and block.self_taught(stage.domains):
+        return block.self_teacher.ema_decay
+    return 0.0
 
 
 def objectives(stage: Stage, settings: RunSettings) -> dict[str, ObjectiveSettings]:
     """Return the objective of each domain of a stage that learns from rewards."""
-    assert stage.block is not None
-    block = settings.stages[stage.block]
-    if isinstance(block, GrpoSettings):
+    if isinstance(block := _block(stage, settings), GrpoSettings):
         return block.objectives(settings, stage.domains)
-    policy = block.policy(settings, stage.domains)
+    policy = rewarded(stage, settings)
     return {} if policy is None else dict.fromkeys(stage.domains, policy.objective)
-
-
-def _trained(
-    settings: RunSettings,
-    optimizer: OptimizerSettings,
-    tokens: int,
-    frozen_models: int = 0,
-    averages: int = 0,
-    values: bool = False,
-) -> list[RankMemory]:
-    return training_memory(
-        settings.model,
-        settings.layout,
-        optimizer.algorithm,
-        tokens,
-        frozen_models,
-        averages,
-        values,
-        optimizer.precision_aware,
-        optimizer.cpu_offload,
-    )

@@ -131,15 +131,15 @@ def section_table(heading: str, rows: Sequence[Row]) -> str:
 def _versions(findings: Findings, extra: str) -> Iterator[Row]:
     try:
         requirements = [Requirement(text) for text in metadata.requires("braid") or ()]
-        wanted = SpecifierSet(metadata.metadata("braid")["Requires-Python"])
+        specifier = SpecifierSet(metadata.metadata("braid")["Requires-Python"])
     except metadata.PackageNotFoundError:
         fix = "pip install --no-deps --editable . in the directory of braid's setup.py"
         yield Row("braid", "not installed: its requirements are unknown", "error", fix)
         return
-    if (python := platform.python_version()) in wanted:
+    if (python := platform.python_version()) in specifier:
         yield Row("python", python)
     else:
-        yield Row("python", f"{python}, not {wanted}", "error", "make an environment with it")
+        yield Row("python", f"{python}, not {specifier}", "error", "make an environment with it")
     for requirement in requirements:
         if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
             row = _version(requirement, findings, extra)
@@ -176,14 +176,14 @@ def _version(requirement: Requirement, findings: Findings, extra: str) -> Row:
     vLLM is judged by the device that it chose: built from source it is called vllm on every device,
     and either wheel may be installed on the other's device.
     """
-    name, wanted = requirement.name, requirement.specifier
+    name, specifier = requirement.name, requirement.specifier
     extras = f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
-    alone = f"pip install '{name}{extras}{wanted}'"
+    alone = f"pip install '{name}{extras}{specifier}'"
     install = GPU_SET if requirement.marker is not None and extra == "gpu" else alone
-    chosen = findings.get("vllm", {}).get("device")
+    device = findings.get("vllm", {}).get("device")
     present = next(filter(_installed, ENGINES), None)
-    if name in ENGINES and chosen and present:
-        if chosen != ENGINES[name]:
+    if name in ENGINES and device and present:
+        if device != ENGINES[name]:
             value = f"{_installed(present)} does not run on {ENGINES[name]} here"
             separate = extra == "gpu"  # .venv-gpu, beside this environment
             fix = install if separate else f"pip uninstall {present}; {install}"
@@ -194,10 +194,10 @@ def _version(requirement: Requirement, findings: Findings, extra: str) -> Row:
     severity: Verdict = "note" if name == OPTIONAL else "error"
     if installed is None:
         return Row(name, f"not installed{aside}", severity, install)
-    if not wanted.contains(installed, prereleases=True):
-        return Row(name, f"{installed} does not fit {wanted}", "error", install)
-    found = findings.get(IMPORTED_AS.get(name, name), {})
-    if trouble := "its module is missing" if "missing" in found else found.get("error"):
+    if not specifier.contains(installed, prereleases=True):
+        return Row(name, f"{installed} does not fit {specifier}", "error", install)
+    finding = findings.get(IMPORTED_AS.get(name, name), {})
+    if trouble := "its module is missing" if "missing" in finding else finding.get("error"):
         value = f"{installed} does not work: {trouble}{aside}"
         return Row(
             name, value, severity, install if install == GPU_SET else f"{install} --force-reinstall"

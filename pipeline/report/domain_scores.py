@@ -76,8 +76,8 @@ def demonstrated(
         yield f"  {report['too_long']} of these are too long: more than {report['limit']} tokens"
     yield f"  {unit} of a demonstration, by percentile: {_spread(report['tokens'])}"
     yield f"  {100 * report['learned']:.0f} % of {unit} are trained on: the assistant's"
-    for asked, answered in report["examples"]:
-        yield f"  {short(asked)} is answered {short(answered)}"
+    for prompt, response in report["examples"]:
+        yield f"  {short(prompt)} is answered {short(response)}"
 
 
 def unreadable(domain: str, report: dict[str, Any]) -> Iterator[str]:
@@ -99,17 +99,19 @@ def errors(domain: str, settings: DomainSettings, prompts: Prompts) -> Iterator[
     judges, the sum must.
     """
     where, judging = f"domains.{domain}.rewards", _judging(settings)
-    responses = [each for prompt in prompts for each in prompt["responses"]]
-    if failed := [each["failure"] for each in responses if each["failure"]]:
-        yield f"a reward failed on {len(failed)} responses, which then have none; {failed[0]}"
+    responses = [response for prompt in prompts for response in prompt["responses"]]
+    if failures := [response["failure"] for response in responses if response["failure"]]:
+        yield f"a reward failed on {len(failures)} responses, which then have none; {failures[0]}"
     sums = [prompt for prompt in prompts if _is_below(_scores(prompt))]
 
     def no_more(below: Prompts, name: str | None = None) -> str:
-        first, score = below[0], _scores(below[0], name)["reference"]
-        text = next(each["text"] for each in first["responses"] if each["what"] == "reference")
+        prompt, score = below[0], _scores(below[0], name)["reference"]
+        text = next(
+            response["text"] for response in prompt["responses"] if response["what"] == "reference"
+        )
         return (
             f"{score:g}, no more than a wrong response, on {len(below)} of {len(prompts)} prompts; "
-            f"the first is {short(first['prompt'])} with {short(text)}"
+            f"the first is {short(prompt['prompt'])} with {short(text)}"
         )
 
     for name in judging:
@@ -136,17 +138,21 @@ def errors(domain: str, settings: DomainSettings, prompts: Prompts) -> Iterator[
 
 def has_references(prompts: Prompts) -> bool:
     """Return whether the prompts have reference answers, which the rewards have scored."""
-    return any(each["what"] == "reference" for prompt in prompts for each in prompt["responses"])
+    return any(
+        response["what"] == "reference" for prompt in prompts for response in prompt["responses"]
+    )
 
 
 def notes(domain: str, settings: DomainSettings, prompts: Prompts) -> Iterator[str]:
     """Yield what is worth knowing and not an error."""
     judging, count = _judging(settings), len(prompts)
-    responses = [each for prompt in prompts for each in prompt["responses"]]
-    if failed := [each["watch_failures"] for each in responses if each["watch_failures"]]:
+    responses = [response for prompt in prompts for response in prompt["responses"]]
+    if failures := [
+        response["watch_failures"] for response in responses if response["watch_failures"]
+    ]:
         yield (
-            f"rewards of weight 0 failed on {len(failed)} responses, which keep the others' "
-            f"rewards; the first: {failed[0][0]}"
+            f"rewards of weight 0 failed on {len(failures)} responses, which keep the others' "
+            f"rewards; the first: {failures[0][0]}"
         )
     if not has_references(prompts):
         yield "there are no reference answers: whether a right answer earns anything is untested"
@@ -168,17 +174,17 @@ def notes(domain: str, settings: DomainSettings, prompts: Prompts) -> Iterator[s
             )
 
 
-def previewed(found: Mapping[str, Any]) -> Iterator[str]:
+def previewed(results: Mapping[str, Any]) -> Iterator[str]:
     """Yield a checkpoint's responses: examples, what the groups teach, and rewards' distributions.
 
-    `found` is the results.json of `stages.preview`.
+    `results` is the results.json of `stages.preview`.
     """
-    groups: list[list[dict[str, Any]]] = found["groups"]
+    groups: list[list[dict[str, Any]]] = results["groups"]
     firsts = [group[0] for group in groups[:EXAMPLES]]
-    yield scored("prompt", ((short(each["prompt"]), each) for each in firsts), "response")
+    yield scored("prompt", ((short(sample["prompt"]), sample) for sample in firsts), "response")
     samples = [sample for group in groups for sample in group]
     rewarded = [sample for sample in samples if sample["reward"] is not None]
-    alike = [g for g in groups if len({each["reward"] for each in g} - {None}) <= 1]
+    alike = [group for group in groups if len({sample["reward"] for sample in group} - {None}) <= 1]
     right = sum(all(sample["solved"] for sample in group) for group in alike)
     wrong = sum(not any(sample["solved"] for sample in group) for group in alike)
     truncated = sum(not sample["finished"] for sample in samples)
@@ -188,20 +194,20 @@ def previewed(found: Mapping[str, Any]) -> Iterator[str]:
     yield f"    all right: {_share(right, len(groups))}; all wrong: {_share(wrong, len(groups))}"
     yield f"  truncated at sampling.max_response_tokens: {_share(truncated, len(samples))}"
     yield f"  tokens of a response: {tokens / len(samples):.1f} on average"
-    if failures := found["failures"]:
+    if failures := results["failures"]:
         share = _share(len(failures), len(samples))
         yield f"  without a reward: {share}; the first: {visible(failures[0])}"
-    if failures := found["watch_failures"]:
-        first = visible(failures[0])
-        yield f"  a reward of weight 0 failed {len(failures)} times; the first: {first}"
+    if failures := results["watch_failures"]:
+        failure = visible(failures[0])
+        yield f"  a reward of weight 0 failed {len(failures)} times; the first: {failure}"
     values = {"reward": [sample["reward"] for sample in rewarded]}
     for sample in rewarded:
         for name, value in sample["parts"].items():
             values.setdefault(f"reward/{name}", []).append(value)
-    for name, each in values.items():
-        if each:
-            shares = (f"{label}: {_share(n, len(each))}" for label, n in binned(each).items())
-            yield f"  {name}: {sum(each) / len(each):.4g} on average; {', '.join(shares)}"
+    for name, scores in values.items():
+        if scores:
+            shares = (f"{label}: {_share(n, len(scores))}" for label, n in binned(scores).items())
+            yield f"  {name}: {sum(scores) / len(scores):.4g} on average; {', '.join(shares)}"
 
 
 def binned(values: list[float]) -> dict[str, int]:
@@ -222,28 +228,32 @@ def short(text: str) -> str:
 
 def scored(heading: str, responses: Iterable[tuple[str, dict[str, Any]]], key: str) -> str:
     """Return a table of labelled responses: each with its text, at `key`, and its rewards."""
-    rows = [(label, each, each["parts"] or {}) for label, each in responses]
-    names = list(dict.fromkeys(name for *_, parts in rows for name in parts))
+    rows = [(label, response, response["parts"] or {}) for label, response in responses]
+    names = list(dict.fromkeys(name for *_, reward_parts in rows for name in reward_parts))
     cells = []
-    for label, each, parts in rows:
-        scores = [*map(parts.get, names), each["reward"]]
+    for label, response, reward_parts in rows:
+        scores = [*map(reward_parts.get, names), response["reward"]]
         numbers = ("failed" if score is None else f"{score:g}" for score in scores)
-        cells.append((label, short(each[key]), *numbers))
+        cells.append((label, short(response[key]), *numbers))
     return table("", (heading, "response", *names, "reward"), cells)
 
 
 def _judging(settings: DomainSettings) -> list[str]:
     """Return the rewards whose 1 means that a problem is solved."""
-    return [n for n, each in settings.rewards.items() if each.judges_answer and each.weight > 0]
+    return [
+        name
+        for name, reward in settings.rewards.items()
+        if reward.judges_answer and reward.weight > 0
+    ]
 
 
 def _scores(prompt: dict[str, Any], name: str | None = None) -> dict[str, float]:
     """Return each response's score by a reward, or by the sum; none where it failed."""
-    found = {
-        each["what"]: each["reward"] if name is None else each["parts"].get(name)
-        for each in prompt["responses"]
+    scores = {
+        response["what"]: response["reward"] if name is None else response["parts"].get(name)
+        for response in prompt["responses"]
     }
-    return {what: score for what, score in found.items() if score is not None}
+    return {what: score for what, score in scores.items() if score is not None}
 
 
 def _is_below(score: dict[str, float]) -> bool:
@@ -264,5 +274,5 @@ def _spread(tokens: dict[str, int]) -> str:
     return ", ".join(f"{count} ({percent} %)" for percent, count in tokens.items())
 
 
-def _share(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.0f} %"
+def _share(count: int, whole: int) -> str:
+    return f"{100 * count / whole:.0f} %"

@@ -51,13 +51,13 @@ def edges(stages: Sequence[Stage]) -> Iterator[Edge]:
     """Yield every arrow, one for each pair of stages: as a parent rather than as a model."""
     for stage in stages:
         roles: dict[str, Role] = {stage.parent: "parent"} if stage.parent else {}
-        others: tuple[tuple[Role, Mapping[str, str]], ...] = (
+        inputs: tuple[tuple[Role, Mapping[str, str]], ...] = (
             ("teacher", stage.teachers),
             ("data", stage.data),
             ("model", stage.models),
         )
-        for role, named in others:
-            for name in named.values():
+        for role, sources in inputs:
+            for name in sources.values():
                 roles.setdefault(name, role)
         for name in stage.after:
             roles.setdefault(name, "after")
@@ -66,7 +66,9 @@ def edges(stages: Sequence[Stage]) -> Iterator[Edge]:
 
 def outside(stages: Sequence[Stage]) -> list[str]:
     """Return the paths of all models from outside the run."""
-    return list(dict.fromkeys(each for s in stages for each in s.sources if is_path(each)))
+    return list(
+        dict.fromkeys(source for stage in stages for source in stage.sources if is_path(source))
+    )
 
 
 def dot(run: Run, states: Mapping[str, StageState]) -> Iterator[str]:
@@ -118,7 +120,9 @@ def mermaid(run: Run, states: Mapping[str, StageState]) -> Iterator[str]:
 
 def _quoted(text: str) -> str:
     """Return a text in which nothing is an entity, a tag or Markdown (`) of Mermaid."""
-    return "".join(f"#{ord(each)};" if each in '#&"<>`' else each for each in text)
+    return "".join(
+        f"#{ord(character)};" if character in '#&"<>`' else character for character in text
+    )
 
 
 def tree(stages: Sequence[Stage]) -> dict[str, str]:
@@ -131,17 +135,17 @@ def tree(stages: Sequence[Stage]) -> dict[str, str]:
     below: dict[str | None, list[str]] = {}
     for name, of in above.items():
         below.setdefault(of, []).append(name)
-    found: dict[str, str] = {}
+    branches: dict[str, str] = {}
     stack = [(name, "", "") for name in reversed(below.get(None, []))]
     while stack:
         name, prefix, branch = stack.pop()
-        found[name] = f"{prefix}{branch}{name}"
+        branches[name] = f"{prefix}{branch}{name}"
         inner = prefix + {"": "", "├─ ": "│  ", "└─ ": "   "}[branch]
         inner = inner if len(inner) < 3 * DEEPEST else inner[: 3 * DEEPEST]
-        names = below.get(name, [])
-        for number, each in enumerate(reversed(names)):
-            stack.append((each, inner, "└─ " if number == 0 else "├─ "))
-    return found
+        children = below.get(name, [])
+        for number, child in enumerate(reversed(children)):
+            stack.append((child, inner, "└─ " if number == 0 else "├─ "))
+    return branches
 
 
 def _above(stage: Stage) -> str | None:
@@ -159,31 +163,31 @@ def origin(stage: Stage) -> str:
     """Return in words what a stage starts from, is taught by and reads."""
     if stage.gated:
         return f"{stage.gated} against {_named(stage.against.values())}"
-    parts = []
+    phrases = []
     if stage.declared.merges:
         start = f"{stage.parent} and " if stage.parent else ""
         return f"{start}the weights of {_named(stage.models.values())}"
     if stage.parent:
-        parts.append(stage.parent)
+        phrases.append(stage.parent)
     elif stage.models:
-        own = len(set(stage.models.values()))
-        paths = [each for each in stage.models.values() if is_path(each)]
-        parts.append(f"{own} models{f' ({_named(paths)})' if paths else ''}")
+        count = len(set(stage.models.values()))
+        paths = [path for path in stage.models.values() if is_path(path)]
+        phrases.append(f"{count} models{f' ({_named(paths)})' if paths else ''}")
     else:
-        parts.append("model.initial_weights" if stage.declared.imports else "the model settings")
+        phrases.append("model.initial_weights" if stage.declared.imports else "the model settings")
     itself = ["itself"] if "self_teacher.context" in stage.reads else []
     if taught := [*stage.teachers.values(), *itself]:
-        parts.append(f"taught by {_named(taught)}")
+        phrases.append(f"taught by {_named(taught)}")
     if stage.data:
-        parts.append(f"on {_named(stage.data.values())}")
+        phrases.append(f"on {_named(stage.data.values())}")
     if stage.parent and stage.models:
-        parts.append(f"compared with {_named(stage.models.values())}")
-    return ", ".join(parts)
+        phrases.append(f"compared with {_named(stage.models.values())}")
+    return ", ".join(phrases)
 
 
 def _named(names: Iterable[str]) -> str:
     """Return up to MOST_NAMED names, and the number of the others."""
-    found = list(dict.fromkeys(names))
-    more = len(found) - MOST_NAMED
-    text = ", ".join(found[:MOST_NAMED])
+    distinct = list(dict.fromkeys(names))
+    more = len(distinct) - MOST_NAMED
+    text = ", ".join(distinct[:MOST_NAMED])
     return f"{text} and {more} more" if more > 0 else text

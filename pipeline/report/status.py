@@ -28,14 +28,14 @@ PASSED, STOPPED = "passed", "stopped"  # a gate's outcome in a table
 
 def can_continue(stages: Sequence[Stage], states: Mapping[str, StageState]) -> bool:
     """Return whether an unfinished stage would start in a run that has no job and is not stale."""
-    found, idle = {state.state for state in states.values()}, blocked(stages, states)
+    state_names, idle = {state.state for state in states.values()}, blocked(stages, states)
     ready = any(states[stage.name].state != "done" and stage.name not in idle for stage in stages)
-    return ready and not found & {"running", "submitted", "stale"}
+    return ready and not state_names & {"running", "submitted", "stale"}
 
 
 def next_action(stages: Sequence[Stage], states: Mapping[str, StageState]) -> dict[str, str]:
     """Return in words what happens to each stage when the run continues."""
-    idle, found = blocked(stages, states), {}
+    idle, actions = blocked(stages, states), {}
     for stage in stages:
         state = states[stage.name]
         if state.state == "done":
@@ -54,8 +54,8 @@ def next_action(stages: Sequence[Stage], states: Mapping[str, StageState]) -> di
             text = f"continues from step {state.step}"
         else:
             text = f"starts, after {', '.join(stage.after)}" if stage.after else "starts"
-        found[stage.name] = text
-    return found
+        actions[stage.name] = text
+    return actions
 
 
 def plan_text(
@@ -69,9 +69,9 @@ def plan_text(
     """
     settings, stages = run.settings, run.stages
     names = tree(stages)
-    known = {stage.name: stage for stage in stages}
+    by_name = {stage.name: stage for stage in stages}
     rows = []
-    for stage in map(known.__getitem__, names):
+    for stage in map(by_name.__getitem__, names):
         time_left = "?"
         if (seconds := left.seconds[stage.name]) is not None:
             time_left = "< 1 s" if 0 < seconds < 1 else clock(seconds) if seconds else ""
@@ -98,10 +98,10 @@ def plan_json(
     run: Run, states: Mapping[str, StageState], follows: Mapping[str, str], left: Estimate
 ) -> dict[str, Any]:
     """Return what `braid plan --json` prints."""
-    found = run_state(run, states)
-    for each in found["stages"]:
-        each |= {"next": follows[each["name"]], "seconds_left": left.seconds[each["name"]]}
-    return found
+    plan = run_state(run, states)
+    for stage in plan["stages"]:
+        stage |= {"next": follows[stage["name"]], "seconds_left": left.seconds[stage["name"]]}
+    return plan
 
 
 def run_state(run: Run, states: Mapping[str, StageState]) -> dict[str, Any]:
@@ -141,7 +141,7 @@ def current_models(run: Run, states: Mapping[str, StageState]) -> Models | None:
     models, old = read_models(run.results), left[False] - left[True]
     if models is None:
         return None
-    return run.in_order({name: found for name, found in models.items() if name not in old})
+    return run.in_order({name: scores for name, scores in models.items() if name not in old})
 
 
 def status_table(run: Run, states: Mapping[str, StageState]) -> str:
@@ -190,12 +190,12 @@ def summary(states: Mapping[str, StageState]) -> str:
 
 
 def results_table(
-    models: Models, step: int | None = None, own: Mapping[str, str] = MappingProxyType({})
+    models: Models, step: int | None = None, own_domains: Mapping[str, str] = MappingProxyType({})
 ) -> str:
     """Return accuracies in percent, models by domains, each with half its 95 % interval.
 
-    `step` is the step of all models' checkpoints, if one was asked for; `own` has the domain that a
-    model alone was trained on.
+    `step` is the step of all models' checkpoints, if one was asked for; `own_domains` has the
+    domain that a model alone was trained on.
     """
     domains = list(dict.fromkeys(domain for scores in models.values() for domain in scores))
     rows: list[tuple[str | Cell, ...]] = []
@@ -210,7 +210,7 @@ def results_table(
             text = f"{100 * score['accuracy']:.1f} ± {100 * half:.1f}"
             if "pass_at_k" in score:
                 text += f", pass@{score['samples_per_problem']} {100 * score['pass_at_k']:.1f}"
-            is_own = own.get(model) == domain
+            is_own = own_domains.get(model) == domain
             cells.append(Cell(f"{OWN_DOMAIN} {text}", "bold") if is_own else Cell(text))
             marked = marked or is_own
         rows.append((model if step is None else f"{model}, step {step}", *cells))

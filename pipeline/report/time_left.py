@@ -45,13 +45,13 @@ def estimate(
     run: Run,
     states: Mapping[str, StageState],
     took: Mapping[str, float],
-    wanted: Collection[str] | None = None,
+    only: Collection[str] | None = None,
 ) -> Estimate:
     """Estimate the time that each stage still needs.
 
     A stage with steps: the pace of its own steps and the time before the first one, else the median
     of the other stages of its kind in this run. A stage without steps: the time that it, or others
-    of its kind, `took` before. A stage blocked by a stopped gate, or not `wanted`, needs none.
+    of its kind, `took` before. A stage blocked by a stopped gate, or not in `only`, needs none.
     """
     stages, engine = run.stages, run.settings.engine
     idle = blocked(stages, states)
@@ -60,7 +60,7 @@ def estimate(
         for stage in stages
         if states[stage.name].state != "done"
         and stage.name not in idle
-        and (wanted is None or stage.name in wanted)
+        and (only is None or stage.name in only)
     ]
     kinds = {stage.kind for stage in to_run}
     paces: dict[str, float] = {}
@@ -75,7 +75,7 @@ def estimate(
                 starts[stage.name] = max(0.0, took[stage.name] - pace * state.step)
 
     known_took, known_starts, known_paces = (
-        _known(found, stages) for found in (took, starts, paces)
+        _with_usual(measured, stages) for measured in (took, starts, paces)
     )
     seconds: dict[str, float | None] = dict.fromkeys((stage.name for stage in stages), 0.0)
     for stage in to_run:
@@ -87,21 +87,21 @@ def estimate(
         start = 0.0 if state.state == "running" else known_starts[stage.name] or 0.0
         ahead = known_paces[stage.name]
         seconds[stage.name] = None if ahead is None else start + ahead * (stage.steps - saved)
-    own = engine.count * engine.ranks if engine.placement == "own" else 0
+    engine_devices = engine.count * engine.ranks if engine.placement == "own" else 0
     stopped = [name for name, gates in idle.items() if name in gates]
     unknown = [stage.kind for stage in stages if seconds[stage.name] is None]
-    devices = run.settings.layout.ranks + own
+    devices = run.settings.layout.ranks + engine_devices
     return Estimate(seconds, devices, stopped, list(dict.fromkeys(unknown)))
 
 
-def _known(found: Mapping[str, float], stages: Sequence[Stage]) -> dict[str, float | None]:
+def _with_usual(measured: Mapping[str, float], stages: Sequence[Stage]) -> dict[str, float | None]:
     """Return every stage's own value, or else the median of its kind's; None without any."""
     of_kind: dict[str, list[float]] = {}
     for stage in stages:
-        if stage.name in found:
-            of_kind.setdefault(stage.kind, []).append(found[stage.name])
+        if stage.name in measured:
+            of_kind.setdefault(stage.kind, []).append(measured[stage.name])
     usual = {kind: median(values) for kind, values in of_kind.items()}
-    return {stage.name: found.get(stage.name, usual.get(stage.kind)) for stage in stages}
+    return {stage.name: measured.get(stage.name, usual.get(stage.kind)) for stage in stages}
 
 
 def _pace(run: RunDirectory, stage: Stage) -> float | None:
@@ -122,16 +122,16 @@ def blocked(
 
     A stopped gate blocks itself.
     """
-    found: dict[str, tuple[str, ...]] = {}
+    blocking: dict[str, tuple[str, ...]] = {}
     for stage in stages:  # dependencies come first
         state = states[stage.name]
         if has_stopped(state):
-            found[stage.name] = (stage.name,)
+            blocking[stage.name] = (stage.name,)
         elif state.state in ("pending", "failed"):
-            gates = chain.from_iterable(found.get(name, ()) for name in stage.waits_for)
+            gates = chain.from_iterable(blocking.get(name, ()) for name in stage.waits_for)
             if names := tuple(dict.fromkeys(gates)):
-                found[stage.name] = names
-    return found
+                blocking[stage.name] = names
+    return blocking
 
 
 def has_stopped(state: StageState) -> bool:

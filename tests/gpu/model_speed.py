@@ -9,7 +9,7 @@ import torch
 
 from parallel.estimates.memory import training_memory
 from parallel.estimates.tensor_sizes import parameter_count
-from parallel.settings import LayoutSettings, ModelSettings
+from parallel.settings import LayoutSettings, ModelSettings, OptimizerSettings
 from tests.gpu.findings import Finding
 from tests.gpu.losses import synchronize
 from tests.gpu.models import QWEN3_30B_LAYERS, TINY, qwen3_30b, samples, trained_policy
@@ -85,7 +85,8 @@ def _speed(model: ModelSettings, tokens: int, seconds: dict[str, float]) -> list
 
 
 def _memory(model: ModelSettings, tokens: int, lane: Lane) -> list[Finding]:
-    [predicted] = training_memory(model, LAYOUT, "adam", min(tokens, MICRO_BATCH))
+    adam = OptimizerSettings(learning_rate=1e-6)
+    [predicted] = training_memory(model, LAYOUT, adam, min(tokens, MICRO_BATCH))
     held = predicted.parameters + predicted.gradients + predicted.optimizer
     whole = parameter_count(model.model_copy(update={"layers": QWEN3_30B_LAYERS}))[0]
     found = [Finding("weights, gradients, optimizer, predicted", held / 2**30, "GiB")]

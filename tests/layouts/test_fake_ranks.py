@@ -14,7 +14,7 @@ import pytest
 
 from parallel.estimates.memory import training_memory
 from parallel.layout_rules import layout_violations
-from parallel.settings import LayoutSettings, ModelSettings
+from parallel.settings import LayoutSettings, ModelSettings, OptimizerSettings
 from parallel.weights.planner import EngineSizes, Plan
 from pipeline.config.validate import load
 from tests.layouts.hugging_face_cases import FAMILIES
@@ -118,7 +118,7 @@ def test_a_rank_of_a_shipped_run_is_built(run: str, ask: Ask) -> None:
 def check_ranks(model: ModelSettings, layout: LayoutSettings, ranks: list[int], ask: Ask) -> None:
     """Compare what ranks hold with the memory model."""
     assert not layout_violations(model, layout)
-    planned = training_memory(model, layout, "adam", 1024)
+    planned = training_memory(model, layout, OptimizerSettings(learning_rate=1e-3), 1024)
     found = ask("ranks", model=settings(model), layout=settings(layout), numbers=ranks)
     for rank, held in zip(ranks, found, strict=True):
         assert not held["errors"], rank

@@ -67,8 +67,8 @@ def test_planned_bytes_on_the_host_equal_held_bytes(share: float, on: On) -> Non
     layout = LAYOUTS["DP2 TP2 EP2"]
     optimizer = ADAM.model_copy(update={"cpu_offload": share})
     model = MODEL.model_copy(update={"precision": "bf16"})
-    [plan] = training_memory(model, layout, "adam", 1024, cpu_offload=share)
-    [plain] = training_memory(model, layout, "adam", 1024)
+    [plan] = training_memory(model, layout, optimizer, 1024)
+    [plain] = training_memory(model, layout, ADAM, 1024)
     assert plan.optimizer + plan.host_optimizer == plain.optimizer
     assert plan.host_optimizer == round(share * plain.optimizer)
     assert plan.total == plain.total - plan.host_optimizer

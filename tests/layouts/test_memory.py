@@ -33,7 +33,7 @@ OPTIMIZERS: dict[str, tuple[OptimizerSettings, bool]] = {
 def test_planned_bytes_equal_held_bytes(name: str, how: str, on: On) -> None:
     optimizer, distributed = OPTIMIZERS[how]
     layout = MATRIX[name].model_copy(update={"distributed_optimizer": distributed})
-    planned = training_memory(MODEL, layout, optimizer.algorithm, TOKENS)
+    planned = training_memory(MODEL, layout, optimizer, TOKENS)
     for pipeline_rank, found in on(layout, held, layout, optimizer):
         expected = planned[pipeline_rank]
         assert found.parameters == pytest.approx(expected.parameters, rel=CLOSE)
@@ -48,7 +48,7 @@ def test_every_family_is_counted(family: str, name: str, on: On) -> None:
         FAMILIES[family],
         MATRIX[name].model_copy(update={"distributed_optimizer": False}),
     )
-    planned = training_memory(model, layout, "adam", TOKENS)
+    planned = training_memory(model, layout, ADAM, TOKENS)
     for pipeline_rank, found in on(layout, held, layout, ADAM, model):
         assert found.parameters == planned[pipeline_rank].parameters
         assert found.optimizer == planned[pipeline_rank].optimizer
@@ -58,5 +58,5 @@ def test_every_family_is_counted(family: str, name: str, on: On) -> None:
 def test_the_estimate_of_activations_is_near(family: str, on: On) -> None:
     layout, model = LayoutSettings(), FAMILIES[family]
     [(tokens, kept)] = on(layout, kept_for_backward, layout, TOKENS, model)
-    [planned] = training_memory(model, layout, "adam", tokens)
+    [planned] = training_memory(model, layout, ADAM, tokens)
     assert kept == pytest.approx(planned.activations, rel=CLOSE)

@@ -165,8 +165,8 @@ MUTANTS = [
     Mutant(
         "a walltime has no margin",
         "pipeline/estimate/budget.py",
-        "MARGIN * each + START_SECONDS",
-        "each + START_SECONDS",
+        "MARGIN * duration + START_SECONDS",
+        "duration + START_SECONDS",
         f"{INIT}::test_walltimes_have_a_margin_and_a_limit",
     ),
     Mutant(

@@ -10,11 +10,13 @@ import pytest
 from parallel.estimates import engine_memory, memory
 from parallel.estimates.memory import RankMemory
 from parallel.estimates.tensor_sizes import parameter_count
-from parallel.settings import EngineSettings, LayoutSettings, ModelSettings
+from parallel.settings import EngineSettings, LayoutSettings, ModelSettings, OptimizerSettings
 from parallel.weights.names import tensors
 from tests.pipeline.checkpoint_headers import SMALL
 
 ONE = EngineSettings()
+ADAM = OptimizerSettings(learning_rate=1e-3)
+SGD = OptimizerSettings(algorithm="sgd", learning_rate=1e-3)
 # (4 + 2 * 2) heads * 32 * 96; 4 * 32 * 96; 8 * 96; two norms of 96; two of 32
 DENSE_LAYER = 24_576 + 12_288 + 768 + 192 + 64
 VOCABULARY = 80 * 96
@@ -24,7 +26,7 @@ DENSE = 4 * DENSE_LAYER + 2 * VOCABULARY + 96
 
 def training(model: ModelSettings = SMALL, **layout: Any) -> list[RankMemory]:
     settings = LayoutSettings(**{"distributed_optimizer": False, **layout})
-    return memory.training_memory(model, settings, "adam", row_tokens=1000)
+    return memory.training_memory(model, settings, ADAM, row_tokens=1000)
 
 
 def test_one_rank_holds_everything() -> None:
@@ -48,7 +50,7 @@ def test_bf16_halves_weights_and_keeps_a_copy_of_them_in_fp32() -> None:
 
 def test_sgd_keeps_a_momentum() -> None:
     layout = LayoutSettings(distributed_optimizer=False)
-    [rank] = memory.training_memory(SMALL, layout, "sgd", 1000)
+    [rank] = memory.training_memory(SMALL, layout, SGD, 1000)
     assert rank.optimizer == rank.parameters
 
 
@@ -117,7 +119,7 @@ def test_experts_are_copied_over_other_ranks_than_dense_layers() -> None:
 def test_frozen_models_are_weights_alone() -> None:
     layout = LayoutSettings(ranks=2, pipeline=2)
     for rank, read in zip(
-        memory.training_memory(SMALL, layout, "adam", 1000, frozen_models=3),
+        memory.training_memory(SMALL, layout, ADAM, 1000, frozen_models=3),
         memory.reading_memory(SMALL, layout),
         strict=True,
     ):
@@ -130,14 +132,14 @@ def test_frozen_models_are_weights_alone() -> None:
 def test_an_average_is_kept_in_fp32() -> None:
     low = SMALL.model_copy(update={"precision": "bf16"})
     [read] = memory.reading_memory(low, LayoutSettings())
-    [rank] = memory.training_memory(low, LayoutSettings(), "adam", 1000, 1, averages=1)
+    [rank] = memory.training_memory(low, LayoutSettings(), ADAM, 1000, 1, averages=1)
     assert rank.frozen == (1 + 2) * read.parameters
 
 
 def test_a_critic_has_one_value_in_place_of_the_vocabulary() -> None:
     layout = LayoutSettings(ranks=4, tensor=2, pipeline=2, distributed_optimizer=False)
-    first, last = memory.training_memory(SMALL, layout, "adam", 1000)
-    alike, critic = memory.training_memory(SMALL, layout, "sgd", 1000, values=True)
+    first, last = memory.training_memory(SMALL, layout, ADAM, 1000)
+    alike, critic = memory.training_memory(SMALL, layout, SGD, 1000, values=True)
     assert (alike.parameters, alike.gradients) == (first.parameters, first.gradients)
     assert critic.parameters == last.parameters - 4 * (VOCABULARY // 2 - 96)
     assert critic.activations == last.activations - 1000 * LOGITS // 2
@@ -166,12 +168,12 @@ def test_an_fp32_head_doubles_the_logits_of_a_bf16_model() -> None:
     low = SMALL.model_copy(update={"precision": "bf16"})
     precise = low.model_copy(update={"head_precision": "fp32"})
     found = [
-        memory.training_memory(model, LayoutSettings(), "adam", 1000)[0].activations
+        memory.training_memory(model, LayoutSettings(), ADAM, 1000)[0].activations
         for model in (low, precise)
     ]
     assert found[1] - found[0] == 1000 * 80 * 2 * 2  # logits and their gradient
     exact = SMALL.model_copy(update={"head_precision": "fp32"})
-    assert memory.training_memory(exact, LayoutSettings(), "adam", 1000)[0].activations == kept()[0]
+    assert memory.training_memory(exact, LayoutSettings(), ADAM, 1000)[0].activations == kept()[0]
 
 
 @pytest.mark.parametrize(

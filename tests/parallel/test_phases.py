@@ -18,7 +18,7 @@ from parallel.estimates.phases import (
     neighbours,
     phases,
 )
-from parallel.settings import EngineSettings, LayoutSettings
+from parallel.settings import EngineSettings, LayoutSettings, OptimizerSettings
 from tests.layouts.real_models import QWEN3_30B
 
 H100 = round(79.2 * GIB)
@@ -30,7 +30,8 @@ AWAKE = {"engine weights", "KV cache", "engine workspace", "staging"}
 
 def models(critic: RankMemory | None = None, precision_aware: bool = False) -> RankModels:
     """Return the models of a GRPO stage with a reference on a rank."""
-    [rank] = training_memory(QWEN3_30B, LAYOUT, "adam", 8192, 1, precision_aware=precision_aware)
+    adam = OptimizerSettings(learning_rate=1e-6, precision_aware=precision_aware)
+    [rank] = training_memory(QWEN3_30B, LAYOUT, adam, 8192, 1)
     return RankModels(
         policy=rank,
         critic=critic,
@@ -135,7 +136,8 @@ def test_its_optimizer_state_by_setting() -> None:
 
 def test_state_of_cpu_offload_is_on_the_host_in_every_phase() -> None:
     """And on no GPU, whoever else has it; a checkpoint copies it as any other."""
-    [rank] = training_memory(QWEN3_30B, LAYOUT, "adam", 8192, 1, cpu_offload=0.75)
+    offloaded = OptimizerSettings(learning_rate=1e-6, cpu_offload=0.75)
+    [rank] = training_memory(QWEN3_30B, LAYOUT, offloaded, 8192, 1)
     plain, some = models(), replace(models(), policy=rank)
     on_host = rank.host_optimizer
     assert on_host == round(0.75 * plain.policy.optimizer) > 30 * GIB

@@ -191,7 +191,7 @@ def test_the_search_is_as_good_as_brute_force(settings: RunSettings) -> None:
             if (seconds := total(changed)) >= least:
                 continue
             phases = [phase for stage in stages for phase in stage_phases(stage, changed, node)]
-            if all(phase.total + phase.reserve <= node.each for phase in phases):
+            if all(phase.total + phase.reserve <= node.gpu_bytes for phase in phases):
                 least = seconds
     assert best.seconds <= 1.1 * least
     assert best.seconds == pytest.approx(total(best.settings))
@@ -359,7 +359,7 @@ def test_the_search_fits_the_memory_of_each_kind(
     def fits(settings: RunSettings) -> bool:
         [stage, *_] = [each for each in compile_graph(settings) if each.kind == kind]
         phases = stage_phases(stage, settings, own)
-        return all(phase.total + phase.reserve <= own.each for phase in phases)
+        return all(phase.total + phase.reserve <= own.gpu_bytes for phase in phases)
 
     found = []
     for kinds in ("", f"kinds: {{{kind}: {{gpu_memory_gib: {gib}}}}}\n"):

@@ -27,20 +27,25 @@ def rollout_seconds(
     Alone, a step ends with its longest response, and fewer and fewer sequences are decoded at once;
     with further steps in flight the engines stay full.
     """
-    each = work.sequences / (engine.count * engine.data)
+    sequences = work.sequences / (engine.count * engine.data)
     if work.steps_in_flight > 1:
-        batch = min(engine.max_sequences, each * work.steps_in_flight)
+        batch = min(engine.max_sequences, sequences * work.steps_in_flight)
         seconds = decode_seconds(model, engine, batch, work.mean_tokens / 2, gpu, reached)
-        return each * work.mean_tokens / batch * seconds
-    rounds = max(1.0, each / engine.max_sequences)
-    part = work.most_tokens / POINTS
+        return sequences * work.mean_tokens / batch * seconds
+    rounds = max(1.0, sequences / engine.max_sequences)
+    tokens_per_point = work.most_tokens / POINTS
     alive = (
         decode_seconds(
-            model, engine, max(1.0, share * each / rounds), place * work.most_tokens, gpu, reached
+            model,
+            engine,
+            max(1.0, share * sequences / rounds),
+            place * work.most_tokens,
+            gpu,
+            reached,
         )
         for place, share in _surviving(work.mean_tokens / work.most_tokens)
     )
-    return rounds * part * sum(alive)
+    return rounds * tokens_per_point * sum(alive)
 
 
 def decode_seconds(
@@ -55,8 +60,8 @@ def decode_seconds(
     ranks = engine.tensor
     precision = 1 if engine.weights == "fp8" else BYTES[model.precision]
     routed, hidden = len(routed_layers(model)), model.hidden_size
-    chosen = 1 - (1 - model.experts_per_token / model.experts) ** batch
-    experts = routed * chosen * model.experts * expert_elements(model)
+    used_share = 1 - (1 - model.experts_per_token / model.experts) ** batch
+    experts = routed * used_share * model.experts * expert_elements(model)
     read = (always_used(model) + experts + model.vocabulary_size * hidden) * precision
     cached = batch * context * cache_bytes(model, ranks)
     memory = (read / ranks + cached) / (gpu.memory_bandwidth * reached.memory)

@@ -51,7 +51,7 @@ def training_seconds(
 
 def _most_layers(model: ModelSettings, layout: LayoutSettings) -> int:
     """Return the layers of the pipeline rank that has most."""
-    chunks = [len(each) for each in chunk_layers(model, layout)]
+    chunks = [len(layers) for layers in chunk_layers(model, layout)]
     return max(sum(chunks[rank :: layout.pipeline]) for rank in range(layout.pipeline))
 
 
@@ -69,11 +69,11 @@ def _layer_seconds(
     scores = share * length * score_flops(model)  # half of a square: causal
     dense = 2 * share * always_used(model) / model.layers + scores
     routed = len(routed_layers(model)) / model.layers
-    chosen = model.experts_per_token * work.imbalance
-    experts = 2 * share * routed * chosen * expert_elements(model)
+    experts_per_token = model.experts_per_token * work.imbalance
+    experts = 2 * share * routed * experts_per_token * expert_elements(model)
     products = dense / (gpu.flops * reached.dense) + experts / (gpu.flops * reached.experts)
     group = layout.expert * layout.expert_tensor
-    sent = share * chosen * model.hidden_size * BYTES["bf16"] * (group - 1) / group
+    sent = share * experts_per_token * model.hidden_size * BYTES["bf16"] * (group - 1) / group
     near, far = gpu.link_bandwidth * reached.link, gpu.network_bandwidth * reached.network
     links = 2 * routed * sent / (near if group <= gpu.linked else far)
     whole = share * layout.tensor * model.hidden_size * BYTES["bf16"]

@@ -33,7 +33,7 @@ def synced_bytes(
     slots = engine_slots(layout, engine, per_node)
     trainers = tuple(rank // per_node for rank in range(layout.ranks))
     hosts = tuple(
-        node for each in slots for node in each.nodes for _ in each.slots
+        node for placed in slots for node in placed.nodes for _ in placed.slots
     )  # in the order of the engines' ranks
     may_map = engine.transport != "messages"
     plan = Plan(

@@ -107,7 +107,7 @@ def _written_results(run: Run, only: Collection[str]) -> Models | None:
 
 
 def _show_results(run: Run, models: Models) -> None:
-    print("", report.results_table(models, own=run.own_domains), sep="\n")
+    print("", report.results_table(models, own_domains=run.own_domains), sep="\n")
     say(f"\nresults: {shown(run.results)}")
     for stage in run.stages:
         exports = stage.declared.exports or stage.declared.exports_itself

@@ -61,13 +61,13 @@ class ComparedModel:
     @property
     def headrooms(self) -> dict[str, Headroom]:
         """The recovered headroom by domain, where it is defined."""
-        return {name: each.headroom for name, each in self.scores.items() if each.headroom}
+        return {name: score.headroom for name, score in self.scores.items() if score.headroom}
 
     @property
     def mean_headroom(self) -> Headroom | None:
         """The mean over the domains where it is defined; None where it is on none."""
-        found = self.headrooms
-        return mean_headroom(list(found.values())) if found else None
+        headrooms = self.headrooms
+        return mean_headroom(list(headrooms.values())) if headrooms else None
 
     @property
     def forgetting(self) -> dict[str, Difference]:
@@ -98,32 +98,37 @@ class ModelComparison:
 
 
 def compare(
-    run: Run, models: Models, chosen: Sequence[str] = (), start: str | None = None
+    run: Run, models: Models, names: Sequence[str] = (), start: str | None = None
 ) -> ModelComparison:
     """Compare measured models, of this run and of others, with their start.
 
-    All `models`, or the `chosen` ones, in the order of `models`; `start` is by default what the
+    All `models`, or those of `names`, in the order of `models`; `start` is by default what the
     first merge starts from.
 
     Raises:
         UserError: the start was not measured, or two models cannot be compared.
     """
-    own = {name: each for name, each in models.items() if each.run is run}
-    merges = [each.stage for each in own.values() if each.stage and each.stage.teachers]
-    start = start or _start(run, own, merges)
-    experts = _experts(run, own, merges, start)
-    merged = [name for name, each in own.items() if each.stage in merges]
-    rows = [name for name in models if not chosen or name == start or name in chosen]
+    run_models = {name: model for name, model in models.items() if model.run is run}
+    merges = [model.stage for model in run_models.values() if model.stage and model.stage.teachers]
+    start = start or _start(run, run_models, merges)
+    experts = _experts(run, run_models, merges, start)
+    merged = [name for name, model in run_models.items() if model.stage in merges]
+    rows = [name for name in models if not names or name == start or name in names]
     used = {name: models[name] for name in dict.fromkeys([*rows, *experts.values()])}
     answers = _common_answers(used, list(used[start].domains))
     compared = {}
     for name in rows:
         scores = {
-            domain: _score(of[name], of[start], of.get(experts.get(domain, "")), name == start)
-            for domain, of in answers.items()
-            if name in of
+            domain: _score(
+                by_model[name],
+                by_model[start],
+                by_model.get(experts.get(domain, "")),
+                name == start,
+            )
+            for domain, by_model in answers.items()
+            if name in by_model
         }
-        expert_of = tuple(each for each in answers if experts.get(each) == name)
+        expert_of = tuple(domain for domain in answers if experts.get(domain) == name)
         role: Role = "expert" if expert_of else "merge" if name in merged else "baseline"
         trained_on = None if name == start else _trained_on(used[name], used[start])
         role = "start" if name == start else role
@@ -131,7 +136,7 @@ def compare(
     return ModelComparison(
         shown(run.path),
         start,
-        {domain: len(of[start].right) for domain, of in answers.items()},
+        {domain: len(by_model[start].right) for domain, by_model in answers.items()},
         {domain: name for domain, name in experts.items() if domain in answers},
         compared,
         dict(_undefined(answers, experts, start)),
@@ -140,46 +145,46 @@ def compare(
     )
 
 
-def comparison_json(found: ModelComparison) -> dict[str, Any]:
+def comparison_json(comparison: ModelComparison) -> dict[str, Any]:
     """Return what `braid compare --json` prints."""
     models = {
         name: {
             **asdict(model),
             "mean_headroom": asdict(mean) if (mean := model.mean_headroom) else None,
-            "forgetting": {domain: asdict(each) for domain, each in model.forgetting.items()},
+            "forgetting": {domain: asdict(change) for domain, change in model.forgetting.items()},
         }
-        for name, model in found.models.items()
+        for name, model in comparison.models.items()
     }
     return {
-        "run": found.run,
-        "start": found.start,
-        "problems": dict(found.problems),
-        "experts": dict(found.experts),
+        "run": comparison.run,
+        "start": comparison.start,
+        "problems": dict(comparison.problems),
+        "experts": dict(comparison.experts),
         "models": models,
-        "undefined": dict(found.undefined),
-        "stages": [asdict(cost) for cost in found.costs],
-        "notes": list(found.notes),
+        "undefined": dict(comparison.undefined),
+        "stages": [asdict(cost) for cost in comparison.costs],
+        "notes": list(comparison.notes),
     }
 
 
-def _start(run: Run, own: Models, merges: Sequence[Stage]) -> str:
+def _start(run: Run, models: Models, merges: Sequence[Stage]) -> str:
     """Return the trained model that the first merge starts from; without a merge the first model.
 
     Raises:
         UserError: it was not measured.
     """
     if not merges:
-        return next(iter(own))
+        return next(iter(models))
     stages = {stage.name: stage for stage in run.stages}
     start = merges[0].name
     while start in stages and _is_merge(stages[start]):
         if (before := _merged_from(stages[start], stages)) is None:
             break
         start = before
-    if start not in own:
+    if start not in models:
         raise UserError(
             f"{shown(run.path)}: {start}, which {merges[0].name} starts from, was not measured;"
-            f" choose another start: --start MODEL; {hint(start, own)}"
+            f" choose another start: --start MODEL; {hint(start, models)}"
         )
     return start
 
@@ -194,49 +199,53 @@ def _merged_from(stage: Stage, stages: Mapping[str, Stage]) -> str | None:
     if stage.parent is not None:
         return stage.parent
     first, *others = (_ancestors(name, stages) for name in stage.models.values())
-    return next((name for name in first if all(name in each for each in others)), None)
+    return next((name for name in first if all(name in ancestors for ancestors in others)), None)
 
 
 def _ancestors(name: str, stages: Mapping[str, Stage]) -> list[str]:
     """Return a model and all that its weights descend from, the nearest first."""
-    found = [name]
-    for each in found:  # which grows
-        if stage := stages.get(each):
+    ancestors = [name]
+    for ancestor in ancestors:  # which grows
+        if stage := stages.get(ancestor):
             merged = stage.models.values() if stage.declared.merges else ()
             before = [*([stage.parent] if stage.parent else []), *merged]
-            found += [model for model in dict.fromkeys(before) if model not in found]
-    return found
+            ancestors += [model for model in dict.fromkeys(before) if model not in ancestors]
+    return ancestors
 
 
-def _experts(run: Run, own: Models, merges: Sequence[Stage], start: str) -> dict[str, str]:
+def _experts(run: Run, models: Models, merges: Sequence[Stage], start: str) -> dict[str, str]:
     """Return each domain's expert: the merges' teacher, else the last model trained on it alone.
 
     Of several teachers it is the one with the largest weight, of several merges the first one's. A
     teacher that is itself a merge is no expert.
     """
-    found: dict[str, str] = {}
+    experts: dict[str, str] = {}
     for stage in merges:
         block = run.settings.stages[stage.block or ""]
         assert isinstance(block, DistillSettings)
         for domain in stage.domains:
             name = stage.teachers.get(block.main_teacher(domain), "")  # none where it is `self`
-            of = own[name].stage if name in own else None
-            if name in own and not (of and _is_merge(of)):
-                found.setdefault(domain, name)
+            teacher = models[name].stage if name in models else None
+            if name in models and not (teacher and _is_merge(teacher)):
+                experts.setdefault(domain, name)
     if merges:
-        return found
-    trained = ((name, each.stage) for name, each in own.items() if name != start)
-    return {of.domain: name for name, of in trained if of and of.trains and of.steps and of.domain}
+        return experts
+    trained = ((name, model.stage) for name, model in models.items() if name != start)
+    return {
+        stage.domain: name
+        for name, stage in trained
+        if stage and stage.trains and stage.steps and stage.domain
+    }
 
 
 def _common_answers(models: Models, domains: Sequence[str]) -> dict[str, dict[str, Answers]]:
     """Return by domain each model's answers to the problems that all of them have in common."""
-    found = {}
+    answers = {}
     for domain in domains:
-        having = {name: each for name, each in models.items() if domain in each.domains}
-        keys = common_keys(domain, list(having.values()))
-        found[domain] = {name: each.domains[domain].on(keys) for name, each in having.items()}
-    return found
+        measured = {name: model for name, model in models.items() if domain in model.domains}
+        keys = common_keys(domain, list(measured.values()))
+        answers[domain] = {name: model.domains[domain].on(keys) for name, model in measured.items()}
+    return answers
 
 
 def _score(model: Answers, start: Answers, expert: Answers | None, is_start: bool) -> DomainScore:
@@ -255,8 +264,8 @@ def _trained_on(model: MeasuredModel, start: MeasuredModel) -> tuple[str, ...] |
         return None
     stages = {stage.name: stage for stage in model.run.stages}
     before = _ancestors(start.stage.name, stages) if start.stage else []
-    line = (each for each in _ancestors(model.stage.name, stages) if each not in before)
-    of_domains = (stages[each].domains for each in line if each in stages and stages[each].steps)
+    lineage = (name for name in _ancestors(model.stage.name, stages) if name not in before)
+    of_domains = (stages[name].domains for name in lineage if name in stages and stages[name].steps)
     return tuple(dict.fromkeys(chain.from_iterable(of_domains)))
 
 
@@ -264,12 +273,12 @@ def _undefined(
     answers: Mapping[str, Mapping[str, Answers]], experts: Mapping[str, str], start: str
 ) -> Iterator[tuple[str, str]]:
     """Yield each domain where no headroom is defined, and why."""
-    for domain, of in answers.items():
+    for domain, by_model in answers.items():
         expert = experts.get(domain)
-        if expert is None or expert not in of:
+        if expert is None or expert not in by_model:
             yield domain, "none of its experts was measured"
-        elif recovered_headroom(of[expert], of[start], of[expert]) is None:
-            gain = paired_difference(of[expert], of[start])
+        elif recovered_headroom(by_model[expert], by_model[start], by_model[expert]) is None:
+            gain = paired_difference(by_model[expert], by_model[start])
             yield domain, f"{expert} gains {points(gain)}, not significant"
 
 
@@ -277,9 +286,9 @@ def _notes(
     run: Run, models: Models, answers: Mapping[str, Mapping[str, Answers]], start: str
 ) -> Iterator[str]:
     """Yield which problems and results were left out."""
-    for domain, of in answers.items():
-        most = max(len(models[name].domains[domain].keys) for name in of)
-        if (count := len(of[start].right)) < most:
+    for domain, by_model in answers.items():
+        most = max(len(models[name].domains[domain].keys) for name in by_model)
+        if (count := len(by_model[start].right)) < most:
             yield f"{domain}: {count} of {most} problems, those that all of these models answered"
     for name in stale_evaluations(run):
         yield f"left out: {name} is stale: {run.states[name].cause}"

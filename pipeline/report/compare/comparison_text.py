@@ -28,36 +28,38 @@ class Section:
     below: Sequence[str] = ()
 
 
-def comparison_text(found: ModelComparison, markdown: bool = False) -> str:
+def comparison_text(comparison: ModelComparison, markdown: bool = False) -> str:
     """Return the tables for a terminal, at most 100 columns wide where their cells allow it."""
     write = markdown_table if markdown else wrapped_table
     texts = []
-    for section in _sections(found):
+    for section in _sections(comparison):
         below = [f"{visible(line)}" for line in section.below]
         lines = [f"- {line}" for line in below] if markdown else below
-        made = visible(section.title)
+        text = visible(section.title)
         if section.headings:
-            made = write(section.title, section.headings, section.rows, section.right)
-        texts.append("\n".join([made, *([""] if markdown and lines else []), *lines]))
-    notes = [f"{'- ' * markdown}{visible(note)}" for note in found.notes]
+            text = write(section.title, section.headings, section.rows, section.right)
+        texts.append("\n".join([text, *([""] if markdown and lines else []), *lines]))
+    notes = [f"{'- ' * markdown}{visible(note)}" for note in comparison.notes]
     return "\n\n".join([*texts, *(["\n".join(notes)] if notes else [])])
 
 
-def _sections(found: ModelComparison) -> Iterator[Section]:
-    domains = list(found.problems)
+def _sections(comparison: ModelComparison) -> Iterator[Section]:
+    domains = list(comparison.problems)
     headings, right = ("model", *domains), range(1, len(domains) + 1)
     rows: list[list[str | Cell]] = [
         [name, *(_accuracy_cell(model, domain) for domain in domains)]
-        for name, model in found.models.items()
+        for name, model in comparison.models.items()
     ]
-    title = f"accuracy in %, and change against {found.start} in points with paired 95 % intervals"
-    marked = any(model.expert_of for model in found.models.values())
+    title = (
+        f"accuracy in %, and change against {comparison.start} in points with paired 95 % intervals"
+    )
+    marked = any(model.expert_of for model in comparison.models.values())
     below = [f"{OWN_DOMAIN} marks an expert's own domain"] if marked else []
-    below.append(_problems_line(found))
+    below.append(_problems_line(comparison))
     yield Section(title, headings, rows, right, below)
-    yield from _headroom(found, domains)
-    yield from _forgetting(found, domains)
-    costs = [*map(_cost_row, found.costs), _total_row(found.costs)]
+    yield from _headroom(comparison, domains)
+    yield from _forgetting(comparison, domains)
+    costs = [*map(_cost_row, comparison.costs), _total_row(comparison.costs)]
     columns = len(COST_HEADINGS) - (not costs[-1][-1])  # without GPUs no column of their memory
     yield Section(
         "cost of the stages: time of all attempts, most memory of a rank",
@@ -67,20 +69,22 @@ def _sections(found: ModelComparison) -> Iterator[Section]:
     )
 
 
-def _headroom(found: ModelComparison, domains: Sequence[str]) -> Iterator[Section]:
+def _headroom(comparison: ModelComparison, domains: Sequence[str]) -> Iterator[Section]:
     """Yield the table of recovered headroom, unless there is none at all."""
-    below = [f"no headroom on {domain}: {why}" for domain, why in found.undefined.items()]
+    below = [f"no headroom on {domain}: {why}" for domain, why in comparison.undefined.items()]
     rows = [
         [
             name,
             _headroom_text(model.mean_headroom),
-            f"{min(each.recovered for each in model.headrooms.values()):.2f}",
+            f"{min(headroom.recovered for headroom in model.headrooms.values()):.2f}",
             *(_headroom_text(model.headrooms.get(domain)) for domain in domains),
         ]
-        for name, model in found.models.items()
+        for name, model in comparison.models.items()
         if model.role != "start" and model.headrooms
     ]
-    title = f"headroom recovered: 0 is {found.start}, 1 the domain's expert; with 95 % intervals"
+    title = (
+        f"headroom recovered: 0 is {comparison.start}, 1 the domain's expert; with 95 % intervals"
+    )
     headings = ("model", "mean", "least", *domains)
     if rows:
         yield Section(title, headings, rows, range(1, len(headings)), below)
@@ -88,19 +92,19 @@ def _headroom(found: ModelComparison, domains: Sequence[str]) -> Iterator[Sectio
         yield Section("no headroom on any domain", below=below)
 
 
-def _forgetting(found: ModelComparison, domains: Sequence[str]) -> Iterator[Section]:
+def _forgetting(comparison: ModelComparison, domains: Sequence[str]) -> Iterator[Section]:
     """Yield the table of what models lost or gained where they were not trained."""
     rows: list[list[str | Cell]] = [
         [
             name,
-            _points(min(model.forgetting.values(), key=lambda each: each.difference)),
+            _points(min(model.forgetting.values(), key=lambda change: change.difference)),
             *(_change_cell(model.forgetting.get(domain)) for domain in domains),
         ]
-        for name, model in found.models.items()
+        for name, model in comparison.models.items()
         if model.forgetting
     ]
     if rows:
-        title = f"change against {found.start} on domains not trained on, in points"
+        title = f"change against {comparison.start} on domains not trained on, in points"
         headings = ("model", "least", *domains)
         below = [f"{LOST} the whole 95 % interval is below 0, {GAINED} above"]
         yield Section(title, headings, rows, range(1, len(headings)), below)
@@ -137,13 +141,13 @@ def _headroom_text(headroom: Headroom | None) -> str:
     return f"{headroom.recovered:.2f} [{headroom.low:.2f}, {headroom.high:.2f}]"
 
 
-def _problems_line(found: ModelComparison) -> str:
+def _problems_line(comparison: ModelComparison) -> str:
     """Return the number of problems, once where all domains have the same."""
-    counts = set(found.problems.values())
+    counts = set(comparison.problems.values())
     if len(counts) == 1:
         return f"{counts.pop()} problems of each domain, the same for all models"
-    each = ", ".join(f"{count} of {domain}" for domain, count in found.problems.items())
-    return f"problems, the same for all models: {each}"
+    by_domain = ", ".join(f"{count} of {domain}" for domain, count in comparison.problems.items())
+    return f"problems, the same for all models: {by_domain}"
 
 
 def _cost_row(cost: StageCost) -> list[str]:

@@ -37,14 +37,14 @@ class StageCost:
 def stage_costs(run: Run) -> list[StageCost]:
     """Return the cost of every stage that has started, in the order of the graph."""
     spent = minutes(run.events)
-    found = []
+    costs = []
     for stage in run.stages:
         directory = run.stage(stage.name)
         if not directory.attempts() and stage.name not in spent:
             continue
         lines = newest_lines(directory.metrics, sys.maxsize)
         memory = _memory(directory)
-        found.append(
+        costs.append(
             StageCost(
                 stage.name,
                 stage.kind,
@@ -55,7 +55,7 @@ def stage_costs(run: Run) -> list[StageCost]:
                 memory.get("peak_gpu_bytes"),
             )
         )
-    return found
+    return costs
 
 
 def _sum(lines: Sequence[Mapping[str, Any]], metric: str) -> int | None:
@@ -72,7 +72,7 @@ def _sum(lines: Sequence[Mapping[str, Any]], metric: str) -> int | None:
 
 def _memory(directory: StageDirectory) -> dict[str, int]:
     """Return the peaks over the stage's attempts; none where an older version ran it."""
-    found: dict[str, int] = {}
+    largest: dict[str, int] = {}
     # Not up to the highest number: a directory's name may say 10^20.
     for attempt, _ in numbered(directory.path, "attempt_"):
         try:
@@ -81,5 +81,5 @@ def _memory(directory: StageDirectory) -> dict[str, int]:
         except (OSError, ValueError, RecursionError, TypeError, AttributeError, OverflowError):
             continue  # it failed, or its file is damaged: not worth an error
         for name, value in peaks.items():
-            found[name] = max(value, found.get(name, 0))
-    return found
+            largest[name] = max(value, largest.get(name, 0))
+    return largest

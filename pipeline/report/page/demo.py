@@ -12,5 +12,5 @@ DEMO = Path(__file__).with_name("demo.json.gz")
 
 def demo_document() -> dict[str, Any]:
     """Return the data of the bundled run's report."""
-    found: dict[str, Any] = json.loads(gzip.decompress(DEMO.read_bytes()))
-    return found
+    document: dict[str, Any] = json.loads(gzip.decompress(DEMO.read_bytes()))
+    return document

@@ -22,6 +22,7 @@ from pipeline.report.page.timelines import timelines
 from pipeline.report.page.training import curves, guards, history, planned_memory
 from pipeline.report.view.experts import MOST
 from pipeline.report.view.health import symptoms
+from pipeline.report.view.overview import MOST_BYTES
 from pipeline.run.answers import measured_models
 from pipeline.run.ledger import minutes
 from pipeline.run.metrics import Line, newest_lines
@@ -33,14 +34,13 @@ from stages.data.tokenizer import tokenizer_named
 from stages.metric_definitions import METRICS
 
 VARIANTS = ("name", "kind")  # keys that say which of several blocks one is
-MOST_BYTES = 1 << 26  # of a stage's metrics that are read, from their end
 MOST_MAPS = 40  # steps of a stage whose experts are shown
 
 Json = dict[str, Any]
 
 
-def document(run: Run, others: Sequence[Run], redacted: bool, most_samples: int) -> Json:
-    """Return what the report of a run shows, beside the curves of `others`.
+def document(run: Run, other_runs: Sequence[Run], redacted: bool, most_samples: int) -> Json:
+    """Return what the report of a run shows, beside the curves of `other_runs`.
 
     With `redacted` it is what `redact` is given, without prompts, responses, answers and what
     rewards said. Of more than `most_samples` samples, those of a part of the prompts are in it.
@@ -60,9 +60,9 @@ def document(run: Run, others: Sequence[Run], redacted: bool, most_samples: int)
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
         "redacted": redacted,
         "run": {"name": run.name, "seed": run.settings.seed, "path": str(run.path)},
-        "health": [asdict(each) for each in symptoms(run, states, lines)],
+        "health": [asdict(symptom) for symptom in symptoms(run, states, lines)],
         "stages": [*_stages(run, states)],
-        "edges": [vars(each) for each in edges(run.stages)],
+        "edges": [vars(edge) for edge in edges(run.stages)],
         **_comparison(run),
         "measured": [
             stage.name
@@ -70,13 +70,13 @@ def document(run: Run, others: Sequence[Run], redacted: bool, most_samples: int)
             if stage.declared.evaluates and states[stage.name].state == "done"
         ],
         "definitions": {name: metric._asdict() for name, metric in METRICS.items()},
-        "curves": {name: curves(own) for name, own in lines.items() if own},
+        "curves": {name: curves(stage_lines) for name, stage_lines in lines.items() if stage_lines},
         "history": {
             stage.name: [*history(run, stage.name, lines[stage.name])] for stage in run.stages
         },
         "guards": {stage.name: guards(run, stage, lines[stage.name]) for stage in run.stages},
         "others": {
-            name: _other(run, other, damaged) for name, other in _named(run, others).items()
+            name: _other(run, other, damaged) for name, other in _named(run, other_runs).items()
         },
         "samples": samples,
         "routing": routing,
@@ -93,17 +93,19 @@ def document(run: Run, others: Sequence[Run], redacted: bool, most_samples: int)
     }
 
 
-def _named(run: Run, others: Sequence[Run]) -> dict[str, Run]:
+def _named(run: Run, other_runs: Sequence[Run]) -> dict[str, Run]:
     """Return the other runs by names that differ: of equal ones the directory is the name."""
-    names = Counter([run.name, *(other.name for other in others)])
-    return {other.name if names[other.name] == 1 else str(other.path): other for other in others}
+    names = Counter([run.name, *(other.name for other in other_runs)])
+    return {
+        other.name if names[other.name] == 1 else str(other.path): other for other in other_runs
+    }
 
 
 def _other(run: Run, other: Run, damaged: list[str]) -> Json:
     """Return what the report shows of a run beside its own: curves, results and what differs."""
     lines = _all_lines(other, damaged)
     return {
-        "curves": {name: curves(own) for name, own in lines.items() if own},
+        "curves": {name: curves(stage_lines) for name, stage_lines in lines.items() if stage_lines},
         "differences": difference(run, other),
         **_comparison(other),
     }
@@ -111,7 +113,7 @@ def _other(run: Run, other: Run, damaged: list[str]) -> Json:
 
 def _routing(run: Run, damaged: list[str]) -> dict[str, Json]:
     """Return the recorded loads of experts of every stage that has some, but of damaged files."""
-    found: dict[str, Json] = {}
+    routing: dict[str, Json] = {}
     for stage in run.stages:
         try:
             loads = read_loads(run.stage(stage.name), MOST_MAPS)
@@ -119,12 +121,12 @@ def _routing(run: Run, damaged: list[str]) -> dict[str, Json]:
             damaged.append(str(error))
             continue
         if loads:
-            found[stage.name] = {
-                "steps": [{"step": each.step, "slots": each.slots} for each in loads],
-                "owned": {name: own[:MOST] for name, own in owned(summed(loads)).items()},
+            routing[stage.name] = {
+                "steps": [{"step": load.step, "slots": load.slots} for load in loads],
+                "owned": {name: experts[:MOST] for name, experts in owned(summed(loads)).items()},
                 "churn": churn(loads),
             }
-    return found
+    return routing
 
 
 def _costs(run: Run, damaged: list[str]) -> list[Json]:
@@ -138,7 +140,12 @@ def _costs(run: Run, damaged: list[str]) -> list[Json]:
 
 def _vocabulary(run: Run, samples: Mapping[str, Json], damaged: list[str]) -> dict[int, str]:
     """Return the texts of the token ids whose values are in the report, if there is a tokenizer."""
-    ids = {id for own in samples.values() for each in own["tokens"].values() for id in each["ids"]}
+    ids = {
+        id
+        for table in samples.values()
+        for tokens in table["tokens"].values()
+        for id in tokens["ids"]
+    }
     if not ids:
         return {}
     try:
@@ -164,14 +171,14 @@ def _changed(value: Any) -> Any:
     if isinstance(value, BaseModel):
         fields = type(value).model_fields
         return {
-            name: _changed(own)
-            for name, own in value
-            if name in VARIANTS or name not in fields or own != fields[name].get_default()
+            name: _changed(setting)
+            for name, setting in value
+            if name in VARIANTS or name not in fields or setting != fields[name].get_default()
         }
     if isinstance(value, Mapping):
-        return {str(key): _changed(own) for key, own in value.items()}
+        return {str(key): _changed(setting) for key, setting in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_changed(own) for own in value]
+        return [_changed(element) for element in value]
     return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
 
 
@@ -188,10 +195,10 @@ def _all_lines(run: Run, damaged: list[str]) -> dict[str, list[Line]]:
 
 
 def _stages(run: Run, states: Mapping[str, StageState]) -> Iterator[Json]:
-    spent, known = minutes(run.events), {stage.name: stage for stage in run.stages}
+    spent, stages = minutes(run.events), {stage.name: stage for stage in run.stages}
     for name, branch in tree(run.stages).items():
-        stage, state = known[name], states[name]
-        found: Json = {
+        stage, state = stages[name], states[name]
+        fields: Json = {
             "branch": branch,
             **{"name": stage.name, "kind": stage.kind, "from": origin(stage)},
             **{"state": state.state, "cause": state.cause, "attempts": state.attempts},
@@ -202,11 +209,11 @@ def _stages(run: Run, states: Mapping[str, StageState]) -> Iterator[Json]:
             try:
                 verdict = read_verdict(run.stage(stage.name))
             except DamagedVerdict as error:
-                found["reasons"] = [str(error)]
+                fields["reasons"] = [str(error)]
             else:
-                found["outcome"] = verdict and verdict.outcome
-                found["reasons"] = list(verdict.reasons) if verdict else []
-        yield found
+                fields["outcome"] = verdict and verdict.outcome
+                fields["reasons"] = list(verdict.reasons) if verdict else []
+        yield fields
 
 
 def _comparison(run: Run) -> Json:

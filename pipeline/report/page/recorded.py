@@ -70,15 +70,15 @@ class Recorded:
 
         `of` is how many the stage recorded, and `prompts` of how many prompts some are not here.
         """
-        found = {}
-        for name, own in self._stages.items():
+        tables = {}
+        for name, samples in self._stages.items():
             problems = self._problems[name]
             left_out = 0 if self._chosen is None else len(problems.keys() - set(self._chosen))
             about = {"of": problems.total(), "prompts": len(problems), "left_out": left_out}
             with self._noting():
-                found[name] = self._table(own) | about
-            self.damaged += own.damaged
-        return found
+                tables[name] = self._table(samples) | about
+            self.damaged += samples.damaged
+        return tables
 
     @contextmanager
     def _noting(self) -> Iterator[None]:
@@ -91,7 +91,7 @@ class Recorded:
     def _table(self, samples: StageSamples) -> Json:
         left_out = set(TEXTS) if self._redacted else set()
         names = {name: Names() for name in NAMED if name not in left_out}
-        parts: dict[str, list[float | None]] = {}
+        reward_parts: dict[str, list[float | None]] = {}
         columns: dict[str, list[Any]] = {
             name: [] for name in (*PLAIN, *names, "solved", "messages")
         }
@@ -99,16 +99,16 @@ class Recorded:
         seen, every = 0, 1  # samples with tokens' values, and which of them are kept
         for place, row in enumerate(samples.rows(self._chosen)):
             for name in PLAIN:
-                columns[name].append(_short(row[name], 6))
-            for name, known in names.items():
-                columns[name].append(known.number(row[name]))
+                columns[name].append(short_number(row[name], 6))
+            for name, distinct in names.items():
+                columns[name].append(distinct.number(row[name]))
             solved = row["solved"]
             columns["solved"].append(None if solved is None else int(solved))
             columns["messages"].append(None if left_out else row["reward_messages"])
             for name, score in (row["reward_parts"] or {}).items():
-                own = parts.setdefault(name, [])
-                own += [None] * (place - len(own))
-                own.append(_short(score, 6))
+                column = reward_parts.setdefault(name, [])
+                column += [None] * (place - len(column))
+                column.append(short_number(score, 6))
             observed = row["trainer_logprobs"] or row["teacher_kl"]
             if observed and not self._redacted:
                 if seen % every == 0:
@@ -117,12 +117,12 @@ class Recorded:
                 if len(tokens) > MOST_WITH_TOKENS:  # keep them spread over all steps
                     tokens, every = dict(list(tokens.items())[::2]), 2 * every
         count = len(columns["step"])
-        for own in parts.values():
-            own += [None] * (count - len(own))
+        for column in reward_parts.values():
+            column += [None] * (count - len(column))
         return {
             "columns": columns,
-            "names": {name: known.values for name, known in names.items()},
-            "parts": parts,
+            "names": {name: distinct.values for name, distinct in names.items()},
+            "parts": reward_parts,
             "tokens": tokens,
             "with_tokens": seen,
         }
@@ -147,24 +147,24 @@ def chosen_problems(
         counts += problems
     if counts.total() <= most:
         return None
-    found: list[str] = []
+    keys: list[str] = []
     for problem in sorted((key for key in counts if key), key=order):
         most -= counts[problem]
-        if most < 0 and found:
+        if most < 0 and keys:
             break
-        found.append(problem)
-    return found
+        keys.append(problem)
+    return keys
 
 
 def _of_tokens(row: Row) -> Json:
     """Return the values of a sample's tokens that were recorded, and the tokens' ids."""
-    found: Json = {"ids": row["response_tokens"]}
+    tokens: Json = {"ids": row["response_tokens"]}
     for name in OF_TOKENS:
         if row[name] is not None:
-            found[name] = [_short(value, DIGITS) for value in row[name]]
-    return found
+            tokens[name] = [short_number(value, DIGITS) for value in row[name]]
+    return tokens
 
 
-def _short(value: float | None, digits: int) -> float | None:
+def short_number(value: float | None, digits: int) -> float | None:
     """Return a number in few digits; none where it is no number, which JSON lacks."""
     return float(f"{value:.{digits}g}") if value is not None and isfinite(value) else None

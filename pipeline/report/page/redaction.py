@@ -119,8 +119,8 @@ DOCUMENT = {
 
 def redact(document: Mapping[str, Any], runs: Iterable[Run]) -> dict[str, Any]:
     """Return the allowed fields of a report, in which problems are numbered from 0."""
-    kept: dict[str, Any] = _Redaction(runs).kept(document, DOCUMENT)
-    return kept
+    redacted: dict[str, Any] = _Redaction(runs).kept(document, DOCUMENT)
+    return redacted
 
 
 def plain_setting(value: Any) -> Any:
@@ -156,15 +156,15 @@ class _Redaction:
             return [self.kept(below, allowed[0]) for below in value]
         if isinstance(allowed, str):
             return self._leaf(value, allowed)
-        kept = {}
+        fields = {}
         for key, below in value.items():
             if key in allowed:
-                kept[key] = self.kept(below, allowed[key])
+                fields[key] = self.kept(below, allowed[key])
             elif EACH in allowed and self._is_known(key):
-                kept[key] = self.kept(below, allowed[EACH])
+                fields[key] = self.kept(below, allowed[EACH])
             elif ANY in allowed:
-                kept[key] = self.kept(below, allowed[ANY])
-        return kept
+                fields[key] = self.kept(below, allowed[ANY])
+        return fields
 
     def _leaf(self, value: Any, leaf: str) -> Any:
         if leaf == OWN:
@@ -192,9 +192,9 @@ class _Redaction:
         """Return whether a name is known, or a metric's: `reward/math`, `pass_at_4`."""
         if name in self._names or _PROCESS.fullmatch(name):
             return True
-        parts = name.split("/")
+        words = name.split("/")
         return all(
-            part in self._names or re.sub(r"_\d+$", "_N", part) in self._names for part in parts
+            word in self._names or re.sub(r"_\d+$", "_N", word) in self._names for word in words
         )
 
 

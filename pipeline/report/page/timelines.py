@@ -25,50 +25,50 @@ def timelines(run: Run, damaged: list[str]) -> dict[str, Json]:
     Of each process its sums by phase too, without the phases inside: those add up to its time. Why
     a stage's cannot be read is added to `damaged`.
     """
-    found = {}
+    by_stage = {}
     for stage in run.stages:
         try:
-            found[stage.name] = _of_stage(run, stage)
+            by_stage[stage.name] = _of_stage(run, stage)
         except UserError as error:
             damaged.append(str(error))
-    return {name: phases for name, phases in found.items() if phases}
+    return {name: phases for name, phases in by_stage.items() if phases}
 
 
 def _of_stage(run: Run, stage: Stage) -> Json:
-    ranks = {name: own for name, own in rank_phases(run, stage).items() if own}
+    ranks = {name: phases for name, phases in rank_phases(run, stage).items() if phases}
     if not ranks:
         return {}
-    since = min(each.begin for own in ranks.values() for each in own)
-    until = max(_end(each) for own in ranks.values() for each in own)
+    since = min(phase.begin for phases in ranks.values() for phase in phases)
+    until = max(_end(phase) for phases in ranks.values() for phase in phases)
     engines = engine_phases(run, stage) if stage.needs_engine else {}
     within = {
         name: [
-            replace(each, begin=max(each.begin, since), end=min(_end(each), until))
-            for each in own
-            if each.begin < until and _end(each) > since
+            replace(phase, begin=max(phase.begin, since), end=min(_end(phase), until))
+            for phase in phases
+            if phase.begin < until and _end(phase) > since
         ]
-        for name, own in engines.items()
+        for name, phases in engines.items()
     }
     processes = [*ranks.items()][:MOST_RANKS] + [*within.items()][:MOST_ENGINES]
-    return {name: _of_process(own, since, until) for name, own in processes}
+    return {name: _of_process(phases, since, until) for name, phases in processes}
 
 
-def _of_process(own: Sequence[Phase], since: float, until: float) -> Json:
-    phases = sorted(own, key=lambda each: each.begin)
+def _of_process(phases: Sequence[Phase], since: float, until: float) -> Json:
+    by_begin = sorted(phases, key=lambda phase: phase.begin)
     return {
         "since": round(since, DIGITS),
         "until": round(until, DIGITS),
-        "seconds": own_seconds(phases),
-        "waits": _waits(phases),
+        "seconds": own_seconds(by_begin),
+        "waits": _waits(by_begin),
         "phases": [
             [
-                each.name,
-                round(each.begin, DIGITS),
-                round(_end(each), DIGITS),
-                each.waits_for,
-                each.step,
+                phase.name,
+                round(phase.begin, DIGITS),
+                round(_end(phase), DIGITS),
+                phase.waits_for,
+                phase.step,
             ]
-            for each in phases[-MOST_PHASES:]
+            for phase in by_begin[-MOST_PHASES:]
         ],
     }
 
@@ -80,22 +80,22 @@ def own_seconds(phases: Sequence[Phase]) -> dict[str, float]:
     """
     seconds: dict[str, float] = defaultdict(float)
     around: list[Phase] = []
-    for each in phases:
-        while around and _end(around[-1]) <= each.begin:
+    for phase in phases:
+        while around and _end(around[-1]) <= phase.begin:
             around.pop()
         if around:
-            seconds[around[-1].name] -= min(_end(each), _end(around[-1])) - each.begin
-        seconds[each.name] += _end(each) - each.begin
-        around.append(each)
+            seconds[around[-1].name] -= min(_end(phase), _end(around[-1])) - phase.begin
+        seconds[phase.name] += _end(phase) - phase.begin
+        around.append(phase)
     return {name: round(value, DIGITS) for name, value in seconds.items()}
 
 
 def _waits(phases: Sequence[Phase]) -> dict[str, float]:
     """Return the seconds that a process waits for each that it waits for."""
     seconds: dict[str, float] = defaultdict(float)
-    for each in phases:
-        if each.waits_for is not None:
-            seconds[each.waits_for] += _end(each) - each.begin
+    for phase in phases:
+        if phase.waits_for is not None:
+            seconds[phase.waits_for] += _end(phase) - phase.begin
     return {name: round(value, DIGITS) for name, value in seconds.items()}
 
 

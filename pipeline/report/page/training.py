@@ -8,7 +8,9 @@ from typing import Any
 
 from parallel.families import family_violations
 from parallel.layout_rules import layout_violations
+from pipeline.estimate.memory import fullest
 from pipeline.estimate.stage_memory import stage_memory
+from pipeline.report.page.recorded import short_number
 from pipeline.report.view.health import guards_of, steps_beyond
 from pipeline.run.graph import Stage
 from pipeline.run.metrics import LABELS, NOT_METRICS, Line
@@ -27,23 +29,18 @@ def curves(lines: Sequence[Line]) -> Json:
     An evaluation's lines are of several models and domains: its labels are columns too.
     """
     every = max(1, math.ceil(len(lines) / MOST_POINTS))
-    kept = list(lines[::every])
+    thinned = list(lines[::every])
     if (len(lines) - 1) % every:
-        kept.append(lines[-1])  # the newest counts most
-    names = {name: None for line in kept for name in line if name not in NOT_METRICS}
-    found: Json = {"step": [line["step"] for line in kept], "every": every}
-    found["metrics"] = {name: [_short(line.get(name)) for line in kept] for name in names}
+        thinned.append(lines[-1])  # the newest counts most
+    names = {name: None for line in thinned for name in line if name not in NOT_METRICS}
+    columns: Json = {"step": [line["step"] for line in thinned], "every": every}
+    columns["metrics"] = {
+        name: [short_number(line.get(name), DIGITS) for line in thinned] for name in names
+    }
     for label in LABELS:
-        if any(label in line for line in kept):
-            found[label] = [line.get(label) for line in kept]
-    return found
-
-
-def _short(value: float | None) -> float | None:
-    """Return a number in few digits; none where it is no number, which JSON lacks."""
-    if value is None or not math.isfinite(value):
-        return None
-    return float(f"{value:.{DIGITS}g}")
+        if any(label in line for line in thinned):
+            columns[label] = [line.get(label) for line in thinned]
+    return columns
 
 
 def guards(run: Run, stage: Stage, lines: Sequence[Line]) -> list[Json]:
@@ -81,5 +78,4 @@ def planned_memory(run: Run, stage: Stage) -> int | None:
     model, layout = run.settings.model, run.settings.layout
     if layout_violations(model, layout) or any(family_violations(model, layout)):
         return None
-    ranks = stage_memory(stage, run.settings)
-    return max((rank.total for rank in ranks), default=None)
+    return fullest(stage_memory(stage, run.settings)).total

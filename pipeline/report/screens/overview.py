@@ -24,7 +24,7 @@ from pipeline.tables import Cell
 from pipeline.text import visible
 
 SECONDS = 2.0  # between two looks at a run's files
-Found = TypeVar("Found")
+Content = TypeVar("Content")
 METRIC_HEADINGS = ("metric", "curve", "first → last", "healthy")
 
 
@@ -72,7 +72,7 @@ def text_of(cell: str | Cell) -> Text:
     return Text(visible(text), style=style)
 
 
-class FollowingScreen(Screen[None], Generic[Found]):
+class FollowingScreen(Screen[None], Generic[Content]):
     """A table that follows a run: `read` gives what `show` shows, again every few seconds.
 
     It reads in a thread: the files of a long run take a second, in which keys must not wait.
@@ -104,19 +104,19 @@ class FollowingScreen(Screen[None], Generic[Found]):
         self._reading = self.run_worker(self._read_and_show())
 
     async def _read_and_show(self) -> None:
-        found = await asyncio.to_thread(self.read)
+        content = await asyncio.to_thread(self.read)
         if not self.query(DataTable):  # the screen was left meanwhile
             return
         row = self.table.cursor_row
         self.table.clear()
-        self.show(found)
+        self.show(content)
         self.table.move_cursor(row=row)
 
-    def read(self) -> Found:
+    def read(self) -> Content:
         """Return what the run's files say now; it runs in a thread."""
         raise NotImplementedError
 
-    def show(self, found: Found) -> None:
+    def show(self, content: Content) -> None:
         """Fill the empty table."""
         raise NotImplementedError
 
@@ -144,13 +144,13 @@ class OverviewScreen(FollowingScreen[tuple[Overview, list[Symptom]]]):
 
     def read(self) -> tuple[Overview, list[Symptom]]:
         """Return the overview and what is out of its range."""
-        found = Overview.of(self._run.refresh())
-        return found, symptoms(self._run, found.states, found.lines)
+        overview = Overview.of(self._run.refresh())
+        return overview, symptoms(self._run, overview.states, overview.lines)
 
-    def show(self, found: tuple[Overview, list[Symptom]]) -> None:
+    def show(self, content: tuple[Overview, list[Symptom]]) -> None:
         """Show the health and a row for each stage."""
-        overview, health = found
-        lines = [text_of(each) for each in health_lines(health)]
+        overview, health = content
+        lines = [text_of(cell) for cell in health_lines(health)]
         self.query_one("#health", Static).update(Text("\n").join(lines))
         for name, cells in overview.rows():
             self.table.add_row(*map(text_of, cells), key=name)
@@ -187,9 +187,9 @@ class TableScreen(FollowingScreen[list[list[str | Cell]]]):
         yield DataTable(cursor_type="row")
         yield Footer()
 
-    def show(self, found: list[list[str | Cell]]) -> None:
+    def show(self, content: list[list[str | Cell]]) -> None:
         """Add a row for each list of cells."""
-        for cells in found:
+        for cells in content:
             self.table.add_row(*map(text_of, cells))
 
 

@@ -44,12 +44,12 @@ def coloured_tokens(row: Row, colouring: int, text_of: Callable[[int], str]) -> 
 
 
 def _values(row: Row, columns: Sequence[str]) -> list[float] | None:
-    found = [row[name] for name in columns]
-    if any(each is None for each in found):
+    series = [row[name] for name in columns]
+    if any(values is None for values in series):
         return None
-    if len(found) == 1:
-        return [*found[0]]
-    return [abs(one - other) for one, other in zip(*found, strict=True)]
+    if len(series) == 1:
+        return [*series[0]]
+    return [abs(one - other) for one, other in zip(*series, strict=True)]
 
 
 def _style(share: float) -> Style:

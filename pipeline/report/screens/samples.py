@@ -35,7 +35,7 @@ SHOWN = 2000  # samples in the list; a filter finds the others
 ASKED: dict[str, Callable[[str], dict[str, object]]] = {
     "search": lambda text: {"grep": re.compile(text) if text else None},
     "reward": lambda text: {"reward": _reward(text) if text else None},
-    "step": lambda text: {"steps": tuple(int(each) for each in text.split())},
+    "step": lambda text: {"steps": tuple(int(step) for step in text.split())},
     "domain": lambda text: {"domain": text or None},
     "model": lambda text: {"model": text or None},
 }
@@ -83,7 +83,7 @@ class SamplesScreen(Screen[None]):
         self._run, self._stage, self._regrade = run, stage, regrade
         self._samples = StageSamples(run.stage(stage))
         self._query, self._asked = Query(), ""
-        self._found = self._samples.find(self._query)
+        self._matches = self._samples.find(self._query)
         self._grading: Worker[None] | None = None
         self._marked: Row | None = None
         self._colouring = 0  # 0 for none, else one of COLOURINGS
@@ -122,13 +122,13 @@ class SamplesScreen(Screen[None]):
     def _ask_for(self, query: Query) -> None:
         """Show the samples of a query; one that cannot be answered leaves the list as it is."""
         try:
-            found = self._samples.find(query)
+            matches = self._samples.find(query)
         except UserError as error:
             self._warn(error)
             return
-        self._query, self._found = query, found
+        self._query, self._matches = query, matches
         self._table.clear()
-        for row in found[:SHOWN]:
+        for row in matches[:SHOWN]:
             reward = "" if row["reward"] is None else f"{row['reward']:g}"
             about = [str(row["step"]), row["domain"], row["model"] or "", reward]
             key = (row["problem"] or "")[:KEY_DIGITS]
@@ -138,19 +138,21 @@ class SamplesScreen(Screen[None]):
 
     def _show(self) -> None:
         """Show the chosen sample, its difference from the marked one, and its tokens."""
-        about = f"{self._run.name} {self._stage}: {len(self._found)} samples · {self._asked_for()}"
+        about = (
+            f"{self._run.name} {self._stage}: {len(self._matches)} samples · {self._asked_for()}"
+        )
         self.query_one("#about", Static).update(Text(about))
         target = self.query_one("#sample", Static)
-        if not self._found:
+        if not self._matches:
             target.update(Text("No sample is like that."))
             return
         try:
-            target.update(self._text_of(self._found[self._table.cursor_row]))
+            target.update(self._text_of(self._matches[self._table.cursor_row]))
         except UserError as error:  # a resumed stage took the file away, or no tokenizer is here
             target.update(Text(visible(str(error)), style="red"))
 
-    def _text_of(self, found: Row) -> Text:
-        [row] = self._samples.whole([found])
+    def _text_of(self, match: Row) -> Text:
+        [row] = self._samples.whole([match])
         text = Text("\n".join(sample_lines(row)))
         if self._marked is not None:
             text += Text("\n\n") + difference(self._marked, row)
@@ -158,13 +160,13 @@ class SamplesScreen(Screen[None]):
             text += Text("\n\n") + coloured_tokens(row, self._colouring, self._token_text)
         if self._with_experts:
             tokens = [*map(self._token_text, row["response_tokens"])]
-            text += Text(f"\n\n{route_table(self._samples.routes(found), tokens)}")
+            text += Text(f"\n\n{route_table(self._samples.routes(match), tokens)}")
         return text
 
     def _asked_for(self) -> str:
         query, words = self._query, [f"order {self._query.order}"]
         words += [f"step {' '.join(map(str, query.steps))}"] if query.steps else []
-        words += [each for each in (query.domain, query.model) if each]
+        words += [name for name in (query.domain, query.model) if name]
         words += [f"reward {query.reward[0]}={query.reward[1]:g}"] if query.reward else []
         words += [f"search {query.grep.pattern}"] if query.grep else []
         words += [f"problem {query.problem[:KEY_DIGITS]}"] if query.problem else []
@@ -177,7 +179,7 @@ class SamplesScreen(Screen[None]):
 
     def on_data_table_row_highlighted(self) -> None:
         """Show the sample that the cursor came to."""
-        if self._found:
+        if self._matches:
             self._show()
 
     def action_move(self, by: int) -> None:
@@ -191,15 +193,15 @@ class SamplesScreen(Screen[None]):
 
     def action_prompt(self) -> None:
         """Show all samples of the chosen one's prompt, and back."""
-        chosen = self._found[self._table.cursor_row]["problem"] if self._found else None
-        problem = None if self._query.problem else chosen
+        match_problem = self._matches[self._table.cursor_row]["problem"] if self._matches else None
+        problem = None if self._query.problem else match_problem
         self._ask_for(replace(self._query, problem=problem))
 
     def action_mark(self) -> None:
         """Compare what is shown from now on with the chosen sample; again: with none."""
-        chosen = self._found[self._table.cursor_row : self._table.cursor_row + 1]
+        matches = self._matches[self._table.cursor_row : self._table.cursor_row + 1]
         try:
-            rows = [] if self._marked is not None else self._samples.whole(chosen)
+            rows = [] if self._marked is not None else self._samples.whole(matches)
         except UserError as error:
             self._warn(error)
             return
@@ -218,15 +220,15 @@ class SamplesScreen(Screen[None]):
 
     def action_grade(self) -> None:
         """Show what the chosen sample earns by the rewards as they are now."""
-        if self._found and not self._is_grading:
+        if self._matches and not self._is_grading:
             self.notify("grading it again; escape stops it", timeout=1)
-            self._grading = self.run_worker(self._grade(self._found[self._table.cursor_row]))
+            self._grading = self.run_worker(self._grade(self._matches[self._table.cursor_row]))
 
     @property
     def _is_grading(self) -> bool:
         return self._grading is not None and not self._grading.is_finished
 
-    async def _grade(self, found: Row) -> None:
+    async def _grade(self, match: Row) -> None:
         stopped = Event()
 
         def check() -> None:
@@ -234,7 +236,7 @@ class SamplesScreen(Screen[None]):
                 raise UserError("the grading was stopped")
 
         try:
-            rows = self._samples.whole([found])
+            rows = self._samples.whole([match])
             # In a thread, since a reward may take minutes to load, or forever.
             [grade] = await asyncio.to_thread(self._regrade, self._stage, rows, check)
         except UserError as error:

@@ -24,15 +24,15 @@ def owned_by_domain(directory: StageDirectory) -> Owned:
             f"{directory.path.name} has recorded no experts: it has not finished a step with"
             " samples, or routing.replay is none, or logging.tokens is 0"
         )
-    return {domain: own[:MOST] for domain, own in owned(summed(loads)).items()}
+    return {domain: experts[:MOST] for domain, experts in owned(summed(loads)).items()}
 
 
-def expert_table(found: Owned) -> str:
+def expert_table(owned_experts: Owned) -> str:
     """Return a line for each domain's expert: its share over its share in the other domains."""
     rows = [
         [domain, str(layer), str(expert), f"{times:.2f}"]
-        for domain, own in found.items()
-        for layer, expert, times in own
+        for domain, experts in owned_experts.items()
+        for layer, expert, times in experts
     ]
     title = (
         "experts of which a domain has at least twice its share in the other domains, or twice an"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import isfinite
+from operator import gt, lt
 from statistics import fmean, median
 
 from pipeline.run.graph import Stage, rerun_options
@@ -15,6 +16,7 @@ from pipeline.run.run import Run, StageState
 from stages.guards.registry import GuardSettings
 
 Values = Sequence[float]  # of a metric, by step
+Broken = Callable[[Values], str | None]
 
 SILENT_STEPS, SILENT_SECONDS = 20, 120.0  # without a new step, before a stage seems stuck
 JUMP = 10.0  # times the median that a gradient's norm may grow to
@@ -43,27 +45,17 @@ class Rule:
     """A metric that is out of its range where `broken` says what is wrong with its values."""
 
     metric: str
-    broken: Callable[[Values], str | None]
+    broken: Broken
     remedy: str
     alarm: bool = True
 
 
-def _mean_above(bound: float, text: str) -> Callable[[Values], str | None]:
-    """Return the rule that the mean of the last steps is above a bound."""
+def _mean(beyond: Callable[[float, float], bool], bound: float, text: str) -> Broken:
+    """Return the rule that the mean of the last steps is beyond a bound."""
 
     def broken(values: Values) -> str | None:
         mean = fmean(values[-LAST:])
-        return text.format(mean) if mean > bound else None
-
-    return broken
-
-
-def _mean_below(bound: float, text: str) -> Callable[[Values], str | None]:
-    """Return the rule that the mean of the last steps is below a bound."""
-
-    def broken(values: Values) -> str | None:
-        mean = fmean(values[-LAST:])
-        return text.format(mean) if mean < bound else None
+        return text.format(mean) if beyond(mean, bound) else None
 
     return broken
 
@@ -79,40 +71,40 @@ def _jump(values: Values) -> str | None:
 # first comes before the guards, whose remedies are for rewards that are right.
 NOTHING_RIGHT = Rule(
     "all_wrong",
-    _mean_above(0.99, "no response to any prompt is right"),
+    _mean(gt, 0.99, "no response to any prompt is right"),
     "read some, and what the rewards say of them: braid look RUN STAGE; whether the reference earns"
     " a reward: braid domain check FILE",
 )
 RULES = (
     Rule(
         "reward_failures",
-        _mean_above(0.0, "rewards fail on {:.2g} samples a step"),
+        _mean(gt, 0.0, "rewards fail on {:.2g} samples a step"),
         "see the first failures with: braid logs RUN STAGE",
     ),
     Rule(
         "engine_restarts",
-        _mean_above(0.0, "engines are lost, {:.2g} a step"),
+        _mean(gt, 0.0, "engines are lost, {:.2g} a step"),
         "see why with: braid logs RUN STAGE --engine 0",
     ),
     Rule(
         "idle_experts",
-        _mean_above(0.4, "few experts work: no recorded token chose {:.0%} of them"),
+        _mean(gt, 0.4, "few experts work: no recorded token chose {:.0%} of them"),
         "see which do with: braid look RUN STAGE --experts; raise routing.load_balance",
     ),
     Rule(
         "load_balance",
-        _mean_above(2.0, "few experts work: load_balance is {:.3g}"),
+        _mean(gt, 2.0, "few experts work: load_balance is {:.3g}"),
         "see which with: braid look RUN STAGE --experts; raise routing.load_balance",
     ),
     Rule(
         "router_agreement",
-        _mean_below(0.9, "engine and trainer choose other experts: router_agreement is {:.3g}"),
+        _mean(lt, 0.9, "engine and trainer choose other experts: router_agreement is {:.3g}"),
         "see docs/how-to/mismatch.md; with routing.replay: r3 the trainer takes the engine's",
     ),
     Rule("gradient_norm", _jump, "lower the learning rate, or optimizer.clip_norm", alarm=False),
     Rule(
         "too_long",
-        _mean_above(0.0, "{:.2g} prompts a step are skipped for their length"),
+        _mean(gt, 0.0, "{:.2g} prompts a step are skipped for their length"),
         "raise prompts.max_prompt_tokens or the source's max_tokens",
         alarm=False,
     ),
@@ -126,12 +118,12 @@ def symptoms(
 
     `lines` are each stage's metrics.
     """
-    found = [
+    findings = [
         finding
         for stage in run.stages
         for finding in _of_stage(run, stage, states[stage.name], lines.get(stage.name, ()))
     ]
-    return sorted(found, key=lambda each: not each.alarm)
+    return sorted(findings, key=lambda finding: not finding.alarm)
 
 
 def _of_stage(

@@ -29,7 +29,7 @@ from stages.sampling.sample_files import Row
 class Listing:
     """Samples that were found, those of them that are shown, and what these would earn now."""
 
-    found: Sequence[Row]
+    matches: Sequence[Row]
     shown: Sequence[Row]
     grades: Sequence[Grade] = ()  # of those shown, where they were graded again
     graded: str | None = None  # how the rewards of all that were graded again changed
@@ -38,7 +38,7 @@ class Listing:
     def of(
         cls,
         samples: StageSamples,
-        found: Sequence[Row],
+        matches: Sequence[Row],
         count: int,
         regrade: Callable[[Sequence[Row]], list[Grade]] | None = None,
         changed: bool = False,
@@ -47,17 +47,19 @@ class Listing:
 
         With `changed` all that were found are graded, and those are kept whose reward is another.
         """
-        rows = samples.whole(found if changed else found[:count])
+        rows = samples.whole(matches if changed else matches[:count])
         if regrade is None or not rows:
-            return cls(found, rows)
+            return cls(matches, rows)
         grades = regrade(rows)
         summary = regraded_line(rows, grades)
         if changed:
             pairs = enumerate(zip(rows, grades, strict=True))
-            kept = [at for at, (row, grade) in pairs if grade["reward"] != row["reward"]]
-            found = [found[at] for at in kept]
-            rows, grades = ([each[at] for at in kept[:count]] for each in (rows, grades))
-        return cls(found, rows, grades, summary)
+            places = [place for place, (row, grade) in pairs if grade["reward"] != row["reward"]]
+            matches = [matches[place] for place in places]
+            rows, grades = (
+                [series[place] for place in places[:count]] for series in (rows, grades)
+            )
+        return cls(matches, rows, grades, summary)
 
 
 def print_samples(
@@ -68,9 +70,9 @@ def print_samples(
     Raises:
         UserError: a file is damaged, or there is no tokenizer for `tokens` or `routes`.
     """
-    found, shown = listing.found, listing.shown
+    matches, shown = listing.matches, listing.shown
     texts = _texts(run) if tokens or routes else None
-    for place, row, grade in zip_longest(found[: len(shown)], shown, listing.grades):
+    for place, row, grade in zip_longest(matches[: len(shown)], shown, listing.grades):
         say(*sample_lines(row))
         if grade is not None:
             say(*grade_lines(grade))
@@ -81,11 +83,11 @@ def print_samples(
         say("")
     if listing.graded is not None:
         say(listing.graded)
-    elif not found:
+    elif not matches:
         say(f"none of {samples.count} samples is like that")
-    if found:
-        more = f"; --count {len(found)} shows all" if len(found) > len(shown) else ""
-        say(f"{len(shown)} of {len(found)} samples{more}")
+    if matches:
+        more = f"; --count {len(matches)} shows all" if len(matches) > len(shown) else ""
+        say(f"{len(shown)} of {len(matches)} samples{more}")
 
 
 def listing_json(samples: StageSamples, listing: Listing, routes: bool) -> dict[str, Any]:
@@ -94,29 +96,29 @@ def listing_json(samples: StageSamples, listing: Listing, routes: bool) -> dict[
     `graded_now` is of samples that were graded again, `routes` by token and layer.
     """
     rows = []
-    places = listing.found[: len(listing.shown)]
+    places = listing.matches[: len(listing.shown)]
     for place, row, grade in zip_longest(places, listing.shown, listing.grades):
-        own = {**columns_of(row), "model": row["model"], "file": row["file"]}
-        own |= {} if grade is None else {"graded_now": grade}
-        own |= {"routes": samples.routes(place)} if routes else {}
-        rows.append(own)
-    return {"count": len(listing.found), "samples": rows}
+        sample = {**columns_of(row), "model": row["model"], "file": row["file"]}
+        sample |= {} if grade is None else {"graded_now": grade}
+        sample |= {"routes": samples.routes(place)} if routes else {}
+        rows.append(sample)
+    return {"count": len(listing.matches), "samples": rows}
 
 
 def print_outcomes(
     models: Sequence[MeasuredModel],
     names: Sequence[str],
-    found: dict[str, Outcomes],
+    by_domain: dict[str, Outcomes],
     kinds: Sequence[str],
     count: int,
 ) -> None:
     """Print who solves what, and both models' answers to `count` problems of some kinds."""
-    print(outcome_table(found, names), end="\n\n")
+    print(outcome_table(by_domain, names), end="\n\n")
     problems = [
         (domain, key)
-        for domain, own in found.items()
+        for domain, outcomes in by_domain.items()
         for kind in kinds
-        for key in getattr(own, kind)
+        for key in getattr(outcomes, kind)
     ]
 
     @cache  # once for all problems of an evaluation

@@ -32,11 +32,13 @@ SECONDS = ("rollout", "train", "refit", "offload", "wake")  # parts of a step, i
 HEADINGS = ("stage", "state", "steps", "curve", "", "tokens/s", "where a step's seconds go", "left")
 
 
-def health_lines(found: Sequence[Symptom]) -> Iterator[Cell]:
+def health_lines(health: Sequence[Symptom]) -> Iterator[Cell]:
     """Yield a line for each finding, or the one that says that there is none."""
-    for each in found:
-        yield Cell(f"{'!' if each.alarm else '·'} {each}", "red" if each.alarm else "yellow")
-    if not found:
+    for symptom in health:
+        yield Cell(
+            f"{'!' if symptom.alarm else '·'} {symptom}", "red" if symptom.alarm else "yellow"
+        )
+    if not health:
         yield Cell("✓ nothing is out of its range", "green")
 
 
@@ -62,7 +64,7 @@ class Overview:
     @property
     def is_running(self) -> bool:
         """True where a stage is running or in a queue."""
-        return any(each.state in ("running", "submitted") for each in self.states.values())
+        return any(state.state in ("running", "submitted") for state in self.states.values())
 
     @property
     def progress(self) -> list[tuple[str, int]]:
@@ -74,16 +76,16 @@ class Overview:
 
     def rows(self) -> Iterator[tuple[str, list[str | Cell]]]:
         """Yield every stage's name and cells, as a tree, under HEADINGS."""
-        known = {stage.name: stage for stage in self.run.stages}
+        stages = {stage.name: stage for stage in self.run.stages}
         for name, branch in tree(self.run.stages).items():
             lines = self.lines.get(name, ())
-            yield name, [branch, *_cells(known[name], self.states[name], lines, self.left[name])]
+            yield name, [branch, *_cells(stages[name], self.states[name], lines, self.left[name])]
 
 
-def stage_table(found: Overview) -> str:
+def stage_table(overview: Overview) -> str:
     """Return the table of a run's stages."""
-    title = f"{found.run.name}: seed {found.run.settings.seed}"
-    return table(title, HEADINGS, [cells for _, cells in found.rows()], right=(5,))
+    title = f"{overview.run.name}: seed {overview.run.settings.seed}"
+    return table(title, HEADINGS, [cells for _, cells in overview.rows()], right=(5,))
 
 
 def metric_rows(lines: Sequence[Line]) -> Iterator[list[str | Cell]]:
@@ -98,31 +100,33 @@ def metric_rows(lines: Sequence[Line]) -> Iterator[list[str | Cell]]:
         ]
 
 
-def metric_by_stage(found: Overview, metric: str) -> list[tuple[str, str, list[float]]]:
+def metric_by_stage(overview: Overview, metric: str) -> list[tuple[str, str, list[float]]]:
     """Return a metric's values in each stage that has it, also by domain: (stage, name, values).
 
     Raises:
         UserError: no stage has it.
     """
-    names = {name for own in found.lines.values() for line in own for name in line}
-    wanted = sorted(name for name in names if name == metric or name.startswith(f"{metric}/"))
-    if not wanted or metric in NOT_METRICS:
-        first = metric.partition("/")[0]
-        near = [name for name in names if name.partition("/")[0] == first]
+    names = {
+        name for stage_lines in overview.lines.values() for line in stage_lines for name in line
+    }
+    matching = sorted(name for name in names if name == metric or name.startswith(f"{metric}/"))
+    if not matching or metric in NOT_METRICS:
+        prefix = metric.partition("/")[0]
+        near = [name for name in names if name.partition("/")[0] == prefix]
         raise UserError(f"no stage has logged {metric}; {hint(metric, sorted(near or names))}")
     return [
         (stage, name, values)
-        for stage, lines in found.lines.items()
-        for name in wanted
+        for stage, lines in overview.lines.items()
+        for name in matching
         if (values := [line[name] for line in lines if name in line])
     ]
 
 
-def metric_table(found: Overview, metric: str) -> str:
+def metric_table(overview: Overview, metric: str) -> str:
     """Return a table of a metric over the stages."""
     rows = [
         [stage, name, sparkline(values), f"{values[0]:.4g}", f"{fmean(values[-LAST:]):.4g}"]
-        for stage, name, values in metric_by_stage(found, metric)
+        for stage, name, values in metric_by_stage(overview, metric)
     ]
     headings = ("stage", "metric", "curve", "first", f"mean of the last {LAST}")
     return table("", headings, rows, right=(3, 4))
@@ -154,9 +158,9 @@ def curve_of(lines: Sequence[Line]) -> tuple[str, list[float]] | None:
 
 
 def _curve(lines: Sequence[Line]) -> tuple[str, str]:
-    if (found := curve_of(lines)) is None:
+    if (curve := curve_of(lines)) is None:
         return "", ""
-    name, values = found
+    name, values = curve
     if name == ACCURACY:  # of one model after another
         return "", f"{name} {values[-1]:.3g}"
     return sparkline(values), f"{name} {values[0]:.3g} → {values[-1]:.3g}"
@@ -171,13 +175,13 @@ def sparkline(values: Sequence[float], width: int = WIDTH) -> str:
     if not values:
         return ""
     count = min(width, len(values))
-    edges = [len(values) * each // count for each in range(count + 1)]
+    edges = [len(values) * number // count for number in range(count + 1)]
     means = [sum(values[start:end]) / (end - start) for start, end in pairwise(edges)]
     lowest, spread = min(means), max(means) - min(means)
     if not isfinite(spread):
         return ""
     top = len(BARS) - 1
-    return "".join(BARS[round(top * (each - lowest) / spread) if spread else 0] for each in means)
+    return "".join(BARS[round(top * (mean - lowest) / spread) if spread else 0] for mean in means)
 
 
 def _speed(lines: Sequence[Line]) -> str:
@@ -192,34 +196,39 @@ def _speed(lines: Sequence[Line]) -> str:
 
 def _split(lines: Sequence[Line]) -> str:
     """Return which parts of a step take which share of its seconds, the largest first."""
-    found = {name: sum(line.get(f"seconds_{name}", 0.0) for line in lines) for name in SECONDS}
-    total = sum(found.values())
+    seconds = {name: sum(line.get(f"seconds_{name}", 0.0) for line in lines) for name in SECONDS}
+    total = sum(seconds.values())
     if not total:
         return ""
-    parts = sorted(found.items(), key=lambda each: -each[1])
+    largest_first = sorted(seconds.items(), key=lambda pair: -pair[1])
     return " · ".join(
-        f"{name} {100 * part / total:.0f} %" for name, part in parts if part > total / 50
+        f"{name} {100 * spent / total:.0f} %" for name, spent in largest_first if spent > total / 50
     )
 
 
-def overview_json(overview: Overview, found: Sequence[Symptom]) -> dict[str, Any]:
+def overview_json(overview: Overview, symptoms: Sequence[Symptom]) -> dict[str, Any]:
     """Return what `braid look RUN --json` prints."""
     stages = []
     for stage in overview.run.stages:
-        own = overview.lines.get(stage.name, ())
-        curve = curve_of(own)
+        lines = overview.lines.get(stage.name, ())
+        curve = curve_of(lines)
         stages.append(
             {
                 "name": stage.name,
                 "state": overview.states[stage.name].state,
-                "step": own[-1]["step"] if own else None,
+                "step": lines[-1]["step"] if lines else None,
                 "steps": stage.steps,
                 "metric": curve and curve[0],
                 "values": curve and curve[1],
             }
         )
     health = [
-        {"stage": each.stage, "what": each.what, "remedy": each.remedy, "alarm": each.alarm}
-        for each in found
+        {
+            "stage": symptom.stage,
+            "what": symptom.what,
+            "remedy": symptom.remedy,
+            "alarm": symptom.alarm,
+        }
+        for symptom in symptoms
     ]
     return {"run": str(overview.run.path), "health": health, "stages": stages}

@@ -42,11 +42,11 @@ def _earned(row: dict[str, Any]) -> Iterator[str]:
         yield visible(f"  no reward: {row['reward_failure']}")
     if row["reward"] is None:
         return
-    said, parts = row["reward_messages"] or {}, row["reward_parts"] or {}
-    each = [f"{name} {score:g}" for name, score in parts.items()]
+    messages, reward_parts = row["reward_messages"] or {}, row["reward_parts"] or {}
+    scores = [f"{name} {score:g}" for name, score in reward_parts.items()]
     advantage = "" if row["model"] is not None else f", advantage {row['advantage']:+.3g}"
-    yield visible(f"  reward    {row['reward']:g} ({', '.join(each)}){advantage}")
-    for name, message in said.items():
+    yield visible(f"  reward    {row['reward']:g} ({', '.join(scores)}){advantage}")
+    for name, message in messages.items():
         yield visible(f"            {name}: {message}", keep="\n")
 
 
@@ -56,19 +56,39 @@ def token_table(row: dict[str, Any], texts: Sequence[str]) -> str:
     learned = range(len(texts)) if row["learned"] is None else row["learned"]
     lines: list[list[str | Cell]] = []
     for place, text in enumerate(texts):
-        own = {n: None if each is None else each[place] for n, each in values.items()}
+        token_values = {
+            name: None if series is None else series[place] for name, series in values.items()
+        }
         if place not in learned:
-            own = {**own, "trainer_logprobs": None, "entropies": None, "teacher_kl": None}
-        engine, trainer = own["logprobs"], own["trainer_logprobs"]
+            token_values = {
+                **token_values,
+                "trainer_logprobs": None,
+                "entropies": None,
+                "teacher_kl": None,
+            }
+        engine, trainer = token_values["logprobs"], token_values["trainer_logprobs"]
         apart = None if engine is None or trainer is None else trainer - engine
-        advantage = row["advantage"] if own["advantages"] is None else own["advantages"]
-        numbers = [engine, trainer, apart, own["entropies"], advantage, own["teacher_kl"]]
+        advantage = (
+            row["advantage"] if token_values["advantages"] is None else token_values["advantages"]
+        )
+        numbers = [
+            engine,
+            trainer,
+            apart,
+            token_values["entropies"],
+            advantage,
+            token_values["teacher_kl"],
+        ]
         cells = ["" if number is None else f"{number:.4g}" for number in numbers]
         lines.append([str(place), repr(text), *cells])
-    kept = [0, 1, *(at for at in range(2, len(HEADINGS)) if any(line[at] for line in lines))]
-    headings = [HEADINGS[at] for at in kept]
-    lines = [[line[at] for at in kept] for line in lines]
-    return table("", headings, lines, right=range(2, len(kept)))
+    columns = [
+        0,
+        1,
+        *(column for column in range(2, len(HEADINGS)) if any(line[column] for line in lines)),
+    ]
+    headings = [HEADINGS[column] for column in columns]
+    lines = [[line[column] for column in columns] for line in lines]
+    return table("", headings, lines, right=range(2, len(columns)))
 
 
 def regraded_line(rows: Sequence[dict[str, Any]], grades: Sequence[dict[str, Any]]) -> str:
@@ -89,8 +109,8 @@ def grade_lines(grade: dict[str, Any]) -> Iterator[str]:
     if grade["reward"] is None:
         yield visible(f"  now       no reward: {grade['failure']}")
         return
-    each = [f"{name} {score:g}" for name, score in grade["parts"].items()]
-    yield visible(f"  now       {grade['reward']:g} ({', '.join(each)})")
+    scores = [f"{name} {score:g}" for name, score in grade["parts"].items()]
+    yield visible(f"  now       {grade['reward']:g} ({', '.join(scores)})")
     for name, message in (grade["messages"] or {}).items():
         yield visible(f"            {name}: {message}", keep="\n")
 

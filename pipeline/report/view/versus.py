@@ -36,9 +36,11 @@ class Outcomes:
     @property
     def p_value(self) -> float:
         """The two-sided exact test that the models solve equally many (McNemar 1947)."""
-        _, first, second, _ = self.counts
-        tail = sum(comb(first + second, each) for each in range(min(first, second) + 1))
-        return min(1.0, 2 * tail / 2 ** (first + second))
+        _, only_first, only_second, _ = self.counts
+        tail = sum(
+            comb(only_first + only_second, wins) for wins in range(min(only_first, only_second) + 1)
+        )
+        return min(1.0, 2 * tail / 2 ** (only_first + only_second))
 
 
 def outcomes(
@@ -56,7 +58,7 @@ def outcomes(
         raise UserError(f"both models were not measured on {only}; {hint(only, domains)}")
     if not domains:
         raise UserError(f"{first.name} and {second.name} were measured on no domain in common")
-    found = {}
+    by_domain = {}
     for domain in [only] if only is not None else domains:
         keys = common_keys(domain, [first, second])
         shares = [model.domains[domain].on(keys).shares for model in (first, second)]
@@ -64,16 +66,22 @@ def outcomes(
         for key, one, other in zip(keys, *shares, strict=True):
             kinds.setdefault((one >= RIGHT, other >= RIGHT), []).append(key)
         order = ((True, True), (True, False), (False, True), (False, False))
-        found[domain] = Outcomes(*(kinds.get(kind, []) for kind in order))
-    return found
+        by_domain[domain] = Outcomes(*(kinds.get(kind, []) for kind in order))
+    return by_domain
 
 
-def outcome_table(found: dict[str, Outcomes], names: Sequence[str]) -> str:
+def outcome_table(by_domain: dict[str, Outcomes], names: Sequence[str]) -> str:
     """Return the counts of every domain, and of all of them."""
-    rows = [[domain, *map(str, own.counts), f"{own.p_value:.2g}"] for domain, own in found.items()]
-    if len(found) > 1:
+    rows = [
+        [domain, *map(str, outcome.counts), f"{outcome.p_value:.2g}"]
+        for domain, outcome in by_domain.items()
+    ]
+    if len(by_domain) > 1:
         whole = Outcomes(
-            *([key for own in found.values() for key in getattr(own, kind)] for kind in KINDS)
+            *(
+                [key for outcome in by_domain.values() for key in getattr(outcome, kind)]
+                for kind in KINDS
+            )
         )
         rows.append(["all", *map(str, whole.counts), f"{whole.p_value:.2g}"])
     one, other = names
@@ -81,11 +89,14 @@ def outcome_table(found: dict[str, Outcomes], names: Sequence[str]) -> str:
     return table("", headings, rows, right=range(1, len(headings)))
 
 
-def outcomes_json(found: dict[str, Outcomes], names: Sequence[str]) -> dict[str, Any]:
+def outcomes_json(by_domain: dict[str, Outcomes], names: Sequence[str]) -> dict[str, Any]:
     """Return what `braid look --versus --json` prints."""
     domains = {
-        domain: {**{kind: list(getattr(own, kind)) for kind in KINDS}, "p_value": own.p_value}
-        for domain, own in found.items()
+        domain: {
+            **{kind: list(getattr(outcome, kind)) for kind in KINDS},
+            "p_value": outcome.p_value,
+        }
+        for domain, outcome in by_domain.items()
     }
     return {"models": list(names), "domains": domains}
 
@@ -94,11 +105,11 @@ def answer_lines(model: MeasuredModel, problem: Problem, samples: StageSamples) 
     """Yield the lines of a model's first answer in `samples` to a problem, or that it has none."""
     domain, key = problem
     try:
-        found = samples.find(Query(domain=domain, problem=key, model=model.name))
+        matches = samples.find(Query(domain=domain, problem=key, model=model.name))
     except UserError:  # an older version recorded none
-        found = []
-    if not found:
+        matches = []
+    if not matches:
         yield f"{model.name} · {domain} · problem {key[:KEY_DIGITS]}: its answer was not recorded"
         return
-    [row] = samples.whole(found[:1])
+    [row] = samples.whole(matches[:1])
     yield from sample_lines(row)

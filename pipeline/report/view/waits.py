@@ -24,26 +24,26 @@ def waits(
     `seconds` is how long, by the clock of this machine; an engine outside all phases is idle.
     """
     now = time.time() if now is None else now
-    found = []
+    processes = []
     for stage in run.stages:
         if states[stage.name].state == "running":
             ranks = rank_phases(run, stage)
-            found += [_now(stage, name, own, now, BETWEEN) for name, own in ranks.items()]
+            processes += [_now(stage, name, phases, now, BETWEEN) for name, phases in ranks.items()]
             engines = engine_phases(run, stage) if stage.needs_engine else {}
-            found += [_now(stage, name, own, now, IDLE) for name, own in engines.items()]
-    return found
+            processes += [_now(stage, name, phases, now, IDLE) for name, phases in engines.items()]
+    return processes
 
 
 def _now(
-    stage: Stage, process: str, own: list[Phase], now: float, outside: tuple[str, str | None]
+    stage: Stage, process: str, phases: list[Phase], now: float, outside: tuple[str, str | None]
 ) -> dict[str, Any]:
     """Return what a process does; `outside` all phases, that and whom it waits for."""
-    if (present := innermost(own)) is None:
+    if (present := innermost(phases)) is None:
         name, waits_for = outside
-        since = max((each.end for each in own if each.end is not None), default=now)
+        since = max((phase.end for phase in phases if phase.end is not None), default=now)
     else:
         name, waits_for, since = present.name, present.waits_for, present.begin
-        steps = [each.step for each in own if each.end is None and each.step is not None]
+        steps = [phase.step for phase in phases if phase.end is None and phase.step is not None]
         if steps:
             name = (
                 f"step {steps[-1]}" if present.step is not None else f"{name} of step {steps[-1]}"
@@ -52,17 +52,17 @@ def _now(
     return {**about, "seconds": max(0.0, now - since)}
 
 
-def waits_cells(found: Sequence[Mapping[str, Any]]) -> list[list[str | Cell]]:
+def waits_cells(processes: Sequence[Mapping[str, Any]]) -> list[list[str | Cell]]:
     """Return the cells of each process, under HEADINGS."""
     return [
         [
-            *(each["stage"], each["process"], each["phase"], each["waits_for"] or ""),
-            clock(each["seconds"]),
+            *(process["stage"], process["process"], process["phase"], process["waits_for"] or ""),
+            clock(process["seconds"]),
         ]
-        for each in found
+        for process in processes
     ]
 
 
-def waits_table(found: Sequence[Mapping[str, Any]]) -> str:
+def waits_table(processes: Sequence[Mapping[str, Any]]) -> str:
     """Return the table of `waits`, or the line that nothing runs."""
-    return table("", HEADINGS, waits_cells(found)) if found else "no stage is running"
+    return table("", HEADINGS, waits_cells(processes)) if processes else "no stage is running"

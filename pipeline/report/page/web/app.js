@@ -31,7 +31,7 @@ async function open() {
 }
 
 function frame(data, current) {
-  const alarms = data.health.filter((each) => each.alarm).length;
+  const alarms = data.health.filter((symptom) => symptom.alarm).length;
   const advice = data.health.length - alarms;
   const text = alarms
     ? `! ${alarms} alarm${alarms > 1 ? "s" : ""}`

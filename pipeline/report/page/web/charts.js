@@ -117,7 +117,7 @@ function drawMarks(plot, guards, interruptions) {
 function line(pen, x, y, toX, toY, stroke, dash) {
   pen.strokeStyle = stroke;
   pen.lineWidth = devicePixelRatio || 1;
-  pen.setLineDash(dash.map((each) => each * (devicePixelRatio || 1)));
+  pen.setLineDash(dash.map((length) => length * (devicePixelRatio || 1)));
   pen.beginPath();
   pen.moveTo(x, y);
   pen.lineTo(toX, toY);
@@ -126,12 +126,12 @@ function line(pen, x, y, toX, toY, stroke, dash) {
 
 /** Return the union of the series' x, and each series on it, null where it has no value. */
 function aligned(series) {
-  const x = [...new Set(series.flatMap((each) => each.x))].sort((one, other) => one - other);
+  const x = [...new Set(series.flatMap((curve) => curve.x))].sort((one, other) => one - other);
   const at = new Map(x.map((value, index) => [value, index]));
-  const columns = series.map((each) => {
+  const columns = series.map((curve) => {
     const column = new Array(x.length).fill(null);
-    each.x.forEach((value, index) => {
-      column[at.get(value)] = each.y[index];
+    curve.x.forEach((value, index) => {
+      column[at.get(value)] = curve.y[index];
     });
     return column;
   });
@@ -140,11 +140,11 @@ function aligned(series) {
 
 /** Return a chart in words, for who hears the page. */
 function spoken(series, columns) {
-  const parts = series.map(({ label }, at) => {
+  const phrases = series.map(({ label }, at) => {
     const values = columns[at].filter((value) => value !== null);
     return values.length
       ? `${label}: from ${short(values[0])} to ${short(values.at(-1))}`
       : `${label}: no value`;
   });
-  return parts.join("; ");
+  return phrases.join("; ");
 }

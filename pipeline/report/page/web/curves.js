@@ -24,14 +24,14 @@ function curvesPage(data, { stage, options }) {
   if (!stages.length) return [h("p", {}, "No stage has logged a step yet.")];
   if (stage === ALL) return metricOfStages(data, stages, options.get("metric"));
   const name = stages.includes(stage) ? stage : stages[0];
-  const wanted = options.get("metric") || "";
-  const found = metricNames(data.curves[name]).filter((metric) => metric.includes(wanted));
-  const names = found.slice(0, MOST_CHARTS);
+  const substring = options.get("metric") || "";
+  const matches = metricNames(data.curves[name]).filter((metric) => metric.includes(substring));
+  const names = matches.slice(0, MOST_CHARTS);
   const search = h(
     "label",
     {},
     "metric contains",
-    h("input", { id: "search", name: "metric", value: wanted, size: 18 }),
+    h("input", { id: "search", name: "metric", value: substring, size: 18 }),
   );
   const again = (event) => {
     event.preventDefault();
@@ -44,8 +44,8 @@ function curvesPage(data, { stage, options }) {
       name,
       h("form", { onsubmit: again, onchange: again }, search),
     ),
-    found.length > names.length
-      ? h("p", { class: "quiet", id: "drawn" }, `${names.length} of ${found.length} metrics`)
+    matches.length > names.length
+      ? h("p", { class: "quiet", id: "drawn" }, `${names.length} of ${matches.length} metrics`)
       : null,
     ...interruptionLines(interruptions(data, name)),
     marksLine(data, name),
@@ -58,40 +58,40 @@ function curvesPage(data, { stage, options }) {
 }
 
 /** Return the metrics that have a value, the ones to look at first at the beginning. */
-function metricNames(own) {
+function metricNames(curves) {
   const rank = (name) => (FIRST.includes(name) ? FIRST.indexOf(name) : FIRST.length);
-  return Object.keys(own.metrics)
-    .filter((name) => own.metrics[name].some((value) => value !== null))
+  return Object.keys(curves.metrics)
+    .filter((name) => curves.metrics[name].some((value) => value !== null))
     .sort((one, other) => rank(one) - rank(other) || one.localeCompare(other));
 }
 
 /** Return when a stage was started, continued or stopped, but not that it was done. */
 function interruptions(data, stage) {
-  return data.history[stage].filter((each) => each.state !== "done");
+  return data.history[stage].filter((event) => event.state !== "done");
 }
 
 /** Return what the lines in a stage's charts mean; nothing where there are none. */
 function marksLine(data, stage) {
   const guarded = data.guards[stage].length;
   const fired = data.guards[stage].some((guard) => guard.fired.length);
-  const interrupted = interruptions(data, stage).some((each) => each.step > 0);
-  const said = [
+  const interrupted = interruptions(data, stage).some((event) => event.step > 0);
+  const meanings = [
     guarded ? "dashed and shaded: a guard's threshold, and what is beyond it" : null,
     fired ? "upright: the guard fired" : null,
     interrupted ? "dotted: the stage was interrupted" : null,
   ].filter(Boolean);
-  return said.length ? h("p", { class: "quiet", id: "marks" }, said.join("; ")) : null;
+  return meanings.length ? h("p", { class: "quiet", id: "marks" }, meanings.join("; ")) : null;
 }
 
-function interruptionLines(found) {
-  return found
-    .filter((each) => each.attempt > 1 || each.state !== "running")
-    .map((each) =>
+function interruptionLines(events) {
+  return events
+    .filter((event) => event.attempt > 1 || event.state !== "running")
+    .map((event) =>
       h(
         "p",
         { class: "quiet" },
-        `after step ${each.step}: attempt ${each.attempt} ${each.state}`,
-        each.cause ? `: ${each.cause}` : "",
+        `after step ${event.step}: attempt ${event.attempt} ${event.state}`,
+        event.cause ? `: ${event.cause}` : "",
       ),
     );
 }
@@ -99,10 +99,10 @@ function interruptionLines(found) {
 function metricChart(data, stage, metric) {
   const meaning = definition(data.definitions, metric);
   const guards = data.guards[stage].filter((guard) => guard.metric === metric);
-  const others = Object.entries(data.others).map(([run, other]) => [run, other.curves[stage]]);
-  const series = [[data.run.name, data.curves[stage]], ...others]
-    .filter(([, own]) => own && own.metrics[metric])
-    .map(([label, own]) => ({ label, x: own.step, y: own.metrics[metric] }));
+  const otherRuns = Object.entries(data.others).map(([run, other]) => [run, other.curves[stage]]);
+  const series = [[data.run.name, data.curves[stage]], ...otherRuns]
+    .filter(([, curves]) => curves && curves.metrics[metric])
+    .map(([label, curves]) => ({ label, x: curves.step, y: curves.metrics[metric] }));
   const element = figure(series, {
     caption: [
       h("b", {}, metric),
@@ -112,7 +112,7 @@ function metricChart(data, stage, metric) {
     ],
     sync: stage,
     guards,
-    interruptions: interruptions(data, stage).filter((each) => each.step > 0),
+    interruptions: interruptions(data, stage).filter((event) => event.step > 0),
   });
   element.dataset.metric = metric;
   return element;
@@ -127,14 +127,14 @@ function guardText(guard) {
 }
 
 /** Return one metric of every stage that has it, also by domain. */
-function metricOfStages(data, stages, wanted) {
+function metricOfStages(data, stages, preferred) {
   const names = [...new Set(stages.flatMap((stage) => metricNames(data.curves[stage])))].filter(
     (name) => !name.includes("/"),
   );
   names.sort(
     (one, other) => FIRST.includes(other) - FIRST.includes(one) || one.localeCompare(other),
   );
-  const metric = names.includes(wanted) ? wanted : names[0];
+  const metric = names.includes(preferred) ? preferred : names[0];
   const every = stages.flatMap((stage) =>
     Object.entries(data.curves[stage].metrics)
       .filter(([name]) => name === metric || name.startsWith(`${metric}/`))

@@ -10,10 +10,10 @@ function h(tag, attributes, ...children) {
     else if (value !== null && value !== undefined && value !== false)
       element.setAttribute(name, value);
   }
-  const kept = children
+  const present = children
     .flat(3)
     .filter((child) => child !== null && child !== undefined && child !== false);
-  element.append(...kept);
+  element.append(...present);
   return element;
 }
 
@@ -113,11 +113,11 @@ function table(headings, rows, label) {
 }
 
 /** Return a labelled choice; `all` is the text of no choice, and null where there must be one. */
-function choice(label, name, values, chosen, onchange, all = "all") {
+function choice(label, name, values, selected, onchange, all = "all") {
   const options = values.map((value) =>
     h(
       "option",
-      { value: String(value), selected: String(value) === String(chosen) },
+      { value: String(value), selected: String(value) === String(selected) },
       String(value),
     ),
   );
@@ -126,13 +126,13 @@ function choice(label, name, values, chosen, onchange, all = "all") {
 }
 
 /** Return the choice of a stage of a page, beside its other choices. */
-function stageChoice(page, stages, chosen, ...others) {
+function stageChoice(page, stages, selected, ...otherChoices) {
   const change = (event) => go(page, event.target.value);
   return h(
     "div",
     { class: "filters" },
-    choice("stage", "stage", stages, chosen, change, null),
-    others,
+    choice("stage", "stage", stages, selected, change, null),
+    otherChoices,
   );
 }
 
@@ -144,18 +144,20 @@ function place() {
 }
 
 /** Return a part of an address decoded; one that nobody encoded, such as `%`, as it is. */
-function decoded(part) {
+function decoded(text) {
   try {
-    return decodeURIComponent(part);
+    return decodeURIComponent(text);
   } catch {
-    return part;
+    return text;
   }
 }
 
 function link(page, stage, options) {
   const path = [page, ...(stage ? [stage] : [])].map(encodeURIComponent).join("/");
-  const given = Object.entries(options || {}).filter(([, value]) => value !== "" && value !== null);
-  const query = new URLSearchParams(given).toString();
+  const stated = Object.entries(options || {}).filter(
+    ([, value]) => value !== "" && value !== null,
+  );
+  const query = new URLSearchParams(stated).toString();
   return "#/" + path + (query ? "?" + query : "");
 }
 
@@ -201,5 +203,5 @@ function contentWidth(element) {
 
 /** Return a text whose parts between backticks are code. */
 function withCode(text) {
-  return text.split("`").map((part, at) => (at % 2 ? h("code", {}, part) : part));
+  return text.split("`").map((piece, at) => (at % 2 ? h("code", {}, piece) : piece));
 }

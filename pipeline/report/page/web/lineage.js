@@ -3,13 +3,13 @@
 
 function lineagePage(data) {
   const events = data.stages.flatMap((stage) =>
-    data.history[stage.name].map((each) => [
+    data.history[stage.name].map((event) => [
       stage.name,
-      clockTime(each.time),
-      each.attempt,
-      each.state,
-      each.step,
-      each.cause,
+      clockTime(event.time),
+      event.attempt,
+      event.state,
+      event.step,
+      event.cause,
     ]),
   );
   events.sort((one, other) => (one[1] < other[1] ? -1 : 1));
@@ -51,8 +51,8 @@ function runsPage(data, { stage }) {
   const rows = (block) =>
     Object.entries(block).map(([key, [here, there]]) => [key, valueText(here), valueText(there)]);
   const change = (event) => go("runs", event.target.value);
-  const stages = Object.entries(differences.stages).flatMap(([each, block]) =>
-    rows(block).map((row) => [each, ...row]),
+  const stages = Object.entries(differences.stages).flatMap(([stageName, block]) =>
+    rows(block).map((row) => [stageName, ...row]),
   );
   return [
     h("form", { class: "filters" }, choice("run", "run", names, name, change, null)),

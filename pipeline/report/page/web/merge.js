@@ -7,17 +7,17 @@ const BEFORE = 8; // tokens that are shown before an example's
 
 function mergePage(data, { stage }) {
   const stages = Object.keys(data.samples).filter((name) =>
-    Object.values(data.samples[name].tokens).some((own) => own.teacher_kl),
+    Object.values(data.samples[name].tokens).some((tokens) => tokens.teacher_kl),
   );
   const curves = Object.keys(data.curves).filter((name) => teacherCurves(data.curves[name]).length);
-  const known = [...new Set([...stages, ...curves])];
-  if (!known.length)
+  const withLosses = [...new Set([...stages, ...curves])];
+  if (!withLosses.length)
     return [h("p", {}, "No merge of this run has logged its teachers' divergence.")];
-  const name = known.includes(stage) ? stage : known[0];
+  const name = withLosses.includes(stage) ? stage : withLosses[0];
   const measured = stages.includes(name) ? divergences(data.samples[name]) : {};
   const trends = data.curves[name] ? teacherCurves(data.curves[name]) : [];
   return [
-    stageChoice("merge", known, name),
+    stageChoice("merge", withLosses, name),
     ...(trends.length
       ? [
           h("h2", {}, "Divergence from the teachers"),
@@ -35,24 +35,24 @@ function mergePage(data, { stage }) {
 }
 
 /** Return teacher_kl and its parts by domain, where they are more than one. */
-function teacherCurves(own) {
-  const names = Object.keys(own.metrics).filter(
+function teacherCurves(curves) {
+  const names = Object.keys(curves.metrics).filter(
     (name) => name === "teacher_kl" || name.startsWith("teacher_kl/"),
   );
   return names.map((name) => ({
     label: name.replace("teacher_kl/", ""),
-    x: own.step,
-    y: own.metrics[name],
+    x: curves.step,
+    y: curves.metrics[name],
   }));
 }
 
 /** Return by domain the recorded tokens' losses: their sums by tenth of the response, and each one. */
-function divergences(own) {
-  const found = Object.create(null);
-  for (const [index, recorded] of Object.entries(own.tokens)) {
+function divergences(samples) {
+  const byDomain = Object.create(null);
+  for (const [index, recorded] of Object.entries(samples.tokens)) {
     if (!recorded.teacher_kl) continue;
-    const domain = valueOf(own, "domain", Number(index));
-    const mine = (found[domain] ||= {
+    const domain = valueOf(samples, "domain", Number(index));
+    const losses = (byDomain[domain] ||= {
       sums: new Array(PARTS).fill(0),
       counts: new Array(PARTS).fill(0),
       worst: [],
@@ -61,13 +61,13 @@ function divergences(own) {
     const learned = recorded.learned ? new Set(recorded.learned) : null;
     recorded.teacher_kl.forEach((loss, at) => {
       if (learned && !learned.has(at)) return;
-      const part = Math.min(PARTS - 1, Math.floor((PARTS * at) / length));
-      mine.sums[part] += loss;
-      mine.counts[part] += 1;
-      keepWorst(mine.worst, [loss, Number(index), at]);
+      const tenth = Math.min(PARTS - 1, Math.floor((PARTS * at) / length));
+      losses.sums[tenth] += loss;
+      losses.counts[tenth] += 1;
+      keepWorst(losses.worst, [loss, Number(index), at]);
     });
   }
-  return found;
+  return byDomain;
 }
 
 /** Keep the EXAMPLES tokens with the largest loss. */
@@ -79,23 +79,23 @@ function keepWorst(worst, token) {
 }
 
 function divergenceTables(data, stage, measured) {
-  const total = (own, name) => own[name].reduce((sum, value) => sum + value, 0);
-  const whole = Object.values(measured).reduce((sum, own) => sum + total(own, "sums"), 0);
+  const total = (losses, name) => losses[name].reduce((sum, value) => sum + value, 0);
+  const whole = Object.values(measured).reduce((sum, losses) => sum + total(losses, "sums"), 0);
   const rows = Object.entries(measured)
-    .map(([domain, own]) => [
+    .map(([domain, losses]) => [
       domain,
-      total(own, "counts"),
-      total(own, "sums") / total(own, "counts"),
-      `${percent(total(own, "sums") / whole)} %`,
+      total(losses, "counts"),
+      total(losses, "sums") / total(losses, "counts"),
+      `${percent(total(losses, "sums") / whole)} %`,
     ])
     .sort((one, other) => other[2] - one[2]);
-  const series = Object.entries(measured).map(([label, own]) => ({
+  const series = Object.entries(measured).map(([label, losses]) => ({
     label,
-    x: own.sums.map((_, part) => Math.round((100 * (part + 0.5)) / PARTS)),
-    y: own.sums.map((sum, part) => (own.counts[part] ? sum / own.counts[part] : null)),
+    x: losses.sums.map((_, tenth) => Math.round((100 * (tenth + 0.5)) / PARTS)),
+    y: losses.sums.map((sum, tenth) => (losses.counts[tenth] ? sum / losses.counts[tenth] : null)),
   }));
   const worst = Object.values(measured)
-    .flatMap((own) => own.worst)
+    .flatMap((losses) => losses.worst)
     .sort(([one], [other]) => other - one)
     .slice(0, EXAMPLES);
   return [
@@ -116,20 +116,20 @@ function divergenceTables(data, stage, measured) {
     h("h2", {}, "Tokens with the largest loss"),
     table(
       ["loss", "domain", "step", "token, after those before it"],
-      worst.map((each) => example(data, stage, each)),
+      worst.map((token) => example(data, stage, token)),
       "Examples",
     ),
   ];
 }
 
 function example(data, stage, [loss, index, at]) {
-  const own = data.samples[stage];
-  const texts = own.tokens[index].ids.map((id) => data.vocabulary[id] ?? `[${id}]`);
-  const problem = (valueOf(own, "problem", index) || "").slice(0, KEY_DIGITS);
-  const step = own.columns.step[index];
+  const samples = data.samples[stage];
+  const texts = samples.tokens[index].ids.map((id) => data.vocabulary[id] ?? `[${id}]`);
+  const problem = (valueOf(samples, "problem", index) || "").slice(0, KEY_DIGITS);
+  const step = samples.columns.step[index];
   return [
     loss,
-    valueOf(own, "domain", index),
+    valueOf(samples, "domain", index),
     h("a", { href: link("samples", stage, { problem, step: String(step) }) }, String(step)),
     h(
       "span",

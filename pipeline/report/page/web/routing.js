@@ -36,33 +36,35 @@ function routingPage(data, { stage, options }) {
 }
 
 function routerCurves(data, stage) {
-  const own = data.curves[stage];
-  return own && !own.domain ? metricNames(own).filter((name) => /rout|expert|load/.test(name)) : [];
+  const curves = data.curves[stage];
+  return curves && !curves.domain
+    ? metricNames(curves).filter((name) => /rout|expert|load/.test(name))
+    : [];
 }
 
-function expertMaps(own, name, options) {
-  const domains = Object.keys(own.steps[0].slots);
+function expertMaps(routing, name, options) {
+  const domains = Object.keys(routing.steps[0].slots);
   const domain = domains.includes(options.get("domain")) ? options.get("domain") : domains[0];
-  const last = own.steps.length - 1;
+  const last = routing.steps.length - 1;
   const at = Math.min(Number(options.get("at") ?? last), last);
   const map = h("canvas", {
     id: "experts",
     role: "img",
     "aria-label": "Share of each expert in every routed layer; the table has the largest",
   });
-  const said = h("p", { class: "quiet", id: "expert" });
-  const paint = (place) => paintExperts(map, said, own.steps[place], domain);
+  const caption = h("p", { class: "quiet", id: "expert" });
+  const paint = (place) => paintExperts(map, caption, routing.steps[place], domain);
   const slider = h("input", {
     type: "range",
     min: 0,
     max: last,
     value: at,
     id: "step",
-    "aria-valuetext": `step ${own.steps[at].step}`,
+    "aria-valuetext": `step ${routing.steps[at].step}`,
     oninput: (event) => {
       event.target.setAttribute(
         "aria-valuetext",
-        `step ${own.steps[Number(event.target.value)].step}`,
+        `step ${routing.steps[Number(event.target.value)].step}`,
       );
       paint(Number(event.target.value));
     },
@@ -70,8 +72,8 @@ function expertMaps(own, name, options) {
   });
   queueMicrotask(() => paint(at));
   const change = (event) => goWith({ domain: event.target.value });
-  const owners = Object.entries(own.owned).map(([each, experts]) => [
-    each,
+  const owners = Object.entries(routing.owned).map(([owner, experts]) => [
+    owner,
     experts
       .map(([layer, expert, times]) => `layer ${layer} expert ${expert} (${short(times)} times)`)
       .join(" · ") || "none",
@@ -81,7 +83,7 @@ function expertMaps(own, name, options) {
       ? h("form", { class: "filters" }, choice("domain", "domain", domains, domain, change, null))
       : null,
     h("p", {}, h("label", {}, "step ", slider)),
-    said,
+    caption,
     h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Experts" }, map),
     h("h2", {}, "Experts of each domain"),
     h(
@@ -92,13 +94,13 @@ function expertMaps(own, name, options) {
         : "used at least twice as often as an equal share",
     ),
     table(["domain", "experts"], owners, "Experts of each domain"),
-    own.churn.length
+    routing.churn.length
       ? figure(
           [
             {
               label: "churn",
-              x: own.churn.map(([step]) => step),
-              y: own.churn.map(([, value]) => value),
+              x: routing.churn.map(([step]) => step),
+              y: routing.churn.map(([, value]) => value),
             },
           ],
           {
@@ -112,7 +114,7 @@ function expertMaps(own, name, options) {
   ];
 }
 
-function paintExperts(canvas, said, step, domain) {
+function paintExperts(canvas, caption, step, domain) {
   const layers = step.slots[domain] || [];
   const experts = layers.length ? layers[0].length : 0;
   const room = contentWidth(document.getElementById("main")) - CELL.left;
@@ -131,11 +133,11 @@ function paintExperts(canvas, said, step, domain) {
     });
   });
   const about = `step ${step.step}, ${domain}`;
-  said.textContent = `${about}: a cell is an expert; the darker, the more tokens; hold the pointer over one`;
+  caption.textContent = `${about}: a cell is an expert; the darker, the more tokens; hold the pointer over one`;
   canvas.onpointermove = (event) => {
     const row = Math.floor(event.offsetY / CELL.height);
     const expert = Math.floor((event.offsetX - CELL.left) / cell);
     if (shares[row] === undefined || shares[row][expert] === undefined) return;
-    said.textContent = `${about}: layer ${row}, expert ${expert} takes ${percent(shares[row][expert])} % (an equal share is ${percent(1 / experts)} %)`;
+    caption.textContent = `${about}: layer ${row}, expert ${expert} takes ${percent(shares[row][expert])} % (an equal share is ${percent(1 / experts)} %)`;
   };
 }

@@ -12,9 +12,9 @@ const NUMBERS = ["logprobs", "trainer_logprobs", "entropies", "advantages", "tea
 const MOST_COMPARED = 1500; // words of a response that are compared with another one's
 
 function sampleView(data, stage, index, options) {
-  const own = data.samples[stage];
-  const value = (name) => valueOf(own, name, index);
-  const said = own.columns.messages[index];
+  const samples = data.samples[stage];
+  const value = (name) => valueOf(samples, name, index);
+  const messages = samples.columns.messages[index];
   const marked = options.get("mark");
   return [
     h(
@@ -24,38 +24,42 @@ function sampleView(data, stage, index, options) {
         " · ",
       ),
     ),
-    h("p", { id: "earned" }, earned(own, index)),
-    said
-      ? Object.entries(said).map(([name, text]) => h("p", { class: "quiet" }, `${name}: ${text}`))
+    h("p", { id: "earned" }, earned(samples, index)),
+    messages
+      ? Object.entries(messages).map(([name, text]) =>
+          h("p", { class: "quiet" }, `${name}: ${text}`),
+        )
       : null,
     value("problem") ? sampleLinks(stage, index, value("problem")) : null,
-    !own.names.prompt
+    !samples.names.prompt
       ? h("p", { class: "quiet" }, "The texts are left out of this report (--redact).")
       : [
           h("h2", {}, "Prompt"),
           h("pre", {}, value("prompt") || ""),
-          own.names.answer && value("answer")
+          samples.names.answer && value("answer")
             ? [h("h2", {}, "Reference answer"), h("pre", { id: "answer" }, value("answer"))]
             : null,
           h("h2", {}, "Response"),
           h("pre", { id: "response" }, value("response") || ""),
         ],
-    marked !== null && Number(marked) !== index && own.names.response
-      ? differenceView(own, Number(marked), index)
+    marked !== null && Number(marked) !== index && samples.names.response
+      ? differenceView(samples, Number(marked), index)
       : null,
-    own.tokens[index] ? tokensView(data, own.tokens[index], own.columns.advantage[index]) : null,
+    samples.tokens[index]
+      ? tokensView(data, samples.tokens[index], samples.columns.advantage[index])
+      : null,
   ];
 }
 
-function earned(own, index) {
-  const value = (name) => valueOf(own, name, index);
+function earned(samples, index) {
+  const value = (name) => valueOf(samples, name, index);
   if (value("reward") === null)
     return `no reward: ${value("reward_failure") || "it was not graded"}`;
-  const parts = Object.entries(own.parts)
+  const scored = Object.entries(samples.parts)
     .filter(([, scores]) => scores[index] !== null)
     .map(([name, scores]) => `${name} ${short(scores[index])}`);
   return [
-    `reward ${short(value("reward"))} (${parts.join(", ")})`,
+    `reward ${short(value("reward"))} (${scored.join(", ")})`,
     value("model") ? "" : `, advantage ${short(value("advantage"))}`,
     value("staleness") ? `, ${value("staleness")} steps old` : "",
     value("finish_reason") === "length" ? ", truncated" : "",
@@ -85,11 +89,11 @@ function tokensView(data, recorded, advantage) {
       ? trainer.map((value, at) => (learned && !learned.has(at) ? 0 : Math.abs(value - engine[at])))
       : null;
   const columns = { ...recorded, difference };
-  const known = Object.keys(COLOURINGS).filter((name) => columns[name]);
-  const asked = place().options.get("colour");
-  const chosen = known.includes(asked) ? asked : known[0];
+  const colourings = Object.keys(COLOURINGS).filter((name) => columns[name]);
+  const preferred = place().options.get("colour");
+  const colouring = colourings.includes(preferred) ? preferred : colourings[0];
   const text = h("pre", { class: "tokens", id: "tokens", tabindex: 0, "aria-label": "Tokens" });
-  const said = h(
+  const caption = h(
     "p",
     { class: "quiet", id: "token" },
     `advantage of the response ${short(advantage)}; hold the pointer over a token for its numbers`,
@@ -102,19 +106,21 @@ function tokensView(data, recorded, advantage) {
     );
   };
   text.addEventListener("pointerover", (event) => {
-    if (event.target.title) said.textContent = event.target.title.replaceAll("\n", " · ");
+    if (event.target.title) caption.textContent = event.target.title.replaceAll("\n", " · ");
   });
   const chooser = h(
     "select",
     { id: "colouring", onchange: (event) => goWith({ colour: event.target.value }) },
-    known.map((name) => h("option", { value: name, selected: name === chosen }, COLOURINGS[name])),
+    colourings.map((name) =>
+      h("option", { value: name, selected: name === colouring }, COLOURINGS[name]),
+    ),
   );
-  if (known.length) paint(chosen);
+  if (colourings.length) paint(colouring);
   return [
     h("h2", {}, "Tokens"),
     h("p", {}, h("label", { class: "quiet" }, "coloured by ", chooser)),
     text,
-    said,
+    caption,
   ];
 }
 
@@ -132,9 +138,12 @@ function tokenSpan(data, recorded, id, at, value, most) {
 }
 
 /** Return what two responses have in common, and what only one of them says. */
-function differenceView(own, marked, index) {
-  const [before, after] = [marked, index].map((each) => valueOf(own, "response", each) || "");
-  const name = (each) => valueOf(own, "model", each) || `step ${own.columns.step[each]}`;
+function differenceView(samples, marked, index) {
+  const [before, after] = [marked, index].map(
+    (sampleIndex) => valueOf(samples, "response", sampleIndex) || "",
+  );
+  const name = (sampleIndex) =>
+    valueOf(samples, "model", sampleIndex) || `step ${samples.columns.step[sampleIndex]}`;
   const pieces = wordDifference(before, after).map(([kind, text]) =>
     kind === "same" ? text : h(kind, {}, text),
   );
@@ -164,10 +173,10 @@ function wordDifference(before, after) {
           : Math.max(lengths[(i + 1) * width + j], lengths[i * width + j + 1]);
     }
   }
-  const found = [];
+  const runs = [];
   const add = (kind, word) => {
-    if (found.length && found.at(-1)[0] === kind) found.at(-1)[1] += word;
-    else found.push([kind, word]);
+    if (runs.length && runs.at(-1)[0] === kind) runs.at(-1)[1] += word;
+    else runs.push([kind, word]);
   };
   let i = 0;
   let j = 0;
@@ -182,5 +191,5 @@ function wordDifference(before, after) {
       add("del", a[i++]);
     else add("ins", b[j++]);
   }
-  return found;
+  return runs;
 }

@@ -15,10 +15,10 @@ function samplesPage(data, { stage, options }) {
       h("p", {}, "No samples are recorded, or this report is of a run before its first step."),
     ];
   const name = stages.includes(stage) ? stage : stages[0];
-  const own = data.samples[name];
-  const found = select(own, options);
-  const chosen = Math.min(Number(options.get("at")) || 0, Math.max(found.length - 1, 0));
-  const from = Math.max(0, Math.min(chosen - SHOWN / 2, found.length - SHOWN));
+  const samples = data.samples[name];
+  const matches = select(samples, options);
+  const current = Math.min(Number(options.get("at")) || 0, Math.max(matches.length - 1, 0));
+  const from = Math.max(0, Math.min(current - SHOWN / 2, matches.length - SHOWN));
   const list = h(
     "div",
     {
@@ -26,26 +26,26 @@ function samplesPage(data, { stage, options }) {
       role: "listbox",
       tabindex: 0,
       "aria-label": "Samples",
-      "aria-activedescendant": found.length ? `sample-${chosen}` : null,
+      "aria-activedescendant": matches.length ? `sample-${current}` : null,
       id: "samples",
     },
-    found
+    matches
       .slice(from, from + SHOWN)
-      .map((index, at) => sampleOption(own, index, from + at, from + at === chosen)),
+      .map((index, at) => sampleOption(samples, index, from + at, from + at === current)),
   );
-  list.addEventListener("keydown", (event) => move(event, found.length, chosen));
+  list.addEventListener("keydown", (event) => move(event, matches.length, current));
   queueMicrotask(() => {
     const current = list.querySelector("[aria-selected=true]");
     if (current) current.scrollIntoView({ block: "nearest" });
   });
-  const shown = found.length
-    ? sampleView(data, name, found[chosen], options)
+  const shown = matches.length
+    ? sampleView(data, name, matches[current], options)
     : h("p", {}, "No sample is like that.");
   return [
     stageChoice("samples", stages, name),
-    sampleFilters(own, name, options),
-    h("p", { id: "count" }, countText(own, found)),
-    trend(own, found, name),
+    sampleFilters(samples, name, options),
+    h("p", { id: "count" }, countText(samples, matches)),
+    trend(samples, matches, name),
     h(
       "div",
       { class: "browser" },
@@ -55,43 +55,43 @@ function samplesPage(data, { stage, options }) {
   ];
 }
 
-function countText(own, found) {
-  const part = own.left_out
-    ? `; the stage recorded ${own.of}, and those of ${own.prompts - own.left_out} of ${own.prompts} prompts are here`
+function countText(samples, matches) {
+  const recorded = samples.left_out
+    ? `; the stage recorded ${samples.of}, and those of ${samples.prompts - samples.left_out} of ${samples.prompts} prompts are here`
     : "";
-  const listed = found.length > SHOWN ? `; ${SHOWN} are listed` : "";
-  return `${found.length} of ${own.columns.step.length} samples${part}${listed}`;
+  const listed = matches.length > SHOWN ? `; ${SHOWN} are listed` : "";
+  return `${matches.length} of ${samples.columns.step.length} samples${recorded}${listed}`;
 }
 
-function valueOf(own, name, index) {
-  const value = own.columns[name] ? own.columns[name][index] : null;
-  return own.names[name] && value !== null ? own.names[name][value] : value;
+function valueOf(samples, name, index) {
+  const value = samples.columns[name] ? samples.columns[name][index] : null;
+  return samples.names[name] && value !== null ? samples.names[name][value] : value;
 }
 
 /** Return the numbers of the samples that the options ask for, in their order. */
-function select(own, options) {
-  const { columns } = own;
-  let found = columns.step.map((_, index) => index);
-  const keep = (wanted, test) => {
-    if (wanted) found = found.filter(test);
+function select(samples, options) {
+  const { columns } = samples;
+  let matches = columns.step.map((_, index) => index);
+  const keep = (applies, test) => {
+    if (applies) matches = matches.filter(test);
   };
   for (const name of FILTERS) {
-    const number = own.names[name] ? own.names[name].indexOf(options.get(name)) : -1;
+    const number = samples.names[name] ? samples.names[name].indexOf(options.get(name)) : -1;
     keep(options.get(name), (index) => columns[name][index] === number);
   }
   const steps = (options.get("step") || "").split(/[ ,]+/).filter(Boolean).map(Number);
   keep(steps.length, (index) => steps.includes(columns.step[index]));
   const problem = options.get("problem");
   // A redacted report has numbers for keys, of which "1" is no beginning of "10".
-  const whole = own.names.problem.includes(problem);
+  const whole = samples.names.problem.includes(problem);
   keep(problem, (index) => {
-    const key = valueOf(own, "problem", index) || "";
+    const key = valueOf(samples, "problem", index) || "";
     return whole ? key === problem : key.startsWith(problem);
   });
   const solved = Number(options.get("solved") === "yes");
   keep(options.get("solved"), (index) => columns.solved[index] === solved);
   const scored = (options.get("reward") || "").split("=");
-  const scores = scored.length > 1 ? own.parts[scored[0].trim()] || [] : columns.reward;
+  const scores = scored.length > 1 ? samples.parts[scored[0].trim()] || [] : columns.reward;
   keep(options.get("reward"), (index) => scores[index] === Number(scored.at(-1)));
   if (options.get("search")) {
     let pattern;
@@ -101,28 +101,28 @@ function select(own, options) {
       return [];
     }
     keep(true, (index) =>
-      ["prompt", "response"].some((name) => pattern.test(valueOf(own, name, index) || "")),
+      ["prompt", "response"].some((name) => pattern.test(valueOf(samples, name, index) || "")),
     );
   }
-  return ordered(own, found, options.get("order"));
+  return ordered(samples, matches, options.get("order"));
 }
 
-function ordered(own, found, order) {
-  const { reward, step, tokens } = own.columns;
+function ordered(samples, matches, order) {
+  const { reward, step, tokens } = samples.columns;
   if (order === "worst") {
-    const graded = found.filter((index) => reward[index] !== null);
+    const graded = matches.filter((index) => reward[index] !== null);
     return graded.sort((one, other) => reward[one] - reward[other] || step[other] - step[one]);
   }
   if (order === "longest")
-    return found.sort((one, other) => tokens[other] - tokens[one] || step[other] - step[one]);
-  return order === "flipped" ? flipped(own, found) : found;
+    return matches.sort((one, other) => tokens[other] - tokens[one] || step[other] - step[one]);
+  return order === "flipped" ? flipped(samples, matches) : matches;
 }
 
 /** Return a sample of the first and of the last step of each prompt that became right or wrong. */
-function flipped(own, found) {
-  const { step, solved, problem, domain } = own.columns;
+function flipped(samples, matches) {
+  const { step, solved, problem, domain } = samples.columns;
   const prompts = new Map();
-  for (const index of found) {
+  for (const index of matches) {
     if (problem[index] === null || solved[index] === null) continue;
     const key = `${domain[index]} ${problem[index]}`;
     if (!prompts.has(key)) prompts.set(key, new Map());
@@ -130,17 +130,17 @@ function flipped(own, found) {
     steps.set(step[index], [...(steps.get(step[index]) || []), index]);
   }
   return [...prompts.values()].flatMap((steps) => {
-    const ends = [Math.min(...steps.keys()), Math.max(...steps.keys())].map((each) =>
-      steps.get(each),
+    const ends = [Math.min(...steps.keys()), Math.max(...steps.keys())].map((endStep) =>
+      steps.get(endStep),
     );
-    const right = ends.map((own) => Number(mean(own.map((index) => solved[index])) >= 0.5));
+    const right = ends.map((answers) => Number(mean(answers.map((index) => solved[index])) >= 0.5));
     return right[0] === right[1]
       ? []
-      : ends.map((own, at) => own.find((index) => solved[index] === right[at]));
+      : ends.map((answers, at) => answers.find((index) => solved[index] === right[at]));
   });
 }
 
-function sampleFilters(own, stage, options) {
+function sampleFilters(samples, stage, options) {
   const change = () => {
     const values = Object.fromEntries(new FormData(form).entries());
     go("samples", stage, {
@@ -157,7 +157,7 @@ function sampleFilters(own, stage, options) {
       label,
       h("input", { name, value: options.get(name) || "", onchange: change, ...attributes }),
     );
-  const distinct = (name) => own.names[name] || [];
+  const distinct = (name) => samples.names[name] || [];
   const submit = (event) => {
     event.preventDefault();
     change();
@@ -182,7 +182,7 @@ function sampleFilters(own, stage, options) {
     ),
     input("reward", "reward, or NAME=SCORE", { size: 12 }),
     input("problem", "problem", { size: 14 }),
-    own.names.response
+    samples.names.response
       ? input("search", "search (regular expression)", { id: "search", size: 22 })
       : null,
     choice("order", "order", ORDERS, options.get("order") || "first", change, null),
@@ -190,12 +190,12 @@ function sampleFilters(own, stage, options) {
   return form;
 }
 
-function sampleOption(own, index, at, selected) {
-  const reward = own.columns.reward[index];
-  const count = own.columns.tokens[index];
+function sampleOption(samples, index, at, selected) {
+  const reward = samples.columns.reward[index];
+  const count = samples.columns.tokens[index];
   const about = [
-    valueOf(own, "model", index) || `step ${own.columns.step[index]}`,
-    valueOf(own, "domain", index),
+    valueOf(samples, "model", index) || `step ${samples.columns.step[index]}`,
+    valueOf(samples, "domain", index),
     reward === null ? "no reward" : `reward ${short(reward)}`,
     `${count} token${count === 1 ? "" : "s"}`,
   ];
@@ -212,8 +212,12 @@ function sampleOption(own, index, at, selected) {
     h(
       "div",
       { class: "clip code" },
-      h("span", { class: "quiet" }, `${(valueOf(own, "prompt", index) ?? "").slice(0, SHORT)} `),
-      (valueOf(own, "response", index) ?? "").slice(0, CLIPPED),
+      h(
+        "span",
+        { class: "quiet" },
+        `${(valueOf(samples, "prompt", index) ?? "").slice(0, SHORT)} `,
+      ),
+      (valueOf(samples, "response", index) ?? "").slice(0, CLIPPED),
     ),
   );
 }
@@ -223,7 +227,7 @@ function goTo(at) {
   go("samples", stage, withOptions({ at: String(at) }));
 }
 
-function move(event, count, chosen) {
+function move(event, count, current) {
   const page = {
     ArrowDown: 1,
     j: 1,
@@ -239,17 +243,17 @@ function move(event, count, chosen) {
   if (page === undefined || event.ctrlKey || event.metaKey) return;
   event.preventDefault();
   event.stopPropagation();
-  goTo(Math.max(0, Math.min(count - 1, chosen + page)));
+  goTo(Math.max(0, Math.min(count - 1, current + page)));
 }
 
 /** Return the mean reward of the samples by step; a click asks for a step. */
-function trend(own, found, stage) {
+function trend(samples, matches, stage) {
   const sums = new Map();
-  for (const index of found) {
-    const reward = own.columns.reward[index];
-    if (reward === null || valueOf(own, "model", index)) continue;
-    const [sum, count] = sums.get(own.columns.step[index]) || [0, 0];
-    sums.set(own.columns.step[index], [sum + reward, count + 1]);
+  for (const index of matches) {
+    const reward = samples.columns.reward[index];
+    if (reward === null || valueOf(samples, "model", index)) continue;
+    const [sum, count] = sums.get(samples.columns.step[index]) || [0, 0];
+    sums.set(samples.columns.step[index], [sum + reward, count + 1]);
   }
   if (sums.size < 2) return null;
   const x = [...sums.keys()].sort((one, other) => one - other);

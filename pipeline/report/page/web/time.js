@@ -26,15 +26,17 @@ function timePage(data, { stage }) {
     return [h("p", {}, "No process of this run has recorded its phases."), ...memory];
   const name = stages.includes(stage)
     ? stage
-    : stages.find((each) => withEngines(data, each)) || stages[0];
-  const own = data.timelines[name];
-  const names = [...new Set(Object.values(own).flatMap((each) => Object.keys(each.seconds)))];
-  const rows = Object.entries(own).map(([process, each]) => {
-    const whole = Math.max(each.until - each.since, 1e-9);
+    : stages.find((stageName) => withEngines(data, stageName)) || stages[0];
+  const timelines = data.timelines[name];
+  const names = [
+    ...new Set(Object.values(timelines).flatMap((timeline) => Object.keys(timeline.seconds))),
+  ];
+  const rows = Object.entries(timelines).map(([process, timeline]) => {
+    const whole = Math.max(timeline.until - timeline.since, 1e-9);
     const share = (phase) =>
-      each.seconds[phase] === undefined
+      timeline.seconds[phase] === undefined
         ? ""
-        : `${((100 * each.seconds[phase]) / whole).toFixed(0)} %`;
+        : `${((100 * timeline.seconds[phase]) / whole).toFixed(0)} %`;
     return [process, Math.round(whole), ...names.map(share)];
   });
   const canvas = h("canvas", {
@@ -42,15 +44,15 @@ function timePage(data, { stage }) {
     role: "img",
     "aria-label": "Phases of every process over time; the table above has their sums",
   });
-  const said = h("p", { class: "quiet", id: "phase" }, "hold the pointer over a phase");
-  queueMicrotask(() => drawLanes(canvas, said, own));
+  const caption = h("p", { class: "quiet", id: "phase" }, "hold the pointer over a phase");
+  queueMicrotask(() => drawLanes(canvas, caption, timelines));
   return [
     stageChoice("time", stages, name),
-    waitingLine(own),
+    waitingLine(timelines),
     h("p", { class: "quiet" }, "shares of each process's time, without the phases inside a phase"),
     table(["process", "seconds", ...names.map(phaseHeading)], rows, "Phases of each process"),
     h("h2", {}, "Phases"),
-    said,
+    caption,
     canvas,
     ...memory,
   ];
@@ -66,27 +68,27 @@ function withEngines(data, stage) {
 }
 
 /** Say for whom the ranks wait, and how long engines do nothing. */
-function waitingLine(own) {
+function waitingLine(timelines) {
   const shares = plain({});
   const idle = [];
-  const ranks = Object.keys(own).filter((process) => process.startsWith("rank"));
-  for (const [process, each] of Object.entries(own)) {
-    const whole = Math.max(each.until - each.since, 1e-9);
+  const ranks = Object.keys(timelines).filter((process) => process.startsWith("rank"));
+  for (const [process, timeline] of Object.entries(timelines)) {
+    const whole = Math.max(timeline.until - timeline.since, 1e-9);
     if (process.startsWith("engine")) {
-      const busy = Object.values(each.seconds).reduce((sum, value) => sum + value, 0);
+      const busy = Object.values(timeline.seconds).reduce((sum, value) => sum + value, 0);
       idle.push(Math.max(0, 1 - busy / whole));
     } else {
-      for (const [whom, seconds] of Object.entries(each.waits)) {
+      for (const [whom, seconds] of Object.entries(timeline.waits)) {
         shares[whom] = (shares[whom] || 0) + seconds / whole / ranks.length;
       }
     }
   }
   if (!idle.length) return null;
-  const parts = Object.entries(shares)
+  const phrases = Object.entries(shares)
     .sort(([, one], [, other]) => other - one)
     .map(([whom, share]) => `for ${whom} ${(100 * share).toFixed(0)} %`);
-  const waits = parts.length
-    ? `Ranks wait ${parts.join(", ")} of their time`
+  const waits = phrases.length
+    ? `Ranks wait ${phrases.join(", ")} of their time`
     : "Ranks wait for nobody";
   return h(
     "p",
@@ -117,19 +119,19 @@ function memoryTable(data) {
   ];
 }
 
-function drawLanes(canvas, said, own) {
-  const processes = Object.entries(own);
+function drawLanes(canvas, caption, timelines) {
+  const processes = Object.entries(timelines);
   const width = contentWidth(document.getElementById("main"));
   const height = LANE * processes.length + 20;
   const pen = penOf(canvas, width, height);
-  const since = Math.min(...processes.map(([, each]) => each.since));
-  const until = Math.max(...processes.map(([, each]) => each.until));
+  const since = Math.min(...processes.map(([, timeline]) => timeline.since));
+  const until = Math.max(...processes.map(([, timeline]) => timeline.until));
   const scale = (width - LANES_LEFT) / Math.max(until - since, 1e-9);
   const at = (time) => LANES_LEFT + scale * (time - since);
-  processes.forEach(([process, each], lane) => {
+  processes.forEach(([process, timeline], lane) => {
     pen.fillStyle = colour("text");
     pen.fillText(process, 0, LANE * (lane + 0.5), LANES_LEFT - 8);
-    for (const [name, begin, end] of each.phases) {
+    for (const [name, begin, end] of timeline.phases) {
       pen.fillStyle = PHASE_COLOURS[name] || OTHER_PHASES;
       pen.fillRect(at(begin), LANE * lane + 3, Math.max(at(end) - at(begin), 0.5), LANE - 6);
     }
@@ -144,6 +146,6 @@ function drawLanes(canvas, said, own) {
     const inside = lane[1].phases.filter(([, begin, end]) => begin <= time && time < end).at(-1);
     if (!inside) return;
     const [name, begin, end, waitsFor, step] = inside;
-    said.textContent = `${lane[0]}: ${name}${step ? ` of step ${step}` : ""}, ${(end - begin).toFixed(2)} s${waitsFor ? `, waits for ${waitsFor}` : ""}`;
+    caption.textContent = `${lane[0]}: ${name}${step ? ` of step ${step}` : ""}, ${(end - begin).toFixed(2)} s${waitsFor ? `, waits for ${waitsFor}` : ""}`;
   };
 }

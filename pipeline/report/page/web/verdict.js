@@ -28,12 +28,12 @@ function verdictPage(data) {
 function healthList(health) {
   if (!health.length)
     return h("p", { class: "fine", id: "health" }, "✓ nothing is out of its range");
-  const item = (each) =>
+  const item = (symptom) =>
     h(
       "li",
-      { class: each.alarm ? "alarm" : "advice" },
-      `${each.alarm ? "!" : "·"} ${each.stage}: ${each.what}. `,
-      h("span", { class: "quiet" }, each.remedy),
+      { class: symptom.alarm ? "alarm" : "advice" },
+      `${symptom.alarm ? "!" : "·"} ${symptom.stage}: ${symptom.what}. `,
+      h("span", { class: "quiet" }, symptom.remedy),
     );
   return h("ul", { class: "health", id: "health" }, health.map(item));
 }
@@ -78,11 +78,11 @@ function progress(stage) {
 }
 
 function gates(data) {
-  const own = data.stages.filter(
+  const judged = data.stages.filter(
     (stage) => stage.kind === "gate" && (stage.outcome || stage.reasons.length),
   );
-  if (!own.length) return [];
-  const rows = own.map((gate) => [
+  if (!judged.length) return [];
+  const rows = judged.map((gate) => [
     gate.name,
     h("span", { class: gate.outcome === "passed" ? "fine" : "stopped" }, gate.outcome || "damaged"),
     gate.reasons.join("; "),
@@ -92,28 +92,28 @@ function gates(data) {
 
 /** Return the present values of each stage's metrics, means of the last ten steps. */
 function latest(data) {
-  const stages = Object.entries(data.curves).filter(([, own]) => !own.domain);
-  const names = NOW.filter((name) => stages.some(([, own]) => own.metrics[name]));
+  const stages = Object.entries(data.curves).filter(([, curves]) => !curves.domain);
+  const names = NOW.filter((name) => stages.some(([, curves]) => curves.metrics[name]));
   if (!names.length) return [];
-  const value = (own, name) =>
-    mean((own.metrics[name] || []).filter((each) => each !== null).slice(-10)) ?? "";
+  const value = (curves, name) =>
+    mean((curves.metrics[name] || []).filter((number) => number !== null).slice(-10)) ?? "";
   const heading = (name) => h("a", { href: link("curves", ALL, { metric: name }) }, name);
   return [
     h("h2", {}, "Metrics"),
     h("p", { class: "quiet" }, "means of the last ten steps"),
     table(
       ["stage", ...names.map(heading)],
-      stages.map(([stage, own]) => [stage, ...names.map((name) => value(own, name))]),
+      stages.map(([stage, curves]) => [stage, ...names.map((name) => value(curves, name))]),
       "Metrics",
     ),
   ];
 }
 
 function models(data) {
-  const found = data.comparison;
-  if (!found) return [h("h2", {}, "Models"), h("p", { class: "quiet" }, data.not_compared)];
-  const domains = Object.keys(found.problems);
-  const scored = Object.entries(found.models);
+  const comparison = data.comparison;
+  if (!comparison) return [h("h2", {}, "Models"), h("p", { class: "quiet" }, data.not_compared)];
+  const domains = Object.keys(comparison.problems);
+  const scored = Object.entries(comparison.models);
   const accuracy = scored.map(([name, model]) => [
     name,
     ...domains.map((domain) => accuracyCell(model, domain)),
@@ -138,18 +138,18 @@ function models(data) {
     h(
       "p",
       { class: "quiet" },
-      `accuracy in %, and its change against ${found.start} in points; ▲ ▼ the whole 95 % interval is above or below 0; ◆ an expert's own domain`,
+      `accuracy in %, and its change against ${comparison.start} in points; ▲ ▼ the whole 95 % interval is above or below 0; ◆ an expert's own domain`,
     ),
     table(["model", ...domains], accuracy, "Accuracy"),
     ...section(
       "Headroom",
-      `recovered, in %: 0 is ${found.start}, 100 the domain's expert; 95 % intervals`,
+      `recovered, in %: 0 is ${comparison.start}, 100 the domain's expert; 95 % intervals`,
       ["model", ...domains, "mean"],
       headroom,
     ),
     ...section(
       "Forgetting",
-      `change on domains not trained on, in points against ${found.start}; 95 % intervals`,
+      `change on domains not trained on, in points against ${comparison.start}; 95 % intervals`,
       ["model", ...domains],
       forgotten,
     ),
@@ -157,7 +157,7 @@ function models(data) {
       "Cost",
       "time of all attempts, most memory of a rank",
       ["stage", "sampled tokens", "trained tokens", "time", "memory"],
-      found.stages.map((cost) => [
+      comparison.stages.map((cost) => [
         ...[
           cost.stage,
           cost.sampled_tokens ?? "",
@@ -167,7 +167,7 @@ function models(data) {
         bytes(cost.peak_gpu_bytes || cost.peak_bytes),
       ]),
     ),
-    ...found.notes.map((note) => h("p", { class: "quiet" }, note)),
+    ...comparison.notes.map((note) => h("p", { class: "quiet" }, note)),
   ];
 }
 
@@ -180,9 +180,9 @@ function section(title, below, headings, rows) {
 function accuracyCell(model, domain) {
   const score = model.scores[domain];
   if (!score) return "";
-  const own = model.expert_of.includes(domain) ? "◆ " : "";
+  const mark = model.expert_of.includes(domain) ? "◆ " : "";
   const { accuracy, low, high } = score.accuracy;
-  const text = `${own}${percent(accuracy)} [${percent(low)}, ${percent(high)}]`;
+  const text = `${mark}${percent(accuracy)} [${percent(low)}, ${percent(high)}]`;
   if (!score.change) return text;
   const { difference, low: least, high: most } = score.change;
   const sign = least > 0 ? " ▲" : most < 0 ? " ▼" : "";
@@ -193,6 +193,6 @@ function accuracyCell(model, domain) {
 }
 
 /** Return a value with its interval; nothing where there is none. */
-function interval(found, name) {
-  return found ? `${percent(found[name])} [${percent(found.low)}, ${percent(found.high)}]` : "";
+function interval(bounds, name) {
+  return bounds ? `${percent(bounds[name])} [${percent(bounds.low)}, ${percent(bounds.high)}]` : "";
 }

@@ -33,8 +33,8 @@ function versusPage(data, { stage, options }) {
     ),
     mcnemar(kinds[KINDS[1]].length, kinds[KINDS[2]].length),
   ]);
-  const parts = Object.values(data.samples).some(
-    (own) => own.left_out && own.names.model && own.names.model.length,
+  const incomplete = Object.values(data.samples).some(
+    (samples) => samples.left_out && samples.names.model && samples.names.model.length,
   );
   return [
     h(
@@ -55,7 +55,7 @@ function versusPage(data, { stage, options }) {
       { class: "quiet" },
       "problems that both were asked, by who solves them; p is of McNemar's exact test that both solve equally many",
     ),
-    parts
+    incomplete
       ? h(
           "p",
           { class: "advice" },
@@ -69,45 +69,45 @@ function versusPage(data, { stage, options }) {
 
 /** Return by model, domain and problem the samples, as [stage, index]. */
 function answersByModel(data) {
-  const found = Object.create(null); // a model may be called constructor
-  for (const [stage, own] of Object.entries(data.samples)) {
+  const byModel = Object.create(null); // a model may be called constructor
+  for (const [stage, samples] of Object.entries(data.samples)) {
     if (!data.measured.includes(stage)) continue; // not a gate's, nor a stale evaluation's
-    own.columns.step.forEach((_, index) => {
+    samples.columns.step.forEach((_, index) => {
       const [model, domain, problem] = ["model", "domain", "problem"].map((name) =>
-        valueOf(own, name, index),
+        valueOf(samples, name, index),
       );
-      if (model === null || problem === null || own.columns.solved[index] === null) return;
-      const problems = ((found[model] ||= Object.create(null))[domain] ||= Object.create(null));
-      (problems[problem] ||= []).push([stage, index, own.columns.solved[index]]);
+      if (model === null || problem === null || samples.columns.solved[index] === null) return;
+      const problems = ((byModel[model] ||= Object.create(null))[domain] ||= Object.create(null));
+      (problems[problem] ||= []).push([stage, index, samples.columns.solved[index]]);
     });
   }
-  return found;
+  return byModel;
 }
 
 function outcomesOf(first, second) {
-  const found = plain({});
+  const outcomes = plain({});
   for (const domain of Object.keys(first).filter((name) => second[name])) {
     const kinds = Object.fromEntries(KINDS.map((kind) => [kind, []]));
     for (const problem of Object.keys(first[domain]).filter((key) => second[domain][key])) {
       const [one, other] = [first, second].map(
-        (own) => mean(own[domain][problem].map(([, , solved]) => solved)) >= 0.5,
+        (byDomain) => mean(byDomain[domain][problem].map(([, , solved]) => solved)) >= 0.5,
       );
       kinds[KINDS[one ? (other ? 0 : 1) : other ? 2 : 3]].push(problem);
     }
-    found[domain] = kinds;
+    outcomes[domain] = kinds;
   }
-  return found;
+  return outcomes;
 }
 
 /** Return the two-sided exact p that two models solve equally many, by what only one solved. */
-function mcnemar(first, second) {
-  const count = first + second;
+function mcnemar(onlyFirst, onlySecond) {
+  const count = onlyFirst + onlySecond;
   if (count > 1000) return ""; // beyond what doubles hold; braid look has it
   let term = 0.5 ** count;
   let tail = 0;
-  for (let each = 0; each <= Math.min(first, second); each++) {
+  for (let wins = 0; wins <= Math.min(onlyFirst, onlySecond); wins++) {
     tail += term;
-    term *= (count - each) / (each + 1);
+    term *= (count - wins) / (wins + 1);
   }
   return Math.min(1, 2 * tail);
 }
@@ -134,7 +134,7 @@ function problemsOf(data, outcomes, names, options, answers) {
       h(
         "div",
         { class: "pair" },
-        texts.map((each) => h("div", {}, each)),
+        texts.map((content) => h("div", {}, content)),
       ),
     );
   });
