@@ -28,14 +28,14 @@ def advantages(
     domains: dict[str, dict[int, list[RecordedSample]]] = defaultdict(lambda: defaultdict(list))
     for sample in samples:
         domains[sample.domain][sample.group].append(sample)
-    found: dict[RecordedSample, Value] = {}
+    advantage_of: dict[RecordedSample, Value] = {}
     for domain, by_group in domains.items():
         groups = list(by_group.values())
         values = _domain(groups, settings, weights.get(domain, {}))
         for group, of_group in zip(groups, values, strict=True):
-            found |= zip(group, of_group, strict=True)
+            advantage_of |= zip(group, of_group, strict=True)
     return [
-        value if isinstance(value := found[sample], list) else [value] * len(sample.response)
+        value if isinstance(value := advantage_of[sample], list) else [value] * len(sample.response)
         for sample in samples
     ]
 
@@ -61,12 +61,14 @@ def _domain(
         scores = [_centred(group) for group in rewards]
         tokens = [
             score
-            for group, own in zip(groups, scores, strict=True)
-            for sample, score in zip(group, own, strict=True)
+            for group, group_scores in zip(groups, scores, strict=True)
+            for sample, score in zip(group, group_scores, strict=True)
             for _ in sample.response
         ]
         mean, spread = fmean(tokens), _spread(tokens, std)
-        return [[(score - mean) / (spread + FLOOR) for score in own] for own in scores]
+        return [
+            [(score - mean) / (spread + FLOOR) for score in group_scores] for group_scores in scores
+        ]
     if name in ("reinforce_pp_baseline", "gdpo"):
         centred = (
             [_centred(group) for group in rewards]
@@ -112,7 +114,9 @@ def _parts(group: list[RecordedSample], weights: dict[str, float], std: str) -> 
     for name in sorted({name for sample in group for name in sample.fields["reward_parts"]}):
         if weight := weights.get(name, 1.0):
             of_part = _standard([sample.fields["reward_parts"][name] for sample in group], std)
-            total = [value + weight * part for value, part in zip(total, of_part, strict=True)]
+            total = [
+                value + weight * standard for value, standard in zip(total, of_part, strict=True)
+            ]
     return total
 
 
@@ -123,8 +127,10 @@ def _filtered(
     merit = [-float(length) for length in lengths]
     if settings["by"] == "reward_per_token":
         merit = [reward / max(n, 1) for reward, n in zip(rewards, lengths, strict=True)]
-    kept = sorted(range(len(group)), key=lambda place: -merit[place])[: settings["keep"]]
-    among = dict(zip(kept, _standard([rewards[place] for place in kept], std), strict=True))
+    kept_places = sorted(range(len(group)), key=lambda place: -merit[place])[: settings["keep"]]
+    among = dict(
+        zip(kept_places, _standard([rewards[place] for place in kept_places], std), strict=True)
+    )
     return [among.get(place, 0.0) for place in range(len(group))]
 
 
@@ -132,15 +138,24 @@ def _process(group: list[RecordedSample], std: str) -> Sequence[Value]:
     if len(group) < 2:
         return [0.0] * len(group)
     steps = [sample.fields["step_rewards"] for sample in group]
-    values = iter(_standard([reward for each in steps for _, reward in each], std))
-    rest = [
-        sample.fields["reward"] - fmean(reward for _, reward in each)
-        for sample, each in zip(group, steps, strict=True)
+    values = iter(
+        _standard([reward for response_steps in steps for _, reward in response_steps], std)
+    )
+    else_earned = [
+        sample.fields["reward"] - fmean(reward for _, reward in response_steps)
+        for sample, response_steps in zip(group, steps, strict=True)
     ]
-    others = _standard([0.0 if abs(value) < NOTHING else value for value in rest], std)
-    found = []
-    for sample, each, other in zip(group, steps, others, strict=True):
-        own = [(end, next(values)) for end, _ in each]
+    else_advantages = _standard(
+        [0.0 if abs(value) < NOTHING else value for value in else_earned], std
+    )
+    token_advantages = []
+    for sample, response_steps, else_advantage in zip(group, steps, else_advantages, strict=True):
+        step_advantages = [(end, next(values)) for end, _ in response_steps]
         tokens = range(len(sample.response))
-        found.append([other + sum(value for end, value in own if end >= at) for at in tokens])
-    return found
+        token_advantages.append(
+            [
+                else_advantage + sum(value for end, value in step_advantages if end >= at)
+                for at in tokens
+            ]
+        )
+    return token_advantages

@@ -33,7 +33,7 @@ def main() -> None:
     run = read_run(Path(job["run"]))
     if run.settings["model"]["hidden_size"] < WIDE:
         torch.set_num_threads(1)  # threads cost more than products this small
-    found = []
+    results = []
     for stage in job["stages"]:
         report_notice(f"auditing {stage}")
         audited, why = Audited(stage, None, [], []), None
@@ -50,8 +50,8 @@ def main() -> None:
             # Damaged files may raise anything in the arithmetic; intact ones raise nothing.
             why = f"its step cannot be recomputed: {repr(error)[:LONGEST]}"
         rows = [{**asdict(row), "agrees": row.agrees} for row in audited.rows]
-        found.append({**asdict(audited), "rows": rows, "refused": why})
-    write_atomically(Path(job["result"]), json.dumps(found) + "\n")
+        results.append({**asdict(audited), "rows": rows, "refused": why})
+    write_atomically(Path(job["result"]), json.dumps(results) + "\n")
 
 
 def _audited(run: RecordedRun, stage: str, step: int | None) -> Audited:

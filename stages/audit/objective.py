@@ -62,11 +62,11 @@ class Objective:
     ) -> None:
         self.name, self.domains, self.settings = of.name, of.domains, of.settings
         self.reference = reference
-        known = state.get("objectives", {}).get(of.name, {}) if of.name != SHARED else state
+        saved = state.get("objectives", {}).get(of.name, {}) if of.name != SHARED else state
         kl = of.settings["kl"]
-        learned = known if kl["target"] is not None else {}
+        learned = saved if kl["target"] is not None else {}
         self.coefficient: float = learned.get("kl_coefficient", kl["coefficient"])
-        self.exponent: float = known.get("length_exponent", 0.0)
+        self.exponent: float = saved.get("length_exponent", 0.0)
 
     def corrects_all(self, replay: bool) -> bool:
         """Return whether samples of the present weights are corrected too."""
@@ -78,17 +78,17 @@ class Objective:
 
         `slope` is the loss's derivative by the exponent.
         """
-        kl, found = self.settings["kl"], dict[str, float]()
+        kl, before = self.settings["kl"], dict[str, float]()
         if kl["target"] is not None:
-            found |= self._named("kl_coefficient", self.coefficient)
+            before |= self._named("kl_coefficient", self.coefficient)
             measured = logged.get("kl" if self.name == SHARED else f"kl/{self.name}")
             if measured is not None:
                 error = max(-0.2, min((measured - kl["target"]) / kl["target"], 0.2))
                 self.coefficient *= 1 + 0.1 * error
         if self.settings["aggregation"] == "lambda":
-            found |= self._named("length_exponent", self.exponent)
+            before |= self._named("length_exponent", self.exponent)
             self.exponent -= self.settings["lambda_learning_rate"] * slope
-        return found
+        return before
 
     def _named(self, name: str, value: float) -> dict[str, float]:
         shared = {name: value} if self.name == SHARED else {}
