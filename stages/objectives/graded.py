@@ -92,8 +92,8 @@ def compute_advantages(graded: Graded, settings: AdvantageBase) -> Tensor:
     """
     if not graded.graded.any():
         return graded.rewards.new_zeros((*graded.rewards.shape, 1))
-    found = ADVANTAGES[settings.name](graded, settings)
-    tokens = found if found.dim() == 3 else found.unsqueeze(-1)
+    advantages = ADVANTAGES[settings.name](graded, settings)
+    tokens = advantages if advantages.dim() == 3 else advantages.unsqueeze(-1)
     useful = graded.graded
     if settings.baseline == "group":
         useful = useful & graded.comparable.unsqueeze(-1)

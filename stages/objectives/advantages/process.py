@@ -43,7 +43,7 @@ def process(graded: Graded, settings: ProcessSettings) -> Tensor:
     longest = int(graded.lengths.max())
     at_ends = steps.new_zeros((*steps.shape[:2], longest)).scatter_add(-1, ends.clamp(min=0), steps)
     count = real.sum(-1).clamp(min=1)
-    rest = graded.rewards - rewards.masked_fill(~real, 0.0).sum(-1) / count
-    rest = rest.masked_fill(rest.abs() < ROUNDING, 0.0)
-    else_earned = standardise(rest, graded.graded, settings.std)
+    remainder = graded.rewards - rewards.masked_fill(~real, 0.0).sum(-1) / count
+    remainder = remainder.masked_fill(remainder.abs() < ROUNDING, 0.0)
+    else_earned = standardise(remainder, graded.graded, settings.std)
     return at_ends.flip(-1).cumsum(-1).flip(-1) + else_earned.unsqueeze(-1)
