@@ -143,18 +143,18 @@ def test_a_new_algorithm_touches_only_its_file(copy: Path) -> None:
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["advantages"] == [-2.0, 0.0, 4.0]
-    assert found["loss"] == pytest.approx(-(1 + 2 + 4) / 3)
-    assert "router_agreement is 0.8, below" in found["stop"]
-    assert "; set routing.replay to r3" in found["stop"]
-    assert "advantage.faktor: unknown key" in found["wrong"]
-    assert found["listed"]["objective.advantage"]["median"] == [
+    printed = json.loads(done.stdout)
+    assert printed["advantages"] == [-2.0, 0.0, 4.0]
+    assert printed["loss"] == pytest.approx(-(1 + 2 + 4) / 3)
+    assert "router_agreement is 0.8, below" in printed["stop"]
+    assert "; set routing.replay to r3" in printed["stop"]
+    assert "advantage.faktor: unknown key" in printed["wrong"]
+    assert printed["listed"]["objective.advantage"]["median"] == [
         "Group median baseline.",
         "Return factor (R - median of the group), [groups, G].",
         "nobody's",
     ]
-    assert "unclipped" in found["listed"]["objective.ratio"]
+    assert "unclipped" in printed["listed"]["objective.ratio"]
 
 
 def test_a_name_is_registered_once() -> None:
