@@ -57,7 +57,7 @@ class _Drawn:
         self.prompts: dict[str, set[str]] = defaultdict(set)
         self.wrong: dict[str, Counter[str]] = defaultdict(Counter)
         self.rewards: list[tuple[float, float]] = []  # stored, and the weighted sum of the parts
-        self.parts: list[tuple[str, dict[str, float]]] = []  # domain and metrics of each
+        self.part_metrics: list[tuple[str, dict[str, float]]] = []  # domain and metrics of each
 
     def add(self, rows: list[Row]) -> None:
         for (domain, problem), group in groupby(rows, lambda row: (row["domain"], row["problem"])):
@@ -71,7 +71,7 @@ class _Drawn:
             "kept": sum(row["dropped"] is None for row in rows),
             "reward_failures": len(rows) - len(graded),
         }
-        self.parts.append((rows[0]["domain"], metrics))
+        self.part_metrics.append((rows[0]["domain"], metrics))
 
     def _add_prompt(self, domain: str, problem: str, rows: list[Row]) -> None:
         weights = self.run.settings["domains"][domain]["rewards"]
@@ -121,12 +121,14 @@ class _Drawn:
         with naming(path):
             lines = [json.loads(line) for line in read_text(path).splitlines()]
             domains = [line["domain"] for line in lines]
-            yield exact("metrics: lines", len(lines), len(self.parts))
-            yield exact("metrics: domains", domains == [name for name, _ in self.parts], True)
-            for name in self.parts[0][1]:
+            yield exact("metrics: lines", len(lines), len(self.part_metrics))
+            yield exact(
+                "metrics: domains", domains == [name for name, _ in self.part_metrics], True
+            )
+            for name in self.part_metrics[0][1]:
                 logged = [float(line[name]) for line in lines]
                 yield numbers(
-                    f"metrics: {name}", logged, [metrics[name] for _, metrics in self.parts]
+                    f"metrics: {name}", logged, [metrics[name] for _, metrics in self.part_metrics]
                 )
 
 

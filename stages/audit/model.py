@@ -27,7 +27,7 @@ class Read:
     sample: RecordedSample
     logits: torch.Tensor
     router_logits: torch.Tensor
-    chosen: torch.Tensor
+    experts: torch.Tensor
 
     def logprobs(self, temperature: float) -> torch.Tensor:
         """Return log pi [learned] of the tokens under the distribution they were sampled from."""
@@ -37,9 +37,10 @@ class Read:
     def sampled_from(self, temperature: float) -> torch.Tensor:
         """Return log pi [learned, vocabulary], -inf for ids that top_p and top_k cut away."""
         scaled = self.logits / temperature
-        if self.sample.kept is not None:
+        if self.sample.kept_ids is not None:
             rows = [
-                _only(row, kept_ids) for row, kept_ids in zip(scaled, self.sample.kept, strict=True)
+                _only(row, kept_ids)
+                for row, kept_ids in zip(scaled, self.sample.kept_ids, strict=True)
             ]
             scaled = torch.stack(rows)
         return scaled.log_softmax(-1)[self.sample.learned]
@@ -65,14 +66,14 @@ class PlainRouter(nn.Module):
         self.count = experts_per_token
         self.routes: torch.Tensor | None = None
         self.logits = torch.empty(0)
-        self.chosen = torch.empty(0)
+        self.experts = torch.empty(0)
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         self.logits = hidden.flatten(0, -2) @ self.weight.T
         top_experts = self.logits.topk(self.count, dim=-1).indices
-        self.chosen = top_experts if self.routes is None else self.routes
-        gates = self.logits.gather(-1, self.chosen).softmax(-1)
-        return self.logits, gates, self.chosen
+        self.experts = top_experts if self.routes is None else self.routes
+        gates = self.logits.gather(-1, self.experts).softmax(-1)
+        return self.logits, gates, self.experts
 
 
 class Model:
@@ -105,7 +106,7 @@ class Model:
             sample,
             logits[sample.first :],
             torch.stack([router.logits for router in self.routers]),
-            torch.stack([router.chosen for router in self.routers]),
+            torch.stack([router.experts for router in self.routers]),
         )
 
     def weights(self) -> Weights:

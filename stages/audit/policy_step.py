@@ -25,16 +25,16 @@ Domains = Sequence[str]
 
 
 @dataclass
-class Known:
+class InitialFacts:
     """Facts of a sample that the weights before the step decide; log-probabilities in nats.
 
-    `router_logprobs` [layers, tokens, experts_per_token] are of the experts `chosen` then.
+    `router_logprobs` [layers, tokens, experts_per_token] are of the `experts` used then.
     """
 
     old: torch.Tensor
     advantages: torch.Tensor
     entropy: float
-    chosen: torch.Tensor
+    experts: torch.Tensor
     router_logprobs: torch.Tensor
 
 
@@ -132,18 +132,18 @@ class PolicyStep:
 
     def _before(
         self, samples: Sequence[RecordedSample], unscaled: Sequence[Sequence[float]]
-    ) -> dict[RecordedSample, Known]:
+    ) -> dict[RecordedSample, InitialFacts]:
         initial, entropies = {}, defaultdict(list)
         with torch.no_grad():
             for sample, token_advantages in zip(samples, unscaled, strict=True):
                 read = self.policy.read(sample, self.replay)
                 entropy = float(_entropy(read.sampled_from(self.temperature)).mean())
-                initial[sample] = Known(
+                initial[sample] = InitialFacts(
                     read.logprobs(self.temperature),
                     torch.tensor(token_advantages, dtype=torch.float64)[sample.learned],
                     entropy,
-                    read.chosen,
-                    read.router_logits.log_softmax(-1).gather(-1, read.chosen),
+                    read.experts,
+                    read.router_logits.log_softmax(-1).gather(-1, read.experts),
                 )
                 if len(sample.learned):
                     entropies[sample.group].append(entropy)
@@ -153,7 +153,7 @@ class PolicyStep:
                 facts.advantages /= max(relative, LEAST_RELATIVE_ENTROPY)
         return initial
 
-    def _update(self, initial: dict[RecordedSample, Known]) -> dict[str, float]:
+    def _update(self, initial: dict[RecordedSample, InitialFacts]) -> dict[str, float]:
         exponents = {
             objective.name: torch.tensor(
                 objective.exponent, dtype=torch.float64, requires_grad=True
@@ -191,7 +191,7 @@ class PolicyStep:
     def _loss(
         self,
         read: Read,
-        initial: Mapping[RecordedSample, Known],
+        initial: Mapping[RecordedSample, InitialFacts],
         objective: Objective,
         weight: torch.Tensor | float,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -241,7 +241,7 @@ class PolicyStep:
             coefficients |= objective.learn(logged, 0.0 if gradient is None else float(gradient))
         return coefficients
 
-    def _facts(self, read: Read, initial: Known, objective: Objective) -> Facts:
+    def _facts(self, read: Read, initial: InitialFacts, objective: Objective) -> Facts:
         sample, theirs, full, moved = read.sample, None, None, None
         if objective.reference is not None and objective.coefficient > 0:
             with torch.no_grad():
@@ -255,7 +255,7 @@ class PolicyStep:
                 theirs = other.logprobs(self.temperature)
         if objective.settings["ratio"]["name"] == "rspo":
             # |log p - log p_old| over the experts chosen then, by predicting token
-            now = read.router_logits.detach().log_softmax(-1).gather(-1, initial.chosen)
+            now = read.router_logits.detach().log_softmax(-1).gather(-1, initial.experts)
             apart = (now - initial.router_logprobs).abs().mean((0, 2))
             moved = apart[sample.first :][sample.learned]
         return Facts(

@@ -40,7 +40,7 @@ class RecordedSample:
     """A sample as its step trained on it; tokens int64, log-probabilities in nats, float64.
 
     `learned` are the indices in the response of the learned tokens. `routes` [prompt + response -
-    1, layers, experts_per_token] and the response's `kept` sets need `logging.auditable`.
+    1, layers, experts_per_token] and the response's `kept_ids` need `logging.auditable`.
     """
 
     domain: str
@@ -52,7 +52,7 @@ class RecordedSample:
     group: int
     fields: dict[str, Any]
     routes: torch.Tensor | None
-    kept: list[torch.Tensor] | None
+    kept_ids: list[torch.Tensor] | None
 
     @property
     def tokens(self) -> torch.Tensor:
@@ -243,7 +243,7 @@ def _drawn(
             "step_rewards": None if steps is None else [(step.end, step.reward) for step in steps],
         },
         routes=None if routes is None else torch.from_numpy(routes.astype(np.int64)),
-        kept=None
+        kept_ids=None
         if sets is None
         else [torch.from_numpy(next(sets).astype(np.int64)) for _ in response],
     )

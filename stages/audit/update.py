@@ -125,7 +125,7 @@ def _expert_shares(model: Model, samples: Sequence[RecordedSample], replay: bool
     with torch.no_grad():
         for sample in samples:
             read = model.read(sample, replay)
-            used = torch.nn.functional.one_hot(read.chosen, read.router_logits.shape[-1])
+            used = torch.nn.functional.one_hot(read.experts, read.router_logits.shape[-1])
             counts.append(used.sum((1, 2)).double())
     total = torch.stack(counts).sum(0)
     return total / total[0].sum()

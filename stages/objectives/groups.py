@@ -30,7 +30,7 @@ Place = tuple[int, int]  # a sample's group and its number in the group
 class Group:
     """All samples of one prompt; sample i is sampled with seed + i.
 
-    `begun` is the version of the weights that the engines had when it was requested.
+    `requested_version` is the version of the weights that the engines had when it was requested.
     `ended` counts the groups that were complete before this one; None while samples are missing.
     `grades` are the pending grades of its samples, where they are wanted. Once it is `graded`, its
     samples have their rewards, `failures` says why some have none, and `watch_failures` why some
@@ -39,8 +39,8 @@ class Group:
 
     problem: Problem
     seed: int
-    drawn: list[Sample | None]
-    begun: int = 0
+    slots: list[Sample | None]
+    requested_version: int = 0
     ended: int | None = None
     grades: list[Future[Grade] | None] | None = None
     graded: bool = False
@@ -51,7 +51,7 @@ class Group:
     def samples(self) -> list[Sample]:
         """The samples of a complete group."""
         assert self.ended is not None
-        return [sample for sample in self.drawn if sample is not None]
+        return [sample for sample in self.slots if sample is not None]
 
     @property
     def weight_version(self) -> int:
@@ -157,7 +157,7 @@ def graded(groups: list[Group], weights: Mapping[str, float] | None = None) -> G
 
     `weights` are those of a reward's parts, by name; without them each weighs 1.
     """
-    shape = (len(groups), max((len(group.drawn) for group in groups), default=0))
+    shape = (len(groups), max((len(group.slots) for group in groups), default=0))
     samples = {
         (row, column): sample
         for row, group in enumerate(groups)
@@ -188,7 +188,7 @@ def _check_steps(groups: list[Group], settings: AdvantageBase) -> None:
 def _parts(
     samples: dict[Place, Sample], shape: Place, weights: Mapping[str, float]
 ) -> dict[str, torch.Tensor]:
-    """Return parts [groups, G, K] and their weights, where every sample has parts.
+    """Return part_rewards [groups, G, K] and their weights, where every sample has parts.
 
     A part of weight 0 is not among them: it adds nothing, and a sample lacks it where it failed.
     """
@@ -201,7 +201,7 @@ def _parts(
         assert sample.reward_parts is not None
         part_rewards[place] = [sample.reward_parts[name] for name in used]
     weighed = torch.tensor(list(used.values()), dtype=torch.float64)
-    return {"parts": torch.from_numpy(part_rewards), "weights": weighed}
+    return {"part_rewards": torch.from_numpy(part_rewards), "weights": weighed}
 
 
 def _steps(samples: dict[Place, Sample], shape: Place) -> dict[str, torch.Tensor]:

@@ -84,7 +84,7 @@ class Registry(dict[str, Algorithm]):
     def settings_union(self, default: str) -> Any:
         """Return the union of all settings classes, chosen by `name`, which may be left out."""
 
-        def chosen(settings: Any) -> str:
+        def name_of(settings: Any) -> str:
             if isinstance(settings, dict):
                 return str(settings.get("name", default))
             return str(getattr(settings, "name", default))
@@ -92,7 +92,7 @@ class Registry(dict[str, Algorithm]):
         arms = [
             Annotated[algorithm.settings, Tag(name)] for name, algorithm in sorted(self.items())
         ]
-        return Annotated[reduce(operator.or_, arms), Discriminator(chosen)]
+        return Annotated[reduce(operator.or_, arms), Discriminator(name_of)]
 
 
 ADVANTAGES = Registry("objective.advantage")

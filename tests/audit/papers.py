@@ -106,7 +106,7 @@ class PublishedRewards:
     group: int
     length: int
     reward: float
-    parts: Sequence[tuple[float, float]] = ()
+    weighted_parts: Sequence[tuple[float, float]] = ()
     steps: Sequence[tuple[int, float]] = ()
 
 
@@ -142,7 +142,9 @@ def _of_group(
     if name == "grpo":  # 2402.03300, section 4.1.2
         return _standard(rewards, ddof)
     if name in ("mo_grpo", "gdpo"):  # 2509.22047; 2601.05242
-        weighted = np.array([response.parts for response in responses])  # [response, part, 2]
+        weighted = np.array(
+            [response.weighted_parts for response in responses]
+        )  # [response, part, 2]
         return sum(
             weights[0] * _standard(values, ddof) for weights, values in weighted.transpose(1, 2, 0)
         )

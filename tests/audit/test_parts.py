@@ -12,7 +12,7 @@ import torch
 from stages.audit.collection import _verdicts
 from stages.audit.evaluation import _solved
 from stages.audit.model import Read
-from stages.audit.policy_step import Known, PolicyStep
+from stages.audit.policy_step import InitialFacts, PolicyStep
 from stages.audit.preference_step import _accuracy, _losses
 from stages.audit.rows import CLOSE, Comparison, buffers, change, exact, mismatch, number, numbers
 from stages.audit.update import Optimizer, take_update
@@ -193,7 +193,7 @@ def test_the_routers_losses_are_those_of_the_papers() -> None:
         module=SimpleNamespace(zero_grad=lambda set_to_none: None),
         read=lambda sample, replay: SimpleNamespace(
             router_logits=model.parameters[str(len(sample.tokens))],
-            chosen=model.parameters[str(len(sample.tokens))].topk(top_k).indices,
+            experts=model.parameters[str(len(sample.tokens))].topk(top_k).indices,
         ),
     )
     gradients: dict[str, torch.Tensor] = {}
@@ -260,13 +260,13 @@ def test_routers_move_and_policies_differ_as_the_papers_say() -> None:
         learned=torch.arange(count),
         logprobs=torch.zeros(count).double(),
         first=prompt - 1,
-        kept=sets,
+        kept_ids=sets,
         fields={"weight_version": 1},
     )
     now, then = random(0, layers, prompt + count - 1, experts), random(1, layers, 6, experts)
     top = then.topk(top_k).indices
     logits, other_logits = random(2, count, 6).requires_grad_(), random(3, count, 6)
-    initial = Known(
+    initial = InitialFacts(
         sample.logprobs, sample.logprobs, 0.0, top, then.log_softmax(-1).gather(-1, top)
     )
     step = object.__new__(PolicyStep)

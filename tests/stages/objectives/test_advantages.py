@@ -34,9 +34,9 @@ def graded(rewards: list[list[float]], **more: Any) -> Graded:
     lengths = torch.arange(1, values.shape[1] + 1).expand(values.shape)
     fields: dict[str, Any] = {
         "rewards": values,
-        "graded": torch.ones(values.shape, dtype=torch.bool),
+        "mask": torch.ones(values.shape, dtype=torch.bool),
         "lengths": lengths,
-        "parts": values.unsqueeze(-1),
+        "part_rewards": values.unsqueeze(-1),
         "weights": real([1.0]),
         "step_rewards": values.unsqueeze(-1),
         "step_ends": (lengths - 1).unsqueeze(-1),
@@ -68,7 +68,7 @@ def test_vector_1(name: str, std: str | None, expected: list[float]) -> None:
 
 def test_vector_12() -> None:
     part_rewards = real([[1.0, 0.1], [0.0, 0.2], [1.0, 0.3], [0.0, 0.4]]).unsqueeze(0)
-    batch = graded([[1.1, 0.2, 1.3, 0.4]], parts=part_rewards, weights=real([1.0, 1.0]))
+    batch = graded([[1.1, 0.2, 1.3, 0.4]], part_rewards=part_rewards, weights=real([1.0, 1.0]))
     expected = [-0.3416, -1.4472, 1.4472, 0.3416]
     advantages = compute_advantages(batch, settings("mo_grpo", std="population"))
     assert_close(of_responses(advantages), [expected], tolerance=5e-5)
@@ -82,7 +82,7 @@ def test_vector_12() -> None:
 
 def test_parts_are_weighted_after_they_are_standardised() -> None:
     part_rewards = real([[1.0, 100.0], [0.0, 300.0]]).unsqueeze(0)
-    batch = graded([[0.0, 1.0]], parts=part_rewards, weights=real([2.0, 0.5]))
+    batch = graded([[0.0, 1.0]], part_rewards=part_rewards, weights=real([2.0, 0.5]))
     advantages = compute_advantages(batch, settings("mo_grpo", std="population"))
     assert_close(of_responses(advantages), [[1.5, -1.5]], tolerance=5e-6)
 
@@ -106,7 +106,7 @@ def test_the_baseline_of_reinforce_pp_is_the_whole_batch() -> None:
 def test_reinforce_pp_over_tokens_counts_a_response_by_its_length(std: str) -> None:
     batch = graded([[1.0, 0.0, 1.0], [4.0, 2.0, 9.0]])  # of 1, 2 and 3 tokens
     useful = torch.tensor([[True, True, True], [True, True, False]])
-    batch = replace(batch, graded=useful)
+    batch = replace(batch, mask=useful)
     tokens = [1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 4.0, 2.0, 2.0]
     mean = statistics.mean(tokens)
     deviation = {"sample": statistics.stdev, "population": statistics.pstdev}[std](tokens)
@@ -122,7 +122,7 @@ def test_reinforce_pp_baseline_over_tokens_whitens_as_verl(std: str) -> None:
     batch = graded([[1.0, 0.0, 1.0], [4.0, 2.0, 9.0], [3.0, 3.0, 3.0]])  # of 1, 2 and 3 tokens
     useful = torch.ones(3, 3, dtype=torch.bool)
     useful[1, 2] = False
-    batch = replace(batch, graded=useful)
+    batch = replace(batch, mask=useful)
     scores = [[1 / 3, -2 / 3, 1 / 3], [1.0, -1.0], [0.0, 0.0, 0.0]]
     tokens = [
         score
@@ -151,7 +151,7 @@ def test_group_advantages_sum_to_zero(name: str) -> None:
 @pytest.mark.parametrize("name", OF_GROUPS)
 def test_a_zero_variance_group_gets_exactly_zero(name: str) -> None:
     batch = graded([[0.1] * 7, [0.3] * 7, [1.0] * 6 + [0.0]])
-    assert constant(batch.rewards, batch.graded).flatten().tolist() == [True, True, False]
+    assert constant(batch.rewards, batch.mask).flatten().tolist() == [True, True, False]
     advantages = compute_advantages(
         batch, settings(name, **({"keep": 7} if name == "gfpo" else {}))
     )
@@ -167,7 +167,7 @@ def test_ungraded_responses_change_nothing(name: str) -> None:
     rewards = real([[1.0, 0.0, 0.5, nan], [nan, 0.0, 1.0, 0.0]])
     lengths = torch.tensor([[1, 2, 3, 1], [1, 1, 2, 3]])
     holes = graded(
-        rewards.tolist(), graded=mask, lengths=lengths, step_ends=(lengths - 1).unsqueeze(-1)
+        rewards.tolist(), mask=mask, lengths=lengths, step_ends=(lengths - 1).unsqueeze(-1)
     )
     advantages = compute_advantages(holes, settings(name))
     assert not advantages[~mask].any()
@@ -189,13 +189,13 @@ def test_reinforce_pp_needs_no_second_response_to_a_prompt() -> None:
 @pytest.mark.parametrize("name", OF_GROUPS)
 def test_a_single_graded_response_has_no_advantage(name: str) -> None:
     mask = torch.tensor([[True, False], [True, True], [False, False]])
-    batch = graded([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0]], graded=mask)
+    batch = graded([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0]], mask=mask)
     advantages = compute_advantages(batch, settings(name))
     assert not advantages[0].any()
     assert advantages[1].any()
     assert not advantages[2].any()
     assert batch.comparable.tolist() == [False, True, False]
-    nobody = graded([[1.0, 0.0]], graded=torch.zeros(1, 2, dtype=torch.bool))
+    nobody = graded([[1.0, 0.0]], mask=torch.zeros(1, 2, dtype=torch.bool))
     assert compute_advantages(nobody, settings(name)).tolist() == [[[0.0], [0.0]]]
 
 
@@ -243,6 +243,6 @@ def test_a_token_gets_the_rewards_of_its_step_and_later_ones() -> None:
     [("mo_grpo", "without parts"), ("gdpo", "without parts"), ("process", "a response's steps")],
 )
 def test_missing_parts_and_steps_are_reported(name: str, message: str) -> None:
-    plain = graded([VECTOR_1], parts=None, weights=None, step_rewards=None, step_ends=None)
+    plain = graded([VECTOR_1], part_rewards=None, weights=None, step_rewards=None, step_ends=None)
     with pytest.raises(ValueError, match=message):
         compute_advantages(plain, settings(name))
