@@ -42,7 +42,9 @@ def main() -> None:
         except NotAuditable as error:
             why = str(error)
         except KeyError as error:
-            why = f"its files have no {error}: another version of Braid wrote them"
+            # Formulas that are missing raise NotAuditable: a key that is missing is one of a file.
+            why = f"its files have no {error}, which the audit reads: were they written by another"
+            why += " version of Braid?"
         except (CheckpointRefused, OSError) as error:
             report_error(str(error))
             sys.exit(1)

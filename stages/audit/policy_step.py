@@ -12,7 +12,7 @@ import torch
 
 from stages.audit.advantages import advantages
 from stages.audit.model import Model, Read
-from stages.audit.objective import Facts, Objective, terms
+from stages.audit.objective import Counts, Facts, Objective, aggregate, terms
 from stages.audit.recorded import NotAuditable, RecordedSample
 from stages.audit.rows import Comparison, kept_sets, mismatch, number, numbers
 from stages.audit.update import Optimizer, take_update
@@ -197,10 +197,10 @@ class PolicyStep:
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return a sample's part of the loss by its objective, and of the metrics."""
         tokens = sum(len(sample.learned) for sample in initial)
+        counts = Counts(len(initial), tokens, self.settings["sampling"]["max_response_tokens"])
 
         def mean(values: torch.Tensor) -> torch.Tensor:
-            how = objective.settings["aggregation"]
-            return weight * self._mean(values, how, len(initial), tokens)
+            return weight * aggregate(values, objective.settings["aggregation"], counts)
 
         facts = self._facts(read, initial[read.sample], objective)
         loss_terms = terms(facts, objective.settings, objective.corrects_all(self.replay))
@@ -285,14 +285,6 @@ class PolicyStep:
         score = (lengths - lengths.mean()) / (spread if spread > 0 else 1.0)
         powers = (1 + score / LENGTH_SPREAD).clamp(min=1e-3) ** exponent
         return len(group) * powers.softmax(0)[group.index(sample)]
-
-    def _mean(self, values: torch.Tensor, how: str, sequences: int, tokens: int) -> torch.Tensor:
-        """Return one sample's part of the mean over the update, of all domains."""
-        if how == "sequence_mean":
-            return values.mean() / sequences
-        if how == "constant":
-            return values.sum() / (sequences * self.settings["sampling"]["max_response_tokens"])
-        return values.sum() / tokens
 
 
 def _entropy(log_p: torch.Tensor) -> torch.Tensor:

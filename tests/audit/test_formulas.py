@@ -2,7 +2,8 @@
 
 Audit and objectives once shared a mistake, which no comparison of the two can notice: papers.py is
 written from neither. odd.yaml audits some formulas in real steps. This module covers every
-advantage but a critic's, and every ratio, sampled KL estimator and correction.
+advantage but a critic's, and every ratio, sampled KL estimator and correction that the audit has a
+formula for. Every algorithm with a row in docs/explanation/objectives.md must have one.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from stages.audit import formulas
 from stages.audit.advantages import advantages as audited_advantages
 from stages.audit.blocks import OF_DOMAIN, recorded_stage
 from stages.audit.objective import Facts, terms
@@ -24,7 +26,9 @@ from stages.objectives.surrogate import NoCorrectionSettings, Tokens, correction
 from tests.audit import papers
 
 TOKENS = 12
-OF_REWARDS = [name for name in ADVANTAGES if name != "gae"]
+AUDITED_ADVANTAGES = [name for name in ADVANTAGES if name in formulas.ADVANTAGES and name != "gae"]
+AUDITED_RATIOS = [name for name in RATIOS if name in formulas.RATIOS]
+AUDITED_ESTIMATORS = [name for name in KL_ESTIMATORS if name in formulas.KL_ESTIMATORS]
 SIZES = [[3, 1, 4, 2], [5, 5, 1, 2], [2, 6, 3, 1]]  # tokens of the responses to three prompts
 WEIGHTS = {"brief": 0.25, "exact": 2.0}
 OTHERS: dict[str, list[dict[str, Any]]] = {  # besides an algorithm's defaults
@@ -105,13 +109,13 @@ def assert_alike(results: list[tuple[float, torch.Tensor]]) -> None:
 
 @pytest.mark.parametrize("moved", [-0.3, 0.0, 0.3])
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-@pytest.mark.parametrize("ratio", with_others(RATIOS), ids=label)
+@pytest.mark.parametrize("ratio", with_others(AUDITED_RATIOS), ids=label)
 def test_ratios(ratio: dict[str, Any], sign: float, moved: float) -> None:
     assert_alike(losses({"ratio": ratio, "correction": {"name": "none"}}, sign, False, moved))
 
 
 @pytest.mark.parametrize("stale", [False, True])
-@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
+@pytest.mark.parametrize("estimator", AUDITED_ESTIMATORS)
 def test_estimators_of_the_kl(estimator: str, stale: bool) -> None:
     kl = {"coefficient": 0.7, "estimator": estimator}
     assert_alike(losses({"kl": kl, "correction": {"name": "none"}}, 1.0, stale))
@@ -126,7 +130,7 @@ def test_estimators_of_the_kl(estimator: str, stale: bool) -> None:
     ],
     ids=label,
 )
-@pytest.mark.parametrize("name", list(RATIOS))
+@pytest.mark.parametrize("name", AUDITED_RATIOS)
 def test_corrections(correction: dict[str, Any], level: str, name: str) -> None:
     ratio = {"name": name, **({} if name == "cispo" else {"clip_low": 1.0, "clip_high": 9.0})}
     objective = {"correction": {**correction, "level": level}, "ratio": ratio}  # no clip binds
@@ -145,7 +149,7 @@ def test_corrections(correction: dict[str, Any], level: str, name: str) -> None:
 @pytest.mark.parametrize(
     "correction", [{"name": "tis", "cap": 1.1}, {"name": "icepop", "low": 0.9}]
 )
-@pytest.mark.parametrize("ratio", with_others(RATIOS), ids=label)
+@pytest.mark.parametrize("ratio", with_others(AUDITED_RATIOS), ids=label)
 def test_corrections_of_clipped_tokens(
     ratio: dict[str, Any], correction: dict[str, Any], sign: float, moved: float
 ) -> None:
@@ -168,7 +172,7 @@ def test_the_sequence_mask(delta: float) -> None:
     assert_alike(losses({"sequence_mask": mask, "correction": {"name": "none"}}, -1.0, stale=True))
 
 
-@pytest.mark.parametrize("advantage", with_others(OF_REWARDS), ids=label)
+@pytest.mark.parametrize("advantage", with_others(AUDITED_ADVANTAGES), ids=label)
 def test_advantages(advantage: dict[str, Any]) -> None:
     settings = ObjectiveSettings.model_validate({"advantage": advantage}).advantage
     part_rewards = random(5, 3, 4, 2)
