@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from stages.objectives.registry import (
     RATIOS,
     Registry,
 )
-from tests.runs import REPOSITORY
+from tests.stages.objectives.objective_cases import documented
 
 REGISTRIES: list[tuple[Registry, formulas.Formulas]] = [
     (ADVANTAGES, formulas.ADVANTAGES),
@@ -36,7 +35,6 @@ REGISTRIES: list[tuple[Registry, formulas.Formulas]] = [
     (AGGREGATIONS, formulas.AGGREGATIONS),
 ]
 KEYS = [registry.key for registry, _ in REGISTRIES]
-OBJECTIVES = REPOSITORY / "docs" / "explanation" / "objectives.md"
 NO_WEIGHTS = "none"  # the correction that multiplies nothing
 
 
@@ -45,9 +43,10 @@ def test_every_documented_algorithm_has_a_formula(
     registry: Registry, audited: formulas.Formulas
 ) -> None:
     """A row in the page makes an algorithm the project's; others may do without a formula."""
-    documented = set(re.findall(r"^\|[^|]*\| `(\w+)` \|", OBJECTIVES.read_text(), re.MULTILINE))
-    assert audited.keys() <= documented & registry.keys()
-    assert (documented & registry.keys()) - audited.keys() <= {NO_WEIGHTS}
+    ours = documented() & registry.keys()
+    assert audited.keys() <= registry.keys()
+    assert ours
+    assert ours - audited.keys() <= {NO_WEIGHTS}
     if without := sorted(registry.keys() - audited.keys() - {NO_WEIGHTS}):
         pytest.skip(f"{audited.path} has no formula for {audited.key} {', '.join(without)}")
 
