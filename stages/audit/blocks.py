@@ -68,56 +68,74 @@ def recorded_stage(run: RecordedRun, name: str) -> RecordedStage:
         if name not in stages:
             raise NotAuditable(f"{run.path}/run.yaml has no stage {name}")
         block, domains = stages[name]
-        own = run.settings["stages"][block]
-        settings = _policy(run, name, own, domains) if own["kind"] == "grpo" else own
+        block_settings = run.settings["stages"][block]
+        settings = (
+            _policy(run, name, block_settings, domains)
+            if block_settings["kind"] == "grpo"
+            else block_settings
+        )
         only = domains[0] if len(domains) == 1 else None
-        teachers = _teachers(own, name, domains)
-        parent = own["from"] and _resolved(run, own["from"], only)
+        teachers = _teachers(block_settings, name, domains)
+        parent = block_settings["from"] and _resolved(run, block_settings["from"], only)
         return RecordedStage(
             name,
-            own["kind"],
+            block_settings["kind"],
             domains,
             settings,
             parent,
-            {each: _resolved(run, teachers[each], each) for each in domains if each in teachers},
-            _model(run, own["reference"], parent, only) if own["kind"] == "dpo" else None,
-            tuple(_objectives(run, own, domains, parent)) if own["kind"] == "grpo" else (),
-            _placed(own["seeded_as"] or name, only),
+            {
+                domain: _resolved(run, teachers[domain], domain)
+                for domain in domains
+                if domain in teachers
+            },
+            _model(run, block_settings["reference"], parent, only)
+            if block_settings["kind"] == "dpo"
+            else None,
+            tuple(_objectives(run, block_settings, domains, parent))
+            if block_settings["kind"] == "grpo"
+            else (),
+            _placed(block_settings["seeded_as"] or name, only),
         )
 
 
-def _teachers(own: dict[str, Any], stage: str, domains: tuple[str, ...]) -> dict[str, str]:
+def _teachers(
+    block_settings: dict[str, Any], stage: str, domains: tuple[str, ...]
+) -> dict[str, str]:
     """Return the teacher of each domain as it is named."""
-    given = own.get("teachers") or {}
-    if isinstance(given, str):
-        given = dict.fromkeys(domains, given)
-    found = {}
-    for domain, named in given.items():
-        if isinstance(named, dict) and domain in domains and len(named) > 1:
+    teachers = block_settings.get("teachers") or {}
+    if isinstance(teachers, str):
+        teachers = dict.fromkeys(domains, teachers)
+    teacher_of = {}
+    for domain, teacher in teachers.items():
+        if isinstance(teacher, dict) and domain in domains and len(teacher) > 1:
             raise NotAuditable(f"{stage}: {domain} has several teachers, which are not audited")
-        found[domain] = next(iter(named)) if isinstance(named, dict) else named
-        if domain in domains and found[domain] == SELF:
+        teacher_of[domain] = next(iter(teacher)) if isinstance(teacher, dict) else teacher
+        if domain in domains and teacher_of[domain] == SELF:
             raise NotAuditable(
                 f"{stage} has the teacher {SELF}, whose contexts are not recorded: it is not"
                 " audited"
             )
-    return found
+    return teacher_of
 
 
-def _model(run: RecordedRun, named: str, parent: str | None, domain: str | None) -> str | None:
+def _model(run: RecordedRun, reference: str, parent: str | None, domain: str | None) -> str | None:
     """Return the model that a reference names; the stage's parent where it is, or starts as, it."""
-    return parent if named in ("parent", "ema") else _resolved(run, named, domain)
+    return parent if reference in ("parent", "ema") else _resolved(run, reference, domain)
 
 
 def _unrolled(run: RecordedRun) -> Iterator[tuple[str, str, tuple[str, ...]]]:
     """Yield every stage's name, block and domains."""
-    for block, own in run.settings["stages"].items():
-        named = run.settings["domains"] if own["domains"] is None else own["domains"]
-        domains = tuple(each for each in run.settings["domains"] if each in named)
-        if own["for_each"] is None:
-            yield own["as"] or block, block, domains
+    for block, block_settings in run.settings["stages"].items():
+        stage_domains = (
+            run.settings["domains"]
+            if block_settings["domains"] is None
+            else block_settings["domains"]
+        )
+        domains = tuple(domain for domain in run.settings["domains"] if domain in stage_domains)
+        if block_settings["for_each"] is None:
+            yield block_settings["as"] or block, block, domains
             continue
-        template = own["as"] or block + ".{domain}"
+        template = block_settings["as"] or block + ".{domain}"
         for domain in domains:
             yield template.replace("{domain}", domain), block, (domain,)
 
@@ -129,10 +147,10 @@ def _resolved(run: RecordedRun, reference: str, domain: str | None) -> str:
     if "/" in reference or any(name == reference for name, _, _ in stages):
         return reference
     of_block = [(name, domains) for name, block, domains in stages if block == reference]
-    found = [name for name, own in of_block if len(of_block) == 1 or own == (domain,)]
-    if len(found) != 1:
+    matches = [name for name, domains in of_block if len(of_block) == 1 or domains == (domain,)]
+    if len(matches) != 1:
         raise NotAuditable(f"{run.path}/run.yaml: {reference} names no stage")
-    return found[0]
+    return matches[0]
 
 
 def _placed(template: str, domain: str | None) -> str:
@@ -141,30 +159,35 @@ def _placed(template: str, domain: str | None) -> str:
 
 
 def _objectives(
-    run: RecordedRun, own: dict[str, Any], domains: tuple[str, ...], parent: str | None
+    run: RecordedRun, block_settings: dict[str, Any], domains: tuple[str, ...], parent: str | None
 ) -> Iterator[RecordedObjective]:
     """Yield the objectives of a policy: one where settings and references of all are equal."""
-    found = [own["objective"] or run.settings["domains"][domain]["objective"] for domain in domains]
-    references = [
-        _model(run, each["kl"]["reference"], parent, domain) if each["kl"]["coefficient"] else None
-        for each, domain in zip(found, domains, strict=True)
+    objectives = [
+        block_settings["objective"] or run.settings["domains"][domain]["objective"]
+        for domain in domains
     ]
-    each = list(zip(found, references, strict=True))
-    if all(other == each[0] for other in each):
-        yield RecordedObjective(SHARED, domains, *each[0])
+    references = [
+        _model(run, objective["kl"]["reference"], parent, domain)
+        if objective["kl"]["coefficient"]
+        else None
+        for objective, domain in zip(objectives, domains, strict=True)
+    ]
+    pairs = list(zip(objectives, references, strict=True))
+    if all(pair == pairs[0] for pair in pairs):
+        yield RecordedObjective(SHARED, domains, *pairs[0])
     else:
-        for domain, (settings, reference) in zip(domains, each, strict=True):
+        for domain, (settings, reference) in zip(domains, pairs, strict=True):
             yield RecordedObjective(domain, (domain,), settings, reference)
 
 
 def _policy(
-    run: RecordedRun, stage: str, own: dict[str, Any], domains: tuple[str, ...]
+    run: RecordedRun, stage: str, block_settings: dict[str, Any], domains: tuple[str, ...]
 ) -> dict[str, Any]:
     """Return the settings of a policy: what the stage states, and else its only domain's.
 
     On several domains, run.yaml does not have the defaults of what is not stated; the manifest has.
     """
-    stated = {key: own[key] for key in OF_DOMAIN if own[key] is not None}
+    stated = {key: block_settings[key] for key in OF_DOMAIN if block_settings[key] is not None}
     if len(domains) == 1:
         return {**{key: run.settings["domains"][domains[0]][key] for key in OF_DOMAIN}, **stated}
     return {**_recorded(run, stage), **stated}
@@ -175,12 +198,12 @@ def _recorded(run: RecordedRun, stage: str) -> dict[str, Any]:
     path = run.stage(stage) / "manifest.json"
     if not path.exists():
         raise NotAuditable(f"no {path}: {stage} has not started")
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for key, value in document(path)["settings"].items():
         *above, last = key.split(".")
         if key.split(".")[0] in OF_DOMAIN:
-            block = found
-            for part in above:
-                block = block.setdefault(part, {})
+            block = settings
+            for name in above:
+                block = block.setdefault(name, {})
             block[last] = value
-    return found
+    return settings

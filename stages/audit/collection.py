@@ -35,13 +35,17 @@ def collection_rows(run: RecordedRun, stage: str) -> list[Comparison]:
     if not (directory / "collection.json").exists():
         raise NotAuditable(f"no {directory}/collection.json: {stage} has not finished")
     collection = document(directory / "collection.json")
-    parts = sorted((directory / "drawn").glob("part_*.parquet"))
-    if not parts:
+    part_paths = sorted((directory / "drawn").glob("part_*.parquet"))
+    if not part_paths:
         raise NotAuditable(f"no parts at {directory}/drawn: what {stage} drew is gone")
-    found = _Drawn(run, of)
-    for part in parts:
-        found.add(list(_read(part)))
-    return [*found.rows(collection), *found.lines(directory), *_kept(run, of, parts, collection)]
+    responses = _Drawn(run, of)
+    for part_path in part_paths:
+        responses.add(list(_read(part_path)))
+    return [
+        *responses.rows(collection),
+        *responses.lines(directory),
+        *_kept(run, of, part_paths, collection),
+    ]
 
 
 class _Drawn:
@@ -53,11 +57,11 @@ class _Drawn:
         self.prompts: dict[str, set[str]] = defaultdict(set)
         self.wrong: dict[str, Counter[str]] = defaultdict(Counter)
         self.rewards: list[tuple[float, float]] = []  # stored, and the weighted sum of the parts
-        self.parts: list[tuple[str, dict[str, float]]] = []  # domain and metrics of each
+        self.part_metrics: list[tuple[str, dict[str, float]]] = []  # domain and metrics of each
 
     def add(self, rows: list[Row]) -> None:
-        for (domain, problem), each in groupby(rows, lambda row: (row["domain"], row["problem"])):
-            self._add_prompt(domain, problem, list(each))
+        for (domain, problem), group in groupby(rows, lambda row: (row["domain"], row["problem"])):
+            self._add_prompt(domain, problem, list(group))
         graded = [row["reward"] for row in rows if row["reward"] is not None]
         metrics = {
             "reward": sum(graded) / max(len(graded), 1),
@@ -67,7 +71,7 @@ class _Drawn:
             "kept": sum(row["dropped"] is None for row in rows),
             "reward_failures": len(rows) - len(graded),
         }
-        self.parts.append((rows[0]["domain"], metrics))
+        self.part_metrics.append((rows[0]["domain"], metrics))
 
     def _add_prompt(self, domain: str, problem: str, rows: list[Row]) -> None:
         weights = self.run.settings["domains"][domain]["rewards"]
@@ -85,23 +89,25 @@ class _Drawn:
             wrong["seeds"] += row["seed"] != begin + place * size + number
             wrong["finish reasons"] += row["finish_reason"] != "stop" and row["tokens"] != most
             if row["reward"] is not None:
-                parts = dict(row["reward_parts"])
-                own = sum(each["weight"] * parts.get(name, 0) for name, each in weights.items())
-                self.rewards.append((row["reward"], own))
+                reward_parts = dict(row["reward_parts"])
+                weighted_sum = sum(
+                    reward["weight"] * reward_parts.get(name, 0) for name, reward in weights.items()
+                )
+                self.rewards.append((row["reward"], weighted_sum))
 
     def rows(self, collection: dict[str, Any]) -> Iterator[Comparison]:
         """Yield the comparisons of rewards, verdicts and counts, by domain."""
         yield numbers("rewards", *([pair[side] for pair in self.rewards] for side in (0, 1)))
         for domain in self.of.domains:
             counts, logged = self.counts[domain], collection["domains"][domain]
-            drawn, prompts = counts.total(), len(self.prompts[domain])
+            count, prompts = counts.total(), len(self.prompts[domain])
             for what, wrong in self.wrong[domain].items():
                 yield exact(f"{domain}: wrong {what}", wrong, 0)
             yield exact(f"{domain}: prompts", logged["prompts"], prompts)
             yield exact(f"{domain}: prompts to draw", self.of.settings["prompts"], prompts)
-            yield exact(f"{domain}: drawn", logged["drawn"], drawn)
+            yield exact(f"{domain}: drawn", logged["drawn"], count)
             yield exact(f"{domain}: kept", logged["kept"], counts[None])
-            for why in sorted({each for each in counts if each} | logged["dropped"].keys()):
+            for why in sorted({reason for reason in counts if reason} | logged["dropped"].keys()):
                 yield exact(f"{domain}: {why}", logged["dropped"].get(why, 0), counts[why])
         total: Counter[str | None] = Counter()
         for counts in self.counts.values():
@@ -115,29 +121,35 @@ class _Drawn:
         with naming(path):
             lines = [json.loads(line) for line in read_text(path).splitlines()]
             domains = [line["domain"] for line in lines]
-            yield exact("metrics: lines", len(lines), len(self.parts))
-            yield exact("metrics: domains", domains == [name for name, _ in self.parts], True)
-            for name in self.parts[0][1]:
+            yield exact("metrics: lines", len(lines), len(self.part_metrics))
+            yield exact(
+                "metrics: domains", domains == [name for name, _ in self.part_metrics], True
+            )
+            for name in self.part_metrics[0][1]:
                 logged = [float(line[name]) for line in lines]
-                yield numbers(f"metrics: {name}", logged, [found[name] for _, found in self.parts])
+                yield numbers(
+                    f"metrics: {name}", logged, [metrics[name] for _, metrics in self.part_metrics]
+                )
 
 
 def _kept(
-    run: RecordedRun, of: RecordedStage, parts: Sequence[Path], collection: dict[str, Any]
+    run: RecordedRun, of: RecordedStage, part_paths: Sequence[Path], collection: dict[str, Any]
 ) -> Iterator[Comparison]:
     """Yield the comparisons of collected.parquet with the kept rows of the parts, in order."""
     path = run.stage(of.name) / "collected.parquet"
     parents = dict(document(run.stage(of.name) / "manifest.json")["parents"])
     model = parents.get(of.parent)
-    kept = (row for part in parts for row in _read(part) if row.pop("dropped") is None)
-    count = wrong = others = 0
-    for row, expected in zip_longest(_read(path), kept):
+    expected_rows = (
+        row for part_path in part_paths for row in _read(part_path) if row.pop("dropped") is None
+    )
+    count = wrong = other_model_rows = 0
+    for row, expected in zip_longest(_read(path), expected_rows):
         count += row is not None
         wrong += row is None or expected is None or _plain(row) != _plain(expected)
-        others += row is not None and row["model"] != model
+        other_model_rows += row is not None and row["model"] != model
     yield exact("collected.parquet: rows", collection["rows"], count)
     yield exact("collected.parquet: other rows than were kept", wrong, 0)
-    yield exact("collected.parquet: rows of another model", others, 0)
+    yield exact("collected.parquet: rows of another model", other_model_rows, 0)
     with open_file(path) as file:
         digest = sha256(file.read()).hexdigest()
     yield exact("collected.parquet: digest", collection["digest"] == digest, True)
@@ -152,7 +164,8 @@ def _read(path: Path) -> Iterator[Row]:
 def _plain(row: Row) -> Row:
     """Return a row without the null keys of its messages, which files of more rows have."""
     messages = row["messages"] and [
-        {name: part for name, part in each.items() if part is not None} for each in row["messages"]
+        {name: value for name, value in message.items() if value is not None}
+        for message in row["messages"]
     ]
     return {**row, "messages": messages}
 
@@ -165,22 +178,22 @@ def _seed(run: RecordedRun, of: RecordedStage, *purpose: str) -> int:
 
 def _verdicts(rows: Sequence[Row], keep: dict[str, Any], seed: int) -> list[str | None]:
     """Return why each response to a prompt is dropped, the first reason that applies."""
-    found = [next(chain(_reasons(row, keep), [None])) for row in rows]
-    known: set[str] = set()
+    reasons = [next(chain(_reasons(row, keep), [None])) for row in rows]
+    seen: set[str] = set()
     for place, row in enumerate(rows):
-        if found[place] is None:
-            if row["response"] in known and not keep["duplicates"]:
-                found[place] = "duplicate"
-            known.add(row["response"])
-    left = [place for place, why in enumerate(found) if why is None]
+        if reasons[place] is None:
+            if row["response"] in seen and not keep["duplicates"]:
+                reasons[place] = "duplicate"
+            seen.add(row["response"])
+    left = [place for place, why in enumerate(reasons) if why is None]
     most = len(left) if keep["per_prompt"] is None else keep["per_prompt"]
     if len(left) > most:
         Random(seed).shuffle(left)
         if keep["choose"] == "best":
             left.sort(key=lambda place: rows[place]["reward"], reverse=True)  # stable
         for place in left[most:]:
-            found[place] = "per_prompt"
-    return found
+            reasons[place] = "per_prompt"
+    return reasons
 
 
 def _reasons(row: Row, keep: dict[str, Any]) -> Iterator[str]:
@@ -207,6 +220,6 @@ def _reasons(row: Row, keep: dict[str, Any]) -> Iterator[str]:
 def _foreign(text: str, allowed: Sequence[str]) -> float:
     """Return the share of a text's letters that are of none of the scripts; Common has none."""
     of_any = regex.compile(r"[\p{Script=Common}\p{Script=Inherited}]")
-    wanted = regex.compile("[" + "".join(rf"\p{{Script={name}}}" for name in allowed) + "]")
-    letters = [each for each in text if each.isalpha() and not of_any.match(each)]
-    return sum(not wanted.match(each) for each in letters) / max(len(letters), 1)
+    of_allowed = regex.compile("[" + "".join(rf"\p{{Script={name}}}" for name in allowed) + "]")
+    letters = [letter for letter in text if letter.isalpha() and not of_any.match(letter)]
+    return sum(not of_allowed.match(letter) for letter in letters) / max(len(letters), 1)

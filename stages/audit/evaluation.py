@@ -31,16 +31,16 @@ def evaluation_rows(run: RecordedRun, stage: str) -> list[Comparison]:
     if not models:
         raise NotAuditable(f"no results at {directory}/models")
     measuring = recorded_stage(run, stage)
-    asked = measuring.settings if measuring.kind == "gate" else run.settings["evaluation"]
-    of_each = asked.get("samples_per_problem", 1)  # older gates asked for one answer
+    settings = measuring.settings if measuring.kind == "gate" else run.settings["evaluation"]
+    of_each = settings.get("samples_per_problem", 1)  # older gates asked for one answer
     rows = []
     for file in models:
         name = unquote(file.name.removesuffix(".json"))
         accuracies, model = document(file), parent_model(run, stage, name)
-        for domain, found in accuracies.items():
+        for domain, measured in accuracies.items():
             answers = _answers(directory / "samples" / file.stem, domain)
             with naming(file):
-                accuracy, count = float(found["accuracy"]), float(found["n"])
+                accuracy, count = float(measured["accuracy"]), float(measured["n"])
             rows.append(_logprobs(f"{name} on {domain}: log p", model, run, domain, answers))
             solved = sum(_solved(run, answer) for answer in answers) / len(answers)
             rows.append(number(f"{name} on {domain}: accuracy", accuracy, solved, scale=1.0))
@@ -68,17 +68,17 @@ def _logprobs(
     temperature = run.settings["domains"][domain].get("evaluation", {}).get("temperature")
     if temperature is None:  # of its own
         temperature = run.settings["evaluation"]["temperature"]
-    engine, own, apart, tokens = 0.0, 0.0, 0.0, 0
+    engine, audited, apart, tokens = 0.0, 0.0, 0.0, 0
     with torch.no_grad():
         for answer in answers[:COMPARED]:
             read = model.read(answer, replay=answer.routes is not None)
-            found = read.logprobs(temperature or 1.0)
+            logprobs = read.logprobs(temperature or 1.0)
             theirs = read.distribution(1.0).amax(-1) if temperature == 0 else answer.logprobs
-            apart = max(apart, float((found - theirs).abs().max()))
-            engine, own = engine + float(theirs.sum()), own + float(found.sum())
-            tokens += len(found)
+            apart = max(apart, float((logprobs - theirs).abs().max()))
+            engine, audited = engine + float(theirs.sum()), audited + float(logprobs.sum())
+            tokens += len(logprobs)
     bound = run.settings["engine"]["max_logprob_difference"] or DEFAULT_BOUND
-    return Comparison(quantity, engine / tokens, own / tokens, apart, bound)
+    return Comparison(quantity, engine / tokens, audited / tokens, apart, bound)
 
 
 def _solved(run: RecordedRun, answer: RecordedSample) -> bool:
@@ -89,11 +89,11 @@ def _solved(run: RecordedRun, answer: RecordedSample) -> bool:
     rewards: dict[str, Any] = run.settings["domains"][answer.domain]["rewards"]
     if answer.fields["reward"] is None:
         return False
-    parts = answer.fields["reward_parts"] or {}
-    counted = {name: each for name, each in rewards.items() if each["weight"]}
+    reward_parts = answer.fields["reward_parts"] or {}
+    counted = {name: reward for name, reward in rewards.items() if reward["weight"]}
     judging = {
-        name: each
-        for name, each in counted.items()
-        if each["kind"] not in WATCHING and each["weight"] > 0
+        name: reward
+        for name, reward in counted.items()
+        if reward["kind"] not in WATCHING and reward["weight"] > 0
     }
-    return all(parts.get(name, 0.0) >= 1 for name in judging or counted or rewards)
+    return all(reward_parts.get(name, 0.0) >= 1 for name in judging or counted or rewards)

@@ -33,7 +33,7 @@ def main() -> None:
     run = read_run(Path(job["run"]))
     if run.settings["model"]["hidden_size"] < WIDE:
         torch.set_num_threads(1)  # threads cost more than products this small
-    found = []
+    results = []
     for stage in job["stages"]:
         report_notice(f"auditing {stage}")
         audited, why = Audited(stage, None, [], []), None
@@ -42,7 +42,9 @@ def main() -> None:
         except NotAuditable as error:
             why = str(error)
         except KeyError as error:
-            why = f"its files have no {error}: another version of Braid wrote them"
+            # Formulas that are missing raise NotAuditable: a key that is missing is one of a file.
+            why = f"its files have no {error}, which the audit reads: were they written by another"
+            why += " version of Braid?"
         except (CheckpointRefused, OSError) as error:
             report_error(str(error))
             sys.exit(1)
@@ -50,8 +52,8 @@ def main() -> None:
             # Damaged files may raise anything in the arithmetic; intact ones raise nothing.
             why = f"its step cannot be recomputed: {repr(error)[:LONGEST]}"
         rows = [{**asdict(row), "agrees": row.agrees} for row in audited.rows]
-        found.append({**asdict(audited), "rows": rows, "refused": why})
-    write_atomically(Path(job["result"]), json.dumps(found) + "\n")
+        results.append({**asdict(audited), "rows": rows, "refused": why})
+    write_atomically(Path(job["result"]), json.dumps(results) + "\n")
 
 
 def _audited(run: RecordedRun, stage: str, step: int | None) -> Audited:

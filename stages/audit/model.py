@@ -27,7 +27,7 @@ class Read:
     sample: RecordedSample
     logits: torch.Tensor
     router_logits: torch.Tensor
-    chosen: torch.Tensor
+    experts: torch.Tensor
 
     def logprobs(self, temperature: float) -> torch.Tensor:
         """Return log pi [learned] of the tokens under the distribution they were sampled from."""
@@ -37,8 +37,11 @@ class Read:
     def sampled_from(self, temperature: float) -> torch.Tensor:
         """Return log pi [learned, vocabulary], -inf for ids that top_p and top_k cut away."""
         scaled = self.logits / temperature
-        if self.sample.kept is not None:
-            rows = [_only(row, kept) for row, kept in zip(scaled, self.sample.kept, strict=True)]
+        if self.sample.kept_ids is not None:
+            rows = [
+                _only(row, kept_ids)
+                for row, kept_ids in zip(scaled, self.sample.kept_ids, strict=True)
+            ]
             scaled = torch.stack(rows)
         return scaled.log_softmax(-1)[self.sample.learned]
 
@@ -47,30 +50,30 @@ class Read:
         return (self.logits / temperature).log_softmax(-1)[self.sample.learned]
 
 
-def _only(row: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+def _only(row: torch.Tensor, kept_ids: torch.Tensor) -> torch.Tensor:
     """Return logits [vocabulary] with -inf for all but the kept tokens; an empty set keeps all."""
-    if not len(kept):
+    if not len(kept_ids):
         return row
-    return torch.full_like(row, -torch.inf).index_copy(0, kept, row[kept])
+    return torch.full_like(row, -torch.inf).index_copy(0, kept_ids, row[kept_ids])
 
 
 class PlainRouter(nn.Module):
     """A layer's router: its own choice or `routes`; gates are the softmax over those experts."""
 
-    def __init__(self, weight: nn.Parameter, chosen: int) -> None:
+    def __init__(self, weight: nn.Parameter, experts_per_token: int) -> None:
         super().__init__()
         self.weight = weight
-        self.count = chosen
+        self.count = experts_per_token
         self.routes: torch.Tensor | None = None
         self.logits = torch.empty(0)
-        self.chosen = torch.empty(0)
+        self.experts = torch.empty(0)
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         self.logits = hidden.flatten(0, -2) @ self.weight.T
-        own = self.logits.topk(self.count, dim=-1).indices
-        self.chosen = own if self.routes is None else self.routes
-        gates = self.logits.gather(-1, self.chosen).softmax(-1)
-        return self.logits, gates, self.chosen
+        top_experts = self.logits.topk(self.count, dim=-1).indices
+        self.experts = top_experts if self.routes is None else self.routes
+        gates = self.logits.gather(-1, self.experts).softmax(-1)
+        return self.logits, gates, self.experts
 
 
 class Model:
@@ -103,12 +106,12 @@ class Model:
             sample,
             logits[sample.first :],
             torch.stack([router.logits for router in self.routers]),
-            torch.stack([router.chosen for router in self.routers]),
+            torch.stack([router.experts for router in self.routers]),
         )
 
     def weights(self) -> Weights:
         """Return copies of the weights."""
-        return {name: each.detach().clone() for name, each in self.parameters.items()}
+        return {name: weight.detach().clone() for name, weight in self.parameters.items()}
 
 
 def parent_model(run: RecordedRun, stage: str, of: str) -> Model:
@@ -123,7 +126,7 @@ def parent_model(run: RecordedRun, stage: str, of: str) -> Model:
 
 def norm(weights: Weights) -> float:
     """Return the 2-norm of all tensors together."""
-    return math.sqrt(sum(float(each.square().sum()) for each in weights.values()))
+    return math.sqrt(sum(float(weight.square().sum()) for weight in weights.values()))
 
 
 def from_megatron(tensors: Weights, settings: dict[str, Any], prefix: str = "") -> Weights:
@@ -133,7 +136,7 @@ def from_megatron(tensors: Weights, settings: dict[str, Any], prefix: str = "") 
     """
     if not any(name.startswith(prefix) for name in tensors):
         return {}
-    found = {
+    weights = {
         "model.embed_tokens.weight": tensors[f"{prefix}embedding.word_embeddings.weight"],
         "model.norm.weight": tensors[f"{prefix}decoder.final_layernorm.weight"],
         "lm_head.weight": tensors[f"{prefix}output_layer.weight"],
@@ -141,14 +144,16 @@ def from_megatron(tensors: Weights, settings: dict[str, Any], prefix: str = "") 
     layers, groups = f"{prefix}decoder.layers.", settings["key_value_heads"]
     queries = settings["attention_heads"] // groups
     for layer in range(settings["layers"]):
-        for own, theirs in _LAYER.items():
-            found[f"model.layers.{layer}.{own}"] = tensors[layers + theirs][layer]
+        for transformers_name, megatron_name in _LAYER.items():
+            weights[f"model.layers.{layer}.{transformers_name}"] = tensors[layers + megatron_name][
+                layer
+            ]
         # Megatron fuses, for every query group, its queries, its key and its value.
         packed = tensors[f"{layers}self_attention.linear_qkv.weight"][layer]
         rows = packed.unflatten(0, (groups, queries + 2, settings["head_dim"]))
-        for name, part in zip("qkv", rows.split([queries, 1, 1], dim=1), strict=True):
-            found[f"model.layers.{layer}.self_attn.{name}_proj.weight"] = part.flatten(0, 2)
-    return found
+        for name, projection in zip("qkv", rows.split([queries, 1, 1], dim=1), strict=True):
+            weights[f"model.layers.{layer}.self_attn.{name}_proj.weight"] = projection.flatten(0, 2)
+    return weights
 
 
 _LAYER = {

@@ -12,7 +12,7 @@ import torch
 
 from stages.audit.advantages import advantages
 from stages.audit.model import Model, Read
-from stages.audit.objective import Facts, Objective, terms
+from stages.audit.objective import Counts, Facts, Objective, aggregate, terms
 from stages.audit.recorded import NotAuditable, RecordedSample
 from stages.audit.rows import Comparison, kept_sets, mismatch, number, numbers
 from stages.audit.update import Optimizer, take_update
@@ -25,16 +25,16 @@ Domains = Sequence[str]
 
 
 @dataclass
-class Known:
+class InitialFacts:
     """Facts of a sample that the weights before the step decide; log-probabilities in nats.
 
-    `router_logprobs` [layers, tokens, experts_per_token] are of the experts `chosen` then.
+    `router_logprobs` [layers, tokens, experts_per_token] are of the `experts` used then.
     """
 
     old: torch.Tensor
     advantages: torch.Tensor
     entropy: float
-    chosen: torch.Tensor
+    experts: torch.Tensor
     router_logprobs: torch.Tensor
 
 
@@ -55,7 +55,7 @@ class PolicyStep:
         self.step, self.policy, self.optimizer = step, policy, optimizer
         self.temperature = settings["sampling"]["temperature"]
         self.replay = settings["routing"]["replay"] == "r3"
-        self.of = {domain: each for each in objectives for domain in each.domains}
+        self.of = {domain: objective for objective in objectives for domain in objective.domains}
 
     def run(self, recorded: Sequence[RecordedSample], logged: dict[str, float]) -> list[Comparison]:
         """Recompute the step and compare it with the recorded samples and the logged metrics."""
@@ -68,7 +68,7 @@ class PolicyStep:
         if (there := 1 + max(sample.update for sample in samples)) != expected:
             raise NotAuditable(f"samples of {there} updates; updates_per_rollout is {expected}")
         unscaled = self._advantages(samples)
-        known = self._before(samples, unscaled)
+        initial = self._before(samples, unscaled)
         rewards = [sample.fields["reward"] for sample in samples]
         weighted = [
             sum(
@@ -77,16 +77,20 @@ class PolicyStep:
             )
             for sample in samples
         ]
-        given = [
+        recorded_advantages = [
             value
             for sample in samples
             for value in sample.fields["advantages"]
             or [sample.fields["advantage"]] * len(sample.response)
         ]
-        learned = [sum(len(sample.learned) for sample in each) for each in (recorded, samples)]
+        learned = [sum(len(sample.learned) for sample in batch) for batch in (recorded, samples)]
         rows = [
             numbers("rewards", rewards, weighted),
-            numbers("advantages", given, [value for each in unscaled for value in each]),
+            numbers(
+                "advantages",
+                recorded_advantages,
+                [value for of_sample in unscaled for value in of_sample],
+            ),
             number("learned tokens", *learned),
         ]
         sampling = self.settings["sampling"]
@@ -99,24 +103,26 @@ class PolicyStep:
             ]
         fresh = [sample for sample in samples if sample.fields["weight_version"] == self.step]
         rows += kept_sets(fresh, self.policy, sampling, self.replay)
-        rows += mismatch(samples, [each.old for each in known.values()], logged)
+        rows += mismatch(samples, [facts.old for facts in initial.values()], logged)
         updates = [
-            self._update({s: own for s, own in known.items() if s.update == update})
+            self._update(
+                {sample: facts for sample, facts in initial.items() if sample.update == update}
+            )
             for update in range(expected)
         ]
         for name in dict.fromkeys(name for update in updates for name in update):
-            found = fmean(update[name] for update in updates if name in update)
-            rows.append(number(name, logged[name], found))
+            mean = fmean(update[name] for update in updates if name in update)
+            rows.append(number(name, logged[name], mean))
         return rows
 
     def _advantages(self, samples: Sequence[RecordedSample]) -> list[list[float]]:
         """Return the advantage of every response token, by the objective of its domain."""
-        found: dict[RecordedSample, list[float]] = {}
+        advantages_of: dict[RecordedSample, list[float]] = {}
         for objective in self.objectives:
-            own = [sample for sample in samples if sample.domain in objective.domains]
-            values = advantages(own, objective.settings["advantage"], self.weights)
-            found |= zip(own, values, strict=True)
-        return [found[sample] for sample in samples]
+            domain_samples = [sample for sample in samples if sample.domain in objective.domains]
+            values = advantages(domain_samples, objective.settings["advantage"], self.weights)
+            advantages_of |= zip(domain_samples, values, strict=True)
+        return [advantages_of[sample] for sample in samples]
 
     def _masked(self, sample: RecordedSample) -> RecordedSample:
         """Return a sample with the learned tokens that it should have."""
@@ -126,31 +132,33 @@ class PolicyStep:
 
     def _before(
         self, samples: Sequence[RecordedSample], unscaled: Sequence[Sequence[float]]
-    ) -> dict[RecordedSample, Known]:
-        known, entropies = {}, defaultdict(list)
+    ) -> dict[RecordedSample, InitialFacts]:
+        initial, entropies = {}, defaultdict(list)
         with torch.no_grad():
-            for sample, own in zip(samples, unscaled, strict=True):
+            for sample, token_advantages in zip(samples, unscaled, strict=True):
                 read = self.policy.read(sample, self.replay)
                 entropy = float(_entropy(read.sampled_from(self.temperature)).mean())
-                known[sample] = Known(
+                initial[sample] = InitialFacts(
                     read.logprobs(self.temperature),
-                    torch.tensor(own, dtype=torch.float64)[sample.learned],
+                    torch.tensor(token_advantages, dtype=torch.float64)[sample.learned],
                     entropy,
-                    read.chosen,
-                    read.router_logits.log_softmax(-1).gather(-1, read.chosen),
+                    read.experts,
+                    read.router_logits.log_softmax(-1).gather(-1, read.experts),
                 )
                 if len(sample.learned):
                     entropies[sample.group].append(entropy)
-        for sample, facts in known.items():
+        for sample, facts in initial.items():
             if self.of[sample.domain].settings["scaling"] == "edge" and len(sample.learned):
                 relative = facts.entropy / fmean(entropies[sample.group])
                 facts.advantages /= max(relative, LEAST_RELATIVE_ENTROPY)
-        return known
+        return initial
 
-    def _update(self, known: dict[RecordedSample, Known]) -> dict[str, float]:
+    def _update(self, initial: dict[RecordedSample, InitialFacts]) -> dict[str, float]:
         exponents = {
-            each.name: torch.tensor(each.exponent, dtype=torch.float64, requires_grad=True)
-            for each in self.objectives
+            objective.name: torch.tensor(
+                objective.exponent, dtype=torch.float64, requires_grad=True
+            )
+            for objective in self.objectives
         }
         # By metric, the domains that have it, and its sum over their samples.
         sums: dict[str, tuple[Domains, float]] = {"loss": (list(self.of), 0.0)}
@@ -158,21 +166,23 @@ class PolicyStep:
         def loss(read: Read) -> torch.Tensor:
             if not len(read.sample.learned):
                 return read.logits.sum() * 0
-            own = self.of[read.sample.domain]
-            weight = self._length_weight(read.sample, list(known), own, exponents[own.name])
-            value, logged = self._loss(read, known, own, weight)
+            objective = self.of[read.sample.domain]
+            weight = self._length_weight(
+                read.sample, list(initial), objective, exponents[objective.name]
+            )
+            value, logged = self._loss(read, initial, objective, weight)
             _add(sums, "loss", self.of, value)
-            for name, each in logged.items():
-                _add(sums, name, own.domains, each)
+            for name, measured in logged.items():
+                _add(sums, name, objective.domains, measured)
             if "kl" in logged and len(self.of) > 1:
                 _add(sums, f"kl/{read.sample.domain}", [read.sample.domain], logged["kl"])
             return value
 
         routing = self.settings["routing"]
-        shared = take_update(self.policy, self.optimizer, list(known), routing, self.replay, loss)
+        shared = take_update(self.policy, self.optimizer, list(initial), routing, self.replay, loss)
         logged = {}
         for name, (domains, total) in sums.items():
-            learned = [len(each.learned) for each in known if each.domain in domains]
+            learned = [len(sample.learned) for sample in initial if sample.domain in domains]
             by_token = name.partition("/")[0] in BY_TOKEN
             count = sum(learned) if by_token else sum(map(bool, learned))
             logged[name] = total if name == "loss" else total / count
@@ -181,34 +191,34 @@ class PolicyStep:
     def _loss(
         self,
         read: Read,
-        known: Mapping[RecordedSample, Known],
-        own: Objective,
+        initial: Mapping[RecordedSample, InitialFacts],
+        objective: Objective,
         weight: torch.Tensor | float,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return a sample's part of the loss by its objective, and of the metrics."""
-        tokens = sum(len(sample.learned) for sample in known)
+        tokens = sum(len(sample.learned) for sample in initial)
+        counts = Counts(len(initial), tokens, self.settings["sampling"]["max_response_tokens"])
 
         def mean(values: torch.Tensor) -> torch.Tensor:
-            how = own.settings["aggregation"]
-            return weight * self._mean(values, how, len(known), tokens)
+            return weight * aggregate(values, objective.settings["aggregation"], counts)
 
-        facts = self._facts(read, known[read.sample], own)
-        found = terms(facts, own.settings, own.corrects_all(self.replay))
-        value = mean(found.surrogate)
+        facts = self._facts(read, initial[read.sample], objective)
+        loss_terms = terms(facts, objective.settings, objective.corrects_all(self.replay))
+        value = mean(loss_terms.surrogate)
         shares = {
-            "ratio": found.ratio,
-            "clip_fraction": found.clipped,
-            "correction": found.correction,
-            "masked_sequences": found.masked,
+            "ratio": loss_terms.ratio,
+            "clip_fraction": loss_terms.clipped,
+            "correction": loss_terms.correction,
+            "masked_sequences": loss_terms.masked,
         }
-        logged = {n: each.double().mean() for n, each in shares.items() if each is not None}
+        logged = {n: share.double().mean() for n, share in shares.items() if share is not None}
         logged["entropy"] = -facts.logprobs.sum()
-        if found.kl is not None and own.coefficient > 0:
-            value = value + own.coefficient * mean(found.kl)
-            logged["kl"] = found.kl.sum()
-        if own.settings["entropy_bonus"] > 0:
+        if loss_terms.kl is not None and objective.coefficient > 0:
+            value = value + objective.coefficient * mean(loss_terms.kl)
+            logged["kl"] = loss_terms.kl.sum()
+        if objective.settings["entropy_bonus"] > 0:
             entropy = _entropy(read.sampled_from(self.temperature))
-            value = value - own.settings["entropy_bonus"] * mean(entropy)
+            value = value - objective.settings["entropy_bonus"] * mean(entropy)
             logged["full_entropy"] = entropy.sum()
         return value, logged
 
@@ -217,42 +227,42 @@ class PolicyStep:
     ) -> dict[str, float]:
         """Update the `ema` references and the coefficients; return the coefficients before."""
         moving = {
-            id(each.reference): (each.reference, each.settings["kl"]["ema_decay"])
-            for each in self.objectives
-            if each.reference is not None and each.settings["kl"]["reference"] == "ema"
+            id(objective.reference): (objective.reference, objective.settings["kl"]["ema_decay"])
+            for objective in self.objectives
+            if objective.reference is not None and objective.settings["kl"]["reference"] == "ema"
         }
         for reference, decay in moving.values():  # once each, however many domains share it
             with torch.no_grad():
                 for name, average in reference.parameters.items():
                     average.lerp_(self.policy.parameters[name], 1 - decay)
-        found: dict[str, float] = {}
-        for each in self.objectives:
-            gradient = exponents[each.name].grad
-            found |= each.learn(logged, 0.0 if gradient is None else float(gradient))
-        return found
+        coefficients: dict[str, float] = {}
+        for objective in self.objectives:
+            gradient = exponents[objective.name].grad
+            coefficients |= objective.learn(logged, 0.0 if gradient is None else float(gradient))
+        return coefficients
 
-    def _facts(self, read: Read, known: Known, own: Objective) -> Facts:
+    def _facts(self, read: Read, initial: InitialFacts, objective: Objective) -> Facts:
         sample, theirs, full, moved = read.sample, None, None, None
-        if own.reference is not None and own.coefficient > 0:
+        if objective.reference is not None and objective.coefficient > 0:
             with torch.no_grad():
-                other = own.reference.read(sample, replay=False)
-            if own.settings["kl"]["estimator"] == "full":
+                other = objective.reference.read(sample, replay=False)
+            if objective.settings["kl"]["estimator"] == "full":
                 log_p = read.sampled_from(self.temperature)
                 log_q = other.sampled_from(self.temperature)
                 difference = (log_p - log_q).masked_fill(log_p == -torch.inf, 0.0)
                 full = (log_p.exp() * difference).sum(-1)
             else:
                 theirs = other.logprobs(self.temperature)
-        if own.settings["ratio"]["name"] == "rspo":
+        if objective.settings["ratio"]["name"] == "rspo":
             # |log p - log p_old| over the experts chosen then, by predicting token
-            now = read.router_logits.detach().log_softmax(-1).gather(-1, known.chosen)
-            apart = (now - known.router_logprobs).abs().mean((0, 2))
+            now = read.router_logits.detach().log_softmax(-1).gather(-1, initial.experts)
+            apart = (now - initial.router_logprobs).abs().mean((0, 2))
             moved = apart[sample.first :][sample.learned]
         return Facts(
             logprobs=read.logprobs(self.temperature),
-            old=known.old,
+            old=initial.old,
             engine=sample.logprobs[sample.learned],
-            advantages=known.advantages,
+            advantages=initial.advantages,
             stale=sample.fields["weight_version"] < self.step,
             reference=theirs,
             full_kl=full,
@@ -263,26 +273,18 @@ class PolicyStep:
         self,
         sample: RecordedSample,
         update: list[RecordedSample],
-        own: Objective,
+        objective: Objective,
         exponent: torch.Tensor,
     ) -> torch.Tensor | float:
         """Return its part of G softmax(h^lambda) over its group's samples (arXiv 2510.06870)."""
-        if own.settings["aggregation"] != "lambda":
+        if objective.settings["aggregation"] != "lambda":
             return 1.0
-        group = [each for each in update if each.group == sample.group]
+        group = [member for member in update if member.group == sample.group]
         lengths = torch.tensor([float(len(s.response)) for s in group], dtype=torch.float64)
         spread = lengths.std(correction=0)
         score = (lengths - lengths.mean()) / (spread if spread > 0 else 1.0)
         powers = (1 + score / LENGTH_SPREAD).clamp(min=1e-3) ** exponent
         return len(group) * powers.softmax(0)[group.index(sample)]
-
-    def _mean(self, values: torch.Tensor, how: str, sequences: int, tokens: int) -> torch.Tensor:
-        """Return one sample's part of the mean over the update, of all domains."""
-        if how == "sequence_mean":
-            return values.mean() / sequences
-        if how == "constant":
-            return values.sum() / (sequences * self.settings["sampling"]["max_response_tokens"])
-        return values.sum() / tokens
 
 
 def _entropy(log_p: torch.Tensor) -> torch.Tensor:

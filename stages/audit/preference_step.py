@@ -34,25 +34,26 @@ def preference_step(
     Raises:
         NotAuditable: the samples are no pairs.
     """
-    chosen, rejected = samples[::2], samples[1::2]
-    if [each.group for each in chosen] != [each.group for each in rejected]:
+    chosen_samples, rejected_samples = samples[::2], samples[1::2]
+    if [sample.group for sample in chosen_samples] != [sample.group for sample in rejected_samples]:
         raise NotAuditable("the recorded samples are not pairs of a chosen and a rejected response")
-    loss, count = settings["loss"], len(chosen)
+    loss, count = settings["loss"], len(chosen_samples)
     with torch.no_grad():
         apart = {
-            each: _logprob(policy.read(each, False), loss)
-            - _logprob(reference.read(each, False), loss)
-            for each in samples
+            sample: _logprob(policy.read(sample, False), loss)
+            - _logprob(reference.read(sample, False), loss)
+            for sample in samples
         }
     better, worse = (
-        torch.stack([apart[each] for each in side]).double() for side in (chosen, rejected)
+        torch.stack([apart[sample] for sample in side]).double()
+        for side in (chosen_samples, rejected_samples)
     )
     difference = (better - worse).requires_grad_()
     losses = _losses(difference, loss)
     losses.sum().backward()
     assert difference.grad is not None
-    slopes = dict(zip(chosen, difference.grad / count, strict=True))
-    slopes |= zip(rejected, -difference.grad / count, strict=True)
+    slopes = dict(zip(chosen_samples, difference.grad / count, strict=True))
+    slopes |= zip(rejected_samples, -difference.grad / count, strict=True)
 
     def share(read: Read) -> torch.Tensor:
         return slopes[read.sample] * _logprob(read, loss)
@@ -85,13 +86,15 @@ def reference_rows(
     if not path.exists():
         raise NotAuditable(f"no {path}: the reference's log-probabilities are gone")
     with naming(path), open_file(path) as file, np.load(file, allow_pickle=False) as held:
-        kept = [
-            float(held[f"{SOURCE}{each.domain}"][each.fields["row"], place % 2])
-            for place, each in enumerate(samples)
+        stored = [
+            float(held[f"{SOURCE}{sample.domain}"][sample.fields["row"], place % 2])
+            for place, sample in enumerate(samples)
         ]
     with torch.no_grad():
-        found = [float(reference.read(each, False).logprobs(1.0).sum()) for each in samples]
-    return [numbers("reference log p", kept, found)]
+        recomputed = [
+            float(reference.read(sample, False).logprobs(1.0).sum()) for sample in samples
+        ]
+    return [numbers("reference log p", stored, recomputed)]
 
 
 def _logprob(read: Read, loss: dict[str, Any]) -> torch.Tensor:
@@ -114,5 +117,5 @@ def _losses(difference: torch.Tensor, loss: dict[str, Any]) -> torch.Tensor:
 def _accuracy(run: float, margins: torch.Tensor) -> Comparison:
     """Compare the share of pairs with a margin above 0; rounding decides those next to it."""
     near = float((margins.abs() < CLOSE).double().mean())
-    found = float((margins > 0).double().mean())
-    return Comparison("reward_accuracy", run, found, abs(run - found), CLOSE + near)
+    share = float((margins > 0).double().mean())
+    return Comparison("reward_accuracy", run, share, abs(run - share), CLOSE + near)

@@ -40,7 +40,7 @@ class RecordedSample:
     """A sample as its step trained on it; tokens int64, log-probabilities in nats, float64.
 
     `learned` are the indices in the response of the learned tokens. `routes` [prompt + response -
-    1, layers, experts_per_token] and the response's `kept` sets need `logging.auditable`.
+    1, layers, experts_per_token] and the response's `kept_ids` need `logging.auditable`.
     """
 
     domain: str
@@ -52,7 +52,7 @@ class RecordedSample:
     group: int
     fields: dict[str, Any]
     routes: torch.Tensor | None
-    kept: list[torch.Tensor] | None
+    kept_ids: list[torch.Tensor] | None
 
     @property
     def tokens(self) -> torch.Tensor:
@@ -93,16 +93,18 @@ class RecordedRun:
                 f"{stage} did not start from a checkpoint of {of}, its parent in run.yaml"
             )
         outside = read_checkpoint(Path(of)) if "/" in of else None
-        kept = whole_checkpoints(self.stage(of) / "checkpoints")  # an absolute path stays itself
-        for found in [*kept, *([outside] if outside else [])]:
-            if found.digest == digest:
-                return found.path
+        checkpoints = whole_checkpoints(
+            self.stage(of) / "checkpoints"
+        )  # an absolute path stays itself
+        for checkpoint in [*checkpoints, *([outside] if outside else [])]:
+            if checkpoint.digest == digest:
+                return checkpoint.path
         raise NotAuditable(f"the checkpoint of {of} that {stage} started from is gone")
 
     def checkpoint(self, stage: str, step: int) -> Path | None:
         """Return the complete checkpoint of a step, or None if it was not kept."""
-        found = read_checkpoint(self.stage(stage) / "checkpoints" / f"step_{step}")
-        return found.path if found else None
+        checkpoint = read_checkpoint(self.stage(stage) / "checkpoints" / f"step_{step}")
+        return checkpoint.path if checkpoint else None
 
 
 class _StepReward(msgspec.Struct):
@@ -152,10 +154,10 @@ def document(path: Path) -> dict[str, Any]:
         NotAuditable: it holds anything else.
     """
     with naming(path):
-        found = json.loads(read_text(path))
-        if not isinstance(found, dict):
+        content = json.loads(read_text(path))
+        if not isinstance(content, dict):
             raise NotAuditable(f"{path} is damaged: it holds no JSON object")
-        return found
+        return content
 
 
 def read_run(path: Path) -> RecordedRun:
@@ -168,15 +170,15 @@ def read_run(path: Path) -> RecordedRun:
 
 def metrics(stage: Path, step: int) -> dict[str, float]:
     """Return the metrics of a step; the last ones, where it was repeated."""
-    found: dict[str, float] = {}
+    logged: dict[str, float] = {}
     with naming(stage / "metrics.jsonl"):
         for line in read_text(stage / "metrics.jsonl").splitlines():
             entry = json.loads(line)
             if entry["step"] == step:
-                found = entry
-    if not found:
+                logged = entry
+    if not logged:
         raise NotAuditable(f"{stage}/metrics.jsonl has no step {step}")
-    return found
+    return logged
 
 
 def samples(path: Path) -> list[RecordedSample]:
@@ -184,8 +186,8 @@ def samples(path: Path) -> list[RecordedSample]:
     if not path.exists():
         raise NotAuditable(f"no samples at {path}; rerun the step with logging.auditable=true")
     with naming(path), open_file(path) as file:
-        found = parquet.ParquetFile(file).read(use_threads=False).to_pylist()
-        rows = [msgspec.convert(row, _Row) for row in found]
+        records = parquet.ParquetFile(file).read(use_threads=False).to_pylist()
+        rows = [msgspec.convert(row, _Row) for row in records]
         for number, row in enumerate(rows):
             _check(row, f"{path}, sample {number}")
         if not rows:
@@ -225,7 +227,7 @@ def _drawn(
 ) -> RecordedSample:
     response = torch.tensor(row.response_tokens)
     learned = range(len(response)) if row.learned is None else row.learned
-    steps, parts = row.step_rewards, row.reward_parts
+    steps, reward_parts = row.step_rewards, row.reward_parts
     return RecordedSample(
         domain=row.domain,
         prompt=torch.tensor(row.prompt_tokens),
@@ -237,11 +239,11 @@ def _drawn(
         fields={
             **msgspec.structs.asdict(row),
             "finished": row.finish_reason == "stop",
-            "reward_parts": None if parts is None else dict(parts),
-            "step_rewards": None if steps is None else [(each.end, each.reward) for each in steps],
+            "reward_parts": None if reward_parts is None else dict(reward_parts),
+            "step_rewards": None if steps is None else [(step.end, step.reward) for step in steps],
         },
         routes=None if routes is None else torch.from_numpy(routes.astype(np.int64)),
-        kept=None
+        kept_ids=None
         if sets is None
         else [torch.from_numpy(next(sets).astype(np.int64)) for _ in response],
     )
@@ -250,11 +252,11 @@ def _drawn(
 def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Return every tensor of a checkpoint, unsharded and in float64."""
     reader = CheckpointReader(checkpoint)
-    wanted = {
+    state_dict = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in reader.read_metadata().state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     }
     with naming(checkpoint):
-        dcp.load(wanted, storage_reader=reader, no_dist=True)
-    return {name: tensor.double() for name, tensor in wanted.items()}
+        dcp.load(state_dict, storage_reader=reader, no_dist=True)
+    return {name: tensor.double() for name, tensor in state_dict.items()}

@@ -93,12 +93,12 @@ def mismatch(
         apart = torch.zeros(1, dtype=torch.float64)
     moved = "drift_max" in logged
     prefix = "drift" if moved else "mismatch"
-    found = {
+    quantities = {
         f"{prefix}_max": float(apart.max()),
         f"{prefix}_mean": float(apart.mean()),
         f"{'drift_' * moved}high_ratio": float((apart > math.log(2)).double().mean()),
     }
-    return [number(name, logged[name], value, scale=1.0) for name, value in found.items()]
+    return [number(name, logged[name], value, scale=1.0) for name, value in quantities.items()]
 
 
 def kept_sets(
@@ -114,11 +114,13 @@ def kept_sets(
     with torch.no_grad():
         for sample in samples:
             logits = model.read(sample, replay).logits / sampling["temperature"]
-            sets = sample.kept or [torch.empty(0)] * len(logits)
-            for row, given in zip(logits, sets, strict=True):
+            sets = sample.kept_ids or [torch.empty(0)] * len(logits)
+            for row, kept_ids in zip(logits, sets, strict=True):
                 order = row.argsort(descending=True)[: sampling["top_k"] or len(row)]
                 scores = row[order].softmax(0)  # the fewest that sum to top_p or more are kept
-                wanted = order[scores.cumsum(0) - scores < sampling["top_p"]]
-                alike.append(set(given.tolist() or range(len(row))) == set(wanted.tolist()))
+                expected_ids = order[scores.cumsum(0) - scores < sampling["top_p"]]
+                alike.append(
+                    set(kept_ids.tolist() or range(len(row))) == set(expected_ids.tolist())
+                )
     share = sum(alike) / len(alike)
     return [Comparison("kept sets", 1.0, share, 1.0 - share, OF_TIES)]

@@ -88,8 +88,8 @@ def audit_step(run: RecordedRun, stage: str, step: int) -> Audited:
     if described.kind == "sft":
         rows += cold_start_step(settings, samples, policy, optimizer, logged)
     elif described.kind == "distill":
-        named = (described.teachers or {}).items()
-        teachers = {domain: parent_model(run, stage, teacher) for domain, teacher in named}
+        by_domain = (described.teachers or {}).items()
+        teachers = {domain: parent_model(run, stage, teacher) for domain, teacher in by_domain}
         rows += merge_step(settings, samples, policy, teachers, optimizer, step, logged)
     elif described.kind == "dpo":
         reference = parent_model(run, stage, described.reference or "")
@@ -126,8 +126,8 @@ def _parent(run: RecordedRun, of: RecordedStage) -> Path:
 
 def _buffers(held: Weights, shape: dict[str, Any]) -> dict[str, Weights]:
     """Return the optimizer's buffers in a checkpoint, under transformers' names."""
-    found = {kind: from_megatron(held, shape, f"optimizer.state.{kind}.") for kind in BUFFERS}
-    return {kind: own for kind, own in found.items() if own}
+    by_kind = {kind: from_megatron(held, shape, f"optimizer.state.{kind}.") for kind in BUFFERS}
+    return {kind: weights for kind, weights in by_kind.items() if weights}
 
 
 def _objectives(
@@ -138,22 +138,22 @@ def _objectives(
     Objectives share the reference that they name, and an average with those of its decay.
     """
     shape, models = run.settings["model"], dict[object, Model]()
-    penalties = {each.name: each.settings["kl"] for each in of.objectives}
+    penalties = {objective.name: objective.settings["kl"] for objective in of.objectives}
     names = _average_names(penalties.values())
-    found = []
-    for each in of.objectives:
-        kl, reference = penalties[each.name], None
+    objectives = []
+    for objective in of.objectives:
+        kl, reference = penalties[objective.name], None
         if kl["coefficient"]:
             average = names[kl["ema_decay"]] if kl["reference"] == "ema" else None
-            key = average or each.reference or ""
+            key = average or objective.reference or ""
             if key not in models and average is None:
                 models[key] = parent_model(run, of.name, key)
             elif key not in models:
-                own = from_megatron(held, shape, f"{average}.") or from_megatron(held, shape)
-                models[key] = Model(shape, own)
+                weights = from_megatron(held, shape, f"{average}.") or from_megatron(held, shape)
+                models[key] = Model(shape, weights)
             reference = models[key]
-        found.append(Objective(each, state, reference))
-    return found
+        objectives.append(Objective(objective, state, reference))
+    return objectives
 
 
 def _average_names(penalties: Iterable[dict[str, Any]]) -> dict[float, str]:
@@ -166,19 +166,19 @@ def _average_names(penalties: Iterable[dict[str, Any]]) -> dict[float, str]:
 
 def _averages(objectives: Sequence[Objective]) -> dict[str, Model]:
     """Return the averages of the policy that are references, by their names in a checkpoint."""
-    penalties = [each.settings["kl"] for each in objectives]
+    penalties = [objective.settings["kl"] for objective in objectives]
     names = _average_names(penalties)
     return {
-        names[kl["ema_decay"]]: each.reference
-        for each, kl in zip(objectives, penalties, strict=True)
-        if each.reference is not None and kl["reference"] == "ema"
+        names[kl["ema_decay"]]: objective.reference
+        for objective, kl in zip(objectives, penalties, strict=True)
+        if objective.reference is not None and kl["reference"] == "ema"
     }
 
 
-def _reward_weights(run: RecordedRun, own: Iterable[str]) -> dict[str, dict[str, float]]:
+def _reward_weights(run: RecordedRun, stage_domains: Iterable[str]) -> dict[str, dict[str, float]]:
     """Return the weights of a reward's parts, of every domain that the stage trains on."""
     domains = run.settings["domains"]
     return {
         domain: {name: reward["weight"] for name, reward in domains[domain]["rewards"].items()}
-        for domain in own
+        for domain in stage_domains
     }

@@ -22,15 +22,15 @@ def cold_start_step(
 ) -> list[Comparison]:
     """Recompute the cross-entropy over the step's learned tokens, and update the policy."""
     tokens = sum(len(sample.learned) for sample in samples)
-    parts = []
+    sample_losses = []
 
     def loss(read: Read) -> torch.Tensor:
         value = -read.logprobs(1.0).sum() / tokens
-        parts.append(float(value.detach()))
+        sample_losses.append(float(value.detach()))
         return value
 
     shared = take_update(policy, optimizer, samples, settings["routing"], False, loss)
-    quantities = {"loss": sum(parts), **shared}
+    quantities = {"loss": sum(sample_losses), **shared}
     return [number(name, logged[name], value) for name, value in quantities.items()]
 
 
@@ -82,12 +82,12 @@ def merge_step(
         return shares[domain] * kl
 
     replay, sampling = settings["routing"]["replay"] == "r3", settings["sampling"]
-    asked = sampling["prompts_per_step"] * sampling["group_size"] * len(teachers)
+    expected = sampling["prompts_per_step"] * sampling["group_size"] * len(teachers)
     fresh = [sample for sample in samples if sample.fields["weight_version"] == step]
     with torch.no_grad():
-        old = [policy.read(each, replay).logprobs(sampling["temperature"]) for each in samples]
+        old = [policy.read(sample, replay).logprobs(sampling["temperature"]) for sample in samples]
     rows = [
-        number("samples", len(samples), asked),
+        number("samples", len(samples), expected),
         *kept_sets(fresh, policy, sampling, replay),
         *mismatch(samples, old, logged),
     ]

@@ -60,20 +60,20 @@ class Optimizer:
     def _adam(
         self, name: str, weight: torch.Tensor, gradient: torch.Tensor, rate: float, decay: float
     ) -> torch.Tensor:
-        first, second = self.settings["betas"]
-        mean = first * self._buffer("exp_avg", name, weight) + (1 - first) * gradient
+        beta1, beta2 = self.settings["betas"]
+        mean = beta1 * self._buffer("exp_avg", name, weight) + (1 - beta1) * gradient
         square = self._buffer("exp_avg_sq", name, weight)
-        square = second * square + (1 - second) * gradient.square()
+        square = beta2 * square + (1 - beta2) * gradient.square()
         self.buffers["exp_avg"][name], self.buffers["exp_avg_sq"][name] = mean, square
-        unbiased = mean / (1 - first**self.updates)
-        scale = (square / (1 - second**self.updates)).sqrt() + ADAM_EPSILON
+        unbiased = mean / (1 - beta1**self.updates)
+        scale = (square / (1 - beta2**self.updates)).sqrt() + ADAM_EPSILON
         return weight * (1 - rate * decay) - rate * unbiased / scale
 
     def _sgd(
         self, name: str, weight: torch.Tensor, gradient: torch.Tensor, rate: float, decay: float
     ) -> torch.Tensor:
-        kept = self.settings["momentum"] * self._buffer("momentum_buffer", name, weight)
-        momentum = kept + gradient + decay * weight
+        decayed = self.settings["momentum"] * self._buffer("momentum_buffer", name, weight)
+        momentum = decayed + gradient + decay * weight
         self.buffers["momentum_buffer"][name] = momentum
         return weight - rate * momentum
 
@@ -101,17 +101,17 @@ def take_update(
         read = model.read(sample, replay)
         logits, value = read.router_logits, loss(read)
         for name in sums:
-            part = (
+            router_loss = (
                 logits.shape[-1] * (logits.softmax(-1).sum(1) * shares).sum()
                 if name == "load_balance"
                 else logits.logsumexp(-1).square().sum()
             )
-            value = value + routing[name] * part / tokens
-            sums[name] += part.item() / tokens / len(logits)
+            value = value + routing[name] * router_loss / tokens
+            sums[name] += router_loss.item() / tokens / len(logits)
         torch.autograd.backward(value)
     gradients = {
-        name: torch.zeros_like(each) if each.grad is None else each.grad
-        for name, each in model.parameters.items()
+        name: torch.zeros_like(weight) if weight.grad is None else weight.grad
+        for name, weight in model.parameters.items()
     }
     return {**sums, "gradient_norm": optimizer.step(model, gradients)}
 
@@ -125,7 +125,7 @@ def _expert_shares(model: Model, samples: Sequence[RecordedSample], replay: bool
     with torch.no_grad():
         for sample in samples:
             read = model.read(sample, replay)
-            used = torch.nn.functional.one_hot(read.chosen, read.router_logits.shape[-1])
+            used = torch.nn.functional.one_hot(read.experts, read.router_logits.shape[-1])
             counts.append(used.sum((1, 2)).double())
     total = torch.stack(counts).sum(0)
     return total / total[0].sum()

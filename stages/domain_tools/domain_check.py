@@ -88,7 +88,7 @@ def checked(job: DomainCheckJob) -> dict[str, Any]:
     usable = lengths.prompts - lengths.held_out - lengths.for_gates - lengths.too_long
     pool = RewardPool({job.domain: settings.rewards}, job.pool, job.result.parent)
     with closing(pool):
-        asked = []
+        pending = []
         for problem in stream.take_distinct(min(job.prompts, max(usable, 1))):
             wrong = {"empty": "", "garbage": garbage(problem, settings)}
             stated = {"reference": reference(problem, settings), **wrong}
@@ -103,8 +103,8 @@ def checked(job: DomainCheckJob) -> dict[str, Any]:
                 for what, text in texts.items()
                 if text is not None
             ]
-            asked.append((problem, graded))
-        _await_grades(pool, [future for _, graded in asked for _, _, future in graded])
+            pending.append((problem, graded))
+        _await_grades(pool, [future for _, graded in pending for _, _, future in graded])
         prompts = [
             {
                 "prompt": problem.prompt,
@@ -115,11 +115,11 @@ def checked(job: DomainCheckJob) -> dict[str, Any]:
                     for what, text, future in graded
                 ],
             }
-            for problem, graded in asked
+            for problem, graded in pending
         ]
     shown = demonstration_report(settings, tokenizer, job.domain, job.max_positions)
-    found = {"lengths": asdict(lengths), "answers": asdict(answers), "prompts": prompts}
-    return {**found, "demonstrations": shown and asdict(shown)}
+    report = {"lengths": asdict(lengths), "answers": asdict(answers), "prompts": prompts}
+    return {**report, "demonstrations": shown and asdict(shown)}
 
 
 def _await_grades(pool: RewardPool, futures: Iterable[Future[Grade]]) -> None:
@@ -136,8 +136,10 @@ def _await_grades(pool: RewardPool, futures: Iterable[Future[Grade]]) -> None:
 def reference(problem: Problem, settings: DomainSettings) -> str | None:
     """Return the response that states the problem's reference answer, or None without one."""
     if settings.prompts.source == "reasoning_gym":
-        own = (e for e in settings.rewards.values() if isinstance(e, ReasoningGymReward))
-        worked = all(each.working != "forbidden" for each in own)
+        gym_rewards = (
+            reward for reward in settings.rewards.values() if isinstance(reward, ReasoningGymReward)
+        )
+        worked = all(reward.working != "forbidden" for reward in gym_rewards)
         if not is_compact(problem):
             working = "I thought about it.\n" if worked else ""
             return tagged(problem.answer, working) if problem.answer else None
@@ -145,7 +147,9 @@ def reference(problem: Problem, settings: DomainSettings) -> str | None:
     for reward in settings.rewards.values():
         if (response := reward.reference_response(problem)) is not None:
             return response
-    boxed = any(isinstance(each, MathReward) and each.boxed for each in settings.rewards.values())
+    boxed = any(
+        isinstance(reward, MathReward) and reward.boxed for reward in settings.rewards.values()
+    )
     if boxed and problem.answer and "\\boxed" not in problem.answer:
         return f"\\boxed{{{problem.answer}}}"
     return problem.answer or None
@@ -194,9 +198,9 @@ class LengthReport:
 
 
 def length_report(
-    settings: PromptSettings, tokenizer: Tokenizer, domain: str, drawn: int = DRAWN
+    settings: PromptSettings, tokenizer: Tokenizer, domain: str, sample_size: int = DRAWN
 ) -> LengthReport:
-    """Return the report on all rows of the domain's files, or on `drawn` generated problems.
+    """Return the report on all rows of the domain's files, or on `sample_size` generated problems.
 
     Reads one row at a time. Raises DomainError and TokenizerError as the domain's streams do.
     """
@@ -204,7 +208,7 @@ def length_report(
     if isinstance(settings, ReasoningGymPromptSettings):
         source = ReasoningGymSource(settings, tokenizer, domain, seed=0)
         deadline, generated = time.monotonic() + DRAWING_SECONDS, list[tuple[Problem, int]]()
-        for number in range(drawn):
+        for number in range(sample_size):
             problem = source.problem(number)
             generated.append((problem, len(tokenizer.encode(problem.prompt))))
             if time.monotonic() > deadline:
@@ -254,39 +258,42 @@ def demonstration_report(
     `model.max_positions`, where the model is known. Reads one row at a time. Raises DomainError and
     TokenizerError as a cold start does.
     """
-    wanted, prompts, limit = settings.demonstrations, settings.prompts, positions
+    source, prompts, limit = settings.demonstrations, settings.prompts, positions
     samples: Iterator[Sample]
-    if isinstance(wanted, FileDemonstrationSettings):
-        limit = wanted.max_tokens or positions
+    if isinstance(source, FileDemonstrationSettings):
+        limit = source.max_tokens or positions
         fraction = prompts.held_out_fraction
-        rows = ConversationStream(wanted, tokenizer, domain, 0, fraction, limit or 0)
-        index = conversation_index(wanted, domain)
+        rows = ConversationStream(source, tokenizer, domain, 0, fraction, limit or 0)
+        index = conversation_index(source, domain)
         read, held_out = index.counts, len(index.keys) - rows.rows
         counts = (read.rows, read.bad, read.duplicates, held_out, rows.rows)
         samples = rows.all()
     elif isinstance(prompts, ReasoningGymPromptSettings) and prompts.form == "compact":
-        fewer = wanted.model_copy(update={"count": min(wanted.count, DRAWN)})
+        fewer = source.model_copy(update={"count": min(source.count, DRAWN)})
         shown = demonstrations(fewer, PromptStream(prompts, tokenizer, domain, 0, PURPOSE), seed=0)
         counts = (fewer.count, 0, 0, 0, fewer.count)
         samples = (response_sample(tokenizer, s.problem.prompt, s.response, domain) for s in shown)
     else:
         return None
-    first = list(islice(samples, EXAMPLES))
+    leading = list(islice(samples, EXAMPLES))
     tokens, learned, read_tokens = np.array(
-        [(len(s.prompt) + len(s.response), len(s.learned), s.length) for s in chain(first, samples)]
+        [
+            (len(s.prompt) + len(s.response), len(s.learned), s.length)
+            for s in chain(leading, samples)
+        ]
     ).T
     too_long = 0 if limit is None else int((read_tokens > limit).sum())
     if too_long == len(tokens):
         what = f"every demonstration is longer than {limit} tokens"
         raise DomainError(domain, "demonstrations.max_tokens", what)
     share = float(learned.sum() / tokens.sum())
-    examples = [(tokenizer.decode_prompt(s.prompt), tokenizer.decode(s.response)) for s in first]
+    examples = [(tokenizer.decode_prompt(s.prompt), tokenizer.decode(s.response)) for s in leading]
     return DemonstrationReport(*counts, limit, too_long, _spread(tokens), share, examples)
 
 
 def _spread(counts: np.ndarray) -> dict[int, int]:
-    found = np.percentile(counts, PERCENTILES, method="higher").tolist()
-    return dict(zip(PERCENTILES, found, strict=True))
+    values = np.percentile(counts, PERCENTILES, method="higher").tolist()
+    return dict(zip(PERCENTILES, values, strict=True))
 
 
 if __name__ == "__main__":

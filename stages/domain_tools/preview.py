@@ -90,5 +90,5 @@ def _write(
     ]
     failures = [failure for group in groups for failure in group.failures]
     watch_failures = [failure for group in groups for failure in group.watch_failures]
-    found = {"groups": samples, "failures": failures, "watch_failures": watch_failures}
-    write_atomically(job.files.results, json.dumps(found) + "\n")
+    report = {"groups": samples, "failures": failures, "watch_failures": watch_failures}
+    write_atomically(job.files.results, json.dumps(report) + "\n")

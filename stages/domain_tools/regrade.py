@@ -39,16 +39,16 @@ def main() -> None:
 def regraded(job: RegradeJob) -> list[dict[str, Any]]:
     """Return the grade of every sample of a job, in their order."""
     tokenizer = tokenizer_named(job.tokenizer, job.chat_template_arguments, job.chat_template_date)
-    found = {}
+    problems_by_domain = {}
     for domain, settings in job.domains.items():
-        keys = {each.problem for each in job.samples if each.domain == domain}
-        found[domain] = problems(job, domain, settings, tokenizer, keys)
+        keys = {sample.problem for sample in job.samples if sample.domain == domain}
+        problems_by_domain[domain] = problems(job, domain, settings, tokenizer, keys)
     rewards = {domain: settings.rewards for domain, settings in job.domains.items()}
     with closing(RewardPool(rewards, job.pool, job.result.parent)) as pool:
         grades = []
-        for each in job.samples:
-            response = Response(each.response, each.tokens, each.finished)
-            grades += pool.submit(found[each.domain][each.problem], [response])
+        for sample in job.samples:
+            response = Response(sample.response, sample.tokens, sample.finished)
+            grades += pool.submit(problems_by_domain[sample.domain][sample.problem], [response])
         return [asdict(grade.result()) for grade in grades]
 
 
@@ -64,15 +64,15 @@ def problems(
     Raises:
         UserError: one is not in the domain's data, or not among the first that a stage draws.
     """
-    found: dict[str, Problem] = {}
+    by_key: dict[str, Problem] = {}
     for problem in _candidates(job, domain, settings, tokenizer, keys):
         # An older version recorded the key of the question alone, of the first row that asks it.
         for key in (problem.key, problem.question_key):
             if key in keys:
-                found.setdefault(key, problem)
-        if len(found) == len(keys):
-            return found
-    missing = next(key for key in keys if key not in found)
+                by_key.setdefault(key, problem)
+        if len(by_key) == len(keys):
+            return by_key
+    missing = next(key for key in keys if key not in by_key)
     generated = isinstance(settings.prompts, ReasoningGymPromptSettings)
     where = (
         f"among the first {MOST_DRAWN:,} that it generates for {job.stage}, an evaluation or a gate"
@@ -96,7 +96,7 @@ def _candidates(
         rows = (row for row, key in enumerate(index.keys.tolist()) if key in leading)
         return (problem for problem, _ in usable_problems(index, tokenizer, rows))
     streams = [PromptStream(prompts, tokenizer, domain, job.seed, job.stage)]
-    streams += [PromptStream(prompts, tokenizer, domain, 0, "evaluate", each) for each in SHARED]
+    streams += [PromptStream(prompts, tokenizer, domain, 0, "evaluate", split) for split in SHARED]
     return (stream.take(1)[0] for stream in streams for _ in range(MOST_DRAWN))
 
 

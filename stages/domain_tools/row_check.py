@@ -40,7 +40,7 @@ def answer_report(settings: DomainSettings, tokenizer: Tokenizer, domain: str) -
     if isinstance(settings.prompts, ReasoningGymPromptSettings):
         return AnswerReport(0, 0, 0, [])
     index = prompt_index(settings.prompts, domain)
-    checked, bad, slow, first = 0, 0, 0, list[str]()
+    checked, bad, slow, examples = 0, 0, 0, list[str]()
     deadline = time.monotonic() + READING_SECONDS
     for row in range(len(index.keys)):
         if time.monotonic() > deadline or slow == MOST_SLOW:
@@ -51,9 +51,9 @@ def answer_report(settings: DomainSettings, tokenizer: Tokenizer, domain: str) -
             slow += was_slow
             if why is not None:
                 bad += 1
-                if len(first) < SHOWN:
-                    first.append(f"{index.place(row)}: {why}")
-    return AnswerReport(len(index.keys), checked, bad, first)
+                if len(examples) < SHOWN:
+                    examples.append(f"{index.place(row)}: {why}")
+    return AnswerReport(len(index.keys), checked, bad, examples)
 
 
 def _violation(problem: Problem, settings: DomainSettings) -> tuple[str | None, bool]:

@@ -38,23 +38,23 @@ def group_metrics(groups: Sequence[Group], rewards: Mapping[str, Rewards]) -> di
         for group in groups
     ]
     verdicts = [[right for _, right in group] for group in rated if group]
-    found = {
+    metrics = {
         "all_right": sum(map(all, verdicts)) / max(len(groups), 1),
-        "all_wrong": sum(not any(each) for each in verdicts) / max(len(groups), 1),
+        "all_wrong": sum(not any(rights) for rights in verdicts) / max(len(groups), 1),
     }
     earned = [[sample.reward or 0.0 for sample, _ in group] for group in rated if len(group) >= 2]
     if earned:
-        found["reward_spread"] = fmean(map(pstdev, earned))
+        metrics["reward_spread"] = fmean(map(pstdev, earned))
     lengths: dict[bool, list[int]] = {True: [], False: []}
     for sample, right in (pair for group in rated for pair in group):
         lengths[right].append(len(sample.response))
     if lengths[True] and lengths[False]:
-        found["wrong_over_right"] = fmean(lengths[False]) / fmean(lengths[True])
-    counts = [repeats([sample.response for sample in each.samples], SIMILAR) for each in groups]
+        metrics["wrong_over_right"] = fmean(lengths[False]) / fmean(lengths[True])
+    counts = [repeats([sample.response for sample in group.samples], SIMILAR) for group in groups]
     later = max(sum(len(group.samples) - 1 for group in groups), 1)
-    found["identical_responses"] = sum(identical for identical, _ in counts) / later
-    found["similar_responses"] = sum(alike for _, alike in counts) / later
-    return found
+    metrics["identical_responses"] = sum(identical for identical, _ in counts) / later
+    metrics["similar_responses"] = sum(alike for _, alike in counts) / later
+    return metrics
 
 
 def graded(group: Group) -> list[Sample]:
@@ -98,7 +98,7 @@ def jaccard(one: Sketch, other: Sketch) -> float:
     if one.whole and other.whole:
         return len(both) / len(either)
     smallest = sorted(either)[:SKETCH]
-    return sum(each in both for each in smallest) / len(smallest)
+    return sum(shingle in both for shingle in smallest) / len(smallest)
 
 
 def repeats(responses: list[np.ndarray], similar: float) -> tuple[int, int]:
@@ -115,9 +115,9 @@ def repeats(responses: list[np.ndarray], similar: float) -> tuple[int, int]:
             identical += 1
             continue
         seen.add(text)
-        own = sketch(response)
-        alike += any(_alike(own, each, similar) for each in sketches)
-        sketches.append(own)
+        response_sketch = sketch(response)
+        alike += any(_alike(response_sketch, earlier, similar) for earlier in sketches)
+        sketches.append(response_sketch)
     return identical, identical + alike
 
 

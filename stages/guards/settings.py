@@ -28,7 +28,7 @@ else:
         __base__=_Guards,
         __doc__="The known ways in which reinforcement learning fails, a guard for each.",
         __module__=__name__,
-        **{name: (each, each.model_validate({})) for name, each in GUARDS.items()},
+        **{name: (guard, guard.model_validate({})) for name, guard in GUARDS.items()},
     )
 
 

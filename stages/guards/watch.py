@@ -47,13 +47,13 @@ class GuardMonitor:
     def observe(self, step: int, metrics: Mapping[str, float]) -> StepVerdict:
         """Take the metrics of a step, print warnings, and return the verdict."""
         computed = {metric: trend.add(metrics) for metric, trend in self._trends.items()}
-        found = {metric: value for metric, value in computed.items() if value is not None}
-        every = {**metrics, **found}
+        trend_metrics = {metric: value for metric, value in computed.items() if value is not None}
+        every = {**metrics, **trend_metrics}
         stops = [line for name in self._guards if (line := self._check(name, step, every))]
         self._reached.add(metrics.get(self._rule.metric) if self._rule else None)
         if stops:
-            return StepVerdict(found, stop=stops[0])
-        return StepVerdict(found, end=self._ending(step))
+            return StepVerdict(trend_metrics, stop=stops[0])
+        return StepVerdict(trend_metrics, end=self._ending(step))
 
     def state(self) -> dict[str, Any]:
         """Return the memory of the steps before, as JSON."""

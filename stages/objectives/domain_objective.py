@@ -52,14 +52,14 @@ class DomainObjective:
 
     def parts(self, batches: list[MicroBatch]) -> list[MicroBatch]:
         """Return the micro-batches of its domains."""
-        return [part for part in batches if part.domain == self.name]
+        return [batch for batch in batches if batch.domain == self.name]
 
     def finish_advantages(self, samples: list[Sample], batches: list[MicroBatch]) -> None:
         """Compute a critic's advantages, or scale advantages by entropy. Collective."""
-        own, parts = self.own(samples), self.parts(batches)
-        self.baseline.compute_values(own, parts)
+        own_samples, own_batches = self.own(samples), self.parts(batches)
+        self.baseline.compute_values(own_samples, own_batches)
         if self.settings.needs_entropies:
-            scale_by_entropy(own, parts)
+            scale_by_entropy(own_samples, own_batches)
 
     def start_update(
         self,
@@ -69,25 +69,27 @@ class DomainObjective:
         temperature: float,
     ) -> None:
         """Compute what the loss of one update reads besides the policy. Collective."""
-        parts = self.parts(batches)
+        own_batches = self.parts(batches)
         if self.reference is not None:
-            self.reference.compute_logprobs(parts, temperature, self.settings.kl.needs_logits)
+            self.reference.compute_logprobs(own_batches, temperature, self.settings.kl.needs_logits)
         if self.settings.ratio.needs_router_shift:
             # The movements are empty except on the last pipeline stage.
-            for part, movement in zip(parts, policy.router_movement(parts), strict=False):
-                part.router_movement = movement
+            for batch, movement in zip(
+                own_batches, policy.router_movement(own_batches), strict=False
+            ):
+                batch.router_movement = movement
         if self.settings.learns_length_weights:
             self.length_weights = LengthWeights(self.own(samples), self.length_exponent)
 
-    def kl_sums(self, part: MicroBatch, kl: torch.Tensor | None) -> dict[str, MetricSum]:
+    def kl_sums(self, batch: MicroBatch, kl: torch.Tensor | None) -> dict[str, MetricSum]:
         """Return the sums of each domain's KL [B, R] in a micro-batch; none on one domain alone."""
         if kl is None or (self.name == SHARED and len(self.domains) == 1):
             return {}
-        found = {}
+        sums = {}
         for domain in self.domains:  # on every rank, also where it has no sample here
-            rows = part.mask.new_tensor([each.domain == domain for each in part.samples])
-            found[domain] = MetricSum(masked_sum(kl, part.mask & rows.view(-1, 1)), "tokens")
-        return found
+            rows = batch.mask.new_tensor([sample.domain == domain for sample in batch.samples])
+            sums[domain] = MetricSum(masked_sum(kl, batch.mask & rows.view(-1, 1)), "tokens")
+        return sums
 
     def after_update(self, measured: Mapping[str, float]) -> dict[str, float]:
         """Update the KL coefficient and lambda; return the values of this update. Collective."""
@@ -118,8 +120,8 @@ class DomainObjective:
     def _named(self, name: str, value: float) -> dict[str, float]:
         """Return a metric under its name, and under each domain's where there are several."""
         by_domain = self.name or len(self.domains) > 1
-        named = {f"{name}/{domain}": value for domain in self.domains} if by_domain else {}
-        return {self._metric(name): value, **named}
+        domain_metrics = {f"{name}/{domain}": value for domain in self.domains} if by_domain else {}
+        return {self._metric(name): value, **domain_metrics}
 
 
 class StageObjectives:
@@ -133,22 +135,27 @@ class StageObjectives:
         first, *others = settings.values()
         # A reference may be each domain's own stage of one block.
         loaded = {job.models.get(domain) for domain in settings}
-        if all(each == first for each in others) and len(loaded) == 1:
-            named: dict[str, ObjectiveSettings] = {SHARED: first}
+        if all(other == first for other in others) and len(loaded) == 1:
+            settings_by_name: dict[str, ObjectiveSettings] = {SHARED: first}
         else:
-            named = dict(settings)
-        penalties = {name or self.domains[0]: each.kl for name, each in named.items()}
+            settings_by_name = dict(settings)
+        penalties = {
+            name or self.domains[0]: objective_settings.kl
+            for name, objective_settings in settings_by_name.items()
+        }
         references = references_of(job, policy, penalties)
         self.references = list(dict.fromkeys(filter(None, references)))
         self._named = {
             name: DomainObjective(
                 name,
                 [name] if name else self.domains,
-                each,
-                baseline_of(job, policy, each.advantage),
+                objective_settings,
+                baseline_of(job, policy, objective_settings.advantage),
                 reference,
             )
-            for (name, each), reference in zip(named.items(), references, strict=True)
+            for (name, objective_settings), reference in zip(
+                settings_by_name.items(), references, strict=True
+            )
         }
 
     def __iter__(self) -> Iterator[DomainObjective]:
@@ -160,32 +167,32 @@ class StageObjectives:
 
     def packed_together(self, samples: list[Sample]) -> dict[str, list[Sample]]:
         """Return the samples that may share micro-batches, by `MicroBatch.domain`."""
-        return {each.name: each.own(samples) for each in self}
+        return {objective.name: objective.own(samples) for objective in self}
 
     def totals(self, samples: list[Sample], longest: int) -> dict[str, Totals]:
         """Return the counts of one update's samples, by domain."""
-        found = {}
+        totals = {}
         for domain in self.domains:
             learned = [len(sample.learned) for sample in samples if sample.domain == domain]
             counts = len(learned), sum(learned), longest, sum(map(bool, learned))
-            found[domain] = Totals(*counts)
-        return found
+            totals[domain] = Totals(*counts)
+        return totals
 
     def after_update(self, measured: Mapping[str, float]) -> dict[str, float]:
         """Update averages, KL coefficients and lambdas; return the metrics. Collective."""
         for reference in self.references:  # once each, however many domains share it
             reference.update_ema()
         logged: dict[str, float] = {}
-        for each in self:
-            logged |= each.after_update(measured)
+        for objective in self:
+            logged |= objective.after_update(measured)
         return logged
 
     def state(self) -> dict[str, Any]:
         """Return what the objectives have learned, as JSON; of domains by name unless shared."""
-        found = {each.name: each.state() for each in self}
-        return found.get(SHARED, {"objectives": found})
+        states = {objective.name: objective.state() for objective in self}
+        return states.get(SHARED, {"objectives": states})
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state."""
-        for each in self:
-            each.restore(state["objectives"][each.name] if each.name else state)
+        for objective in self:
+            objective.restore(state["objectives"][objective.name] if objective.name else state)

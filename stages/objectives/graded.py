@@ -62,18 +62,18 @@ class Whitened(Standardised):
 class Graded:
     """Groups of at most G responses, one group a prompt; floating point where nothing else is said.
 
-    rewards [groups, G]; graded bool [groups, G], false where there is no response or its reward
+    rewards [groups, G]; mask bool [groups, G], false where there is no response or its reward
     failed: nothing else is read there. lengths int64 [groups, G], in tokens.
 
-    Where rewards have K parts: parts [groups, G, K], unweighted, and weights [K].
+    Where rewards have K parts: part_rewards [groups, G, K], unweighted, and weights [K].
     Where the S steps of a response have rewards: step_rewards [groups, G, S], and step_ends int64
     [groups, G, S], the index in the response of a step's last token, or -1.
     """
 
     rewards: Tensor
-    graded: Tensor
+    mask: Tensor
     lengths: Tensor
-    parts: Tensor | None = None
+    part_rewards: Tensor | None = None
     weights: Tensor | None = None
     step_rewards: Tensor | None = None
     step_ends: Tensor | None = None
@@ -81,7 +81,7 @@ class Graded:
     @property
     def comparable(self) -> Tensor:
         """Groups [groups], bool, with two graded responses or more."""
-        return self.graded.sum(-1) >= 2
+        return self.mask.sum(-1) >= 2
 
 
 def compute_advantages(graded: Graded, settings: AdvantageBase) -> Tensor:
@@ -90,11 +90,11 @@ def compute_advantages(graded: Graded, settings: AdvantageBase) -> Tensor:
     In the dtype of the rewards. 0 for responses that are not graded, and in groups with fewer than
     two graded responses, unless the baseline is the batch's.
     """
-    if not graded.graded.any():
+    if not graded.mask.any():
         return graded.rewards.new_zeros((*graded.rewards.shape, 1))
-    found = ADVANTAGES[settings.name](graded, settings)
-    tokens = found if found.dim() == 3 else found.unsqueeze(-1)
-    useful = graded.graded
+    advantages = ADVANTAGES[settings.name](graded, settings)
+    tokens = advantages if advantages.dim() == 3 else advantages.unsqueeze(-1)
+    useful = graded.mask
     if settings.baseline == "group":
         useful = useful & graded.comparable.unsqueeze(-1)
     return tokens.masked_fill(~useful.unsqueeze(-1), 0.0)
@@ -132,7 +132,7 @@ def scale(centred: Tensor, mask: Tensor, std: Std) -> Tensor:
 
 def standardise_over_tokens(values: Tensor, graded: Graded, std: Std) -> Tensor:
     """Return `values` [groups, G] standardised over the batch, each once for each of its tokens."""
-    flat, useful = values.flatten(), graded.graded.flatten()
+    flat, useful = values.flatten(), graded.mask.flatten()
     lengths = graded.lengths.flatten()[useful].clamp(min=1)
     repeated = flat[useful].repeat_interleave(lengths)
     per_token = standardise(repeated, useful[useful].repeat_interleave(lengths), std)
@@ -142,4 +142,4 @@ def standardise_over_tokens(values: Tensor, graded: Graded, std: Std) -> Tensor:
 
 def scale_over_batch(centred: Tensor, graded: Graded, std: Std) -> Tensor:
     """Return `centred` [groups, G], of mean 0 in each group, over (its batch std + 1e-6)."""
-    return scale(centred.flatten(), graded.graded.flatten(), std).view(centred.shape)
+    return scale(centred.flatten(), graded.mask.flatten(), std).view(centred.shape)

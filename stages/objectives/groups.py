@@ -30,7 +30,7 @@ Place = tuple[int, int]  # a sample's group and its number in the group
 class Group:
     """All samples of one prompt; sample i is sampled with seed + i.
 
-    `begun` is the version of the weights that the engines had when it was requested.
+    `requested_version` is the version of the weights that the engines had when it was requested.
     `ended` counts the groups that were complete before this one; None while samples are missing.
     `grades` are the pending grades of its samples, where they are wanted. Once it is `graded`, its
     samples have their rewards, `failures` says why some have none, and `watch_failures` why some
@@ -39,8 +39,8 @@ class Group:
 
     problem: Problem
     seed: int
-    drawn: list[Sample | None]
-    begun: int = 0
+    slots: list[Sample | None]
+    requested_version: int = 0
     ended: int | None = None
     grades: list[Future[Grade] | None] | None = None
     graded: bool = False
@@ -51,7 +51,7 @@ class Group:
     def samples(self) -> list[Sample]:
         """The samples of a complete group."""
         assert self.ended is not None
-        return [sample for sample in self.drawn if sample is not None]
+        return [sample for sample in self.slots if sample is not None]
 
     @property
     def weight_version(self) -> int:
@@ -61,7 +61,7 @@ class Group:
     @property
     def zero_variance(self) -> bool:
         """True where all rewards are equal, not counting samples whose reward failed."""
-        return len({each.reward for each in self.samples if each.reward is not None}) <= 1
+        return len({sample.reward for sample in self.samples if sample.reward is not None}) <= 1
 
 
 @dataclass
@@ -95,7 +95,7 @@ def assign_advantages(
     groups: list[Group],
     settings: AdvantageBase,
     weights: Mapping[str, float] | None = None,
-    first: int = 0,
+    first_number: int = 0,
 ) -> list[list[Sample]]:
     """Set the advantage of every graded sample, and return them as `graded_samples` does.
 
@@ -105,13 +105,13 @@ def assign_advantages(
         RewardError: the advantage compares steps, and a graded sample has none.
     """
     _check_steps(groups, settings)
-    found = compute_advantages(graded(groups, weights), settings).float().numpy()
+    advantages = compute_advantages(graded(groups, weights), settings).float().numpy()
     for number, group in enumerate(groups):
-        for sample, values in zip(group.samples, found[number], strict=False):
-            if found.shape[-1] > 1:
+        for sample, values in zip(group.samples, advantages[number], strict=False):
+            if advantages.shape[-1] > 1:
                 sample.advantages = values = values[: len(sample.response)]
             sample.advantage = float(values.mean())
-    return graded_samples(groups, first)
+    return graded_samples(groups, first_number)
 
 
 def has_zero_advantages(
@@ -131,8 +131,8 @@ def has_zero_advantages(
     if settings.zero_variance_teaches:
         return False
     _check_steps([group], settings)
-    found = compute_advantages(graded([group], weights), settings)[0]
-    return not found[: len(learned)][learned].any()
+    advantages = compute_advantages(graded([group], weights), settings)[0]
+    return not advantages[: len(learned)][learned].any()
 
 
 def taught_nothing(group: Group) -> bool:
@@ -144,12 +144,12 @@ def taught_nothing(group: Group) -> bool:
     )
 
 
-def graded_samples(groups: list[Group], first: int = 0) -> list[list[Sample]]:
-    """Return the graded samples of each group; number the groups of all samples from `first`."""
-    for number, group in enumerate(groups, first):
+def graded_samples(groups: list[Group], first_number: int = 0) -> list[list[Sample]]:
+    """Return the graded samples of each group; number all samples' groups from `first_number`."""
+    for number, group in enumerate(groups, first_number):
         for sample in group.samples:
             sample.group = number
-    return [[each for each in group.samples if each.reward is not None] for group in groups]
+    return [[sample for sample in group.samples if sample.reward is not None] for group in groups]
 
 
 def graded(groups: list[Group], weights: Mapping[str, float] | None = None) -> Graded:
@@ -157,7 +157,7 @@ def graded(groups: list[Group], weights: Mapping[str, float] | None = None) -> G
 
     `weights` are those of a reward's parts, by name; without them each weighs 1.
     """
-    shape = (len(groups), max((len(group.drawn) for group in groups), default=0))
+    shape = (len(groups), max((len(group.slots) for group in groups), default=0))
     samples = {
         (row, column): sample
         for row, group in enumerate(groups)
@@ -172,7 +172,7 @@ def graded(groups: list[Group], weights: Mapping[str, float] | None = None) -> G
 
 
 def _check_steps(groups: list[Group], settings: AdvantageBase) -> None:
-    graded = [each for group in groups for each in group.samples if each.reward is not None]
+    graded = [sample for group in groups for sample in group.samples if sample.reward is not None]
     without = [sample for sample in graded if not sample.step_rewards]
     if not settings.needs_step_rewards or not without:
         return
@@ -188,31 +188,31 @@ def _check_steps(groups: list[Group], settings: AdvantageBase) -> None:
 def _parts(
     samples: dict[Place, Sample], shape: Place, weights: Mapping[str, float]
 ) -> dict[str, torch.Tensor]:
-    """Return parts [groups, G, K] and their weights, where every sample has parts.
+    """Return part_rewards [groups, G, K] and their weights, where every sample has parts.
 
     A part of weight 0 is not among them: it adds nothing, and a sample lacks it where it failed.
     """
-    found = {name for sample in samples.values() for name in sample.reward_parts or {}}
-    used = {name: weights.get(name, 1.0) for name in sorted(found) if weights.get(name, 1.0)}
+    names = {name for sample in samples.values() for name in sample.reward_parts or {}}
+    used = {name: weights.get(name, 1.0) for name in sorted(names) if weights.get(name, 1.0)}
     if not used or any(sample.reward_parts is None for sample in samples.values()):
         return {}
-    parts = np.zeros((*shape, len(used)))
+    part_rewards = np.zeros((*shape, len(used)))
     for place, sample in samples.items():
         assert sample.reward_parts is not None
-        parts[place] = [sample.reward_parts[name] for name in used]
+        part_rewards[place] = [sample.reward_parts[name] for name in used]
     weighed = torch.tensor(list(used.values()), dtype=torch.float64)
-    return {"parts": torch.from_numpy(parts), "weights": weighed}
+    return {"part_rewards": torch.from_numpy(part_rewards), "weights": weighed}
 
 
 def _steps(samples: dict[Place, Sample], shape: Place) -> dict[str, torch.Tensor]:
     """Return step rewards and ends [groups, G, S], where every sample has steps."""
     steps = {place: sample.step_rewards for place, sample in samples.items()}
-    if not steps or any(each is None for each in steps.values()):
+    if not steps or any(sample_steps is None for sample_steps in steps.values()):
         return {}
-    most = max(len(each or ()) for each in steps.values())
+    most = max(len(sample_steps or ()) for sample_steps in steps.values())
     rewards, ends = np.zeros((*shape, most)), np.full((*shape, most), -1)
-    for place, each in steps.items():
-        for index, (end, reward) in enumerate(each or ()):
+    for place, sample_steps in steps.items():
+        for index, (end, reward) in enumerate(sample_steps or ()):
             rewards[place][index], ends[place][index] = reward, end
     return {"step_rewards": torch.from_numpy(rewards), "step_ends": torch.from_numpy(ends)}
 
@@ -228,16 +228,16 @@ class LengthWeights:
         self._groups = torch.tensor(groups, dtype=torch.int64, device=device())
         self._places = {id(sample): place for place, sample in enumerate(samples)}
 
-    def of(self, part: MicroBatch) -> torch.Tensor:
+    def of(self, batch: MicroBatch) -> torch.Tensor:
         """Return the weights of a micro-batch of the update, [B]."""
         weights = length_weights(self._lengths, self._groups, self._exponent)
-        places = [self._places[id(sample)] for sample in part.samples]
+        places = [self._places[id(sample)] for sample in batch.samples]
         return weights[torch.tensor(places, dtype=torch.int64, device=weights.device)]
 
     def gradient(self) -> float:
         """Return the derivative of the update's loss by the exponent. Collective."""
-        own = self._exponent.grad
-        return sum_over_data({"gradient": 0.0 if own is None else own.item()})["gradient"]
+        gradient = self._exponent.grad
+        return sum_over_data({"gradient": 0.0 if gradient is None else gradient.item()})["gradient"]
 
 
 def length_weights(
@@ -269,7 +269,7 @@ def length_weights(
     return count * powers / of_group(powers)
 
 
-def scale_by_entropy(samples: list[Sample], parts: list[MicroBatch]) -> None:
+def scale_by_entropy(samples: list[Sample], batches: list[MicroBatch]) -> None:
     """Divide the advantages of this rank's micro-batches of `samples` by relative entropies.
 
     Only learned tokens count. Collective.
@@ -279,18 +279,18 @@ def scale_by_entropy(samples: list[Sample], parts: list[MicroBatch]) -> None:
     for sample in samples:
         counts[str(sample.group)] += bool(len(sample.learned))
     measured = []
-    for part in parts:
-        if part.old_entropies is None:  # not on the last pipeline stage
+    for batch in batches:
+        if batch.old_entropies is None:  # not on the last pipeline stage
             continue
-        entropies = sequence_means(part.old_entropies, part.mask)
-        measured.append((part, entropies))
-        for sample, entropy in zip(part.samples, entropies.tolist(), strict=True):
+        entropies = sequence_means(batch.old_entropies, batch.mask)
+        measured.append((batch, entropies))
+        for sample, entropy in zip(batch.samples, entropies.tolist(), strict=True):
             sums[str(sample.group)] += entropy
     sums = sum_over_data(sums)
-    for part, entropies in measured:
-        names = [str(sample.group) for sample in part.samples]
+    for batch, entropies in measured:
+        names = [str(sample.group) for sample in batch.samples]
         of_group = entropies.new_tensor([sums[name] / max(counts[name], 1) for name in names])
-        part.advantages = edge(part.advantages, entropies, of_group)
+        batch.advantages = edge(batch.advantages, entropies, of_group)
 
 
 def edge(

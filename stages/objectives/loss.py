@@ -137,13 +137,16 @@ class Totals:
     learned: float | None = None
 
     @classmethod
-    def together(cls, parts: Collection[Totals]) -> Totals:
-        """Return the counts of all `parts`, which count responses of one longest length."""
+    def together(cls, totals: Collection[Totals]) -> Totals:
+        """Return the counts of all `totals`, which count responses of one longest length."""
         return cls(
-            sum(each.sequences for each in parts),
-            sum(each.tokens for each in parts),
-            max(each.longest for each in parts),
-            sum(each.sequences if each.learned is None else each.learned for each in parts),
+            sum(domain_totals.sequences for domain_totals in totals),
+            sum(domain_totals.tokens for domain_totals in totals),
+            max(domain_totals.longest for domain_totals in totals),
+            sum(
+                domain_totals.sequences if domain_totals.learned is None else domain_totals.learned
+                for domain_totals in totals
+            ),
         )
 
 
@@ -238,9 +241,9 @@ def policy_loss(
         values = (values * tokens.weights).detach() + (values - values.detach())
         metrics["correction"] = per_response(tokens.weights)
     if settings.sequence_mask.enabled:
-        kept = sequence_mask(tokens, settings.sequence_mask)
-        values = values * kept
-        metrics["masked_sequences"] = per_response((~kept).to(values.dtype))
+        keep_mask = sequence_mask(tokens, settings.sequence_mask)
+        values = values * keep_mask
+        metrics["masked_sequences"] = per_response((~keep_mask).to(values.dtype))
     loss, kl = aggregate(values), None
     if kl_coefficient > 0:
         penalty = _penalty(tokens, settings.kl)

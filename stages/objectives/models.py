@@ -60,16 +60,16 @@ class Reference:
 
         It never replays the engine's routes: it is another model than the one that sampled.
         """
-        own_routing = [part.without_routes() for part in batches]
+        own_routing = [batch.without_routes() for batch in batches]
         # Both lists are empty except on the last pipeline stage.
         if logits:
-            found = self._policy.response_logits(own_routing)
-            for part, values in zip(batches, found, strict=False):
-                part.reference = values
+            response_logits = self._policy.response_logits(own_routing)
+            for batch, batch_logits in zip(batches, response_logits, strict=False):
+                batch.reference = batch_logits
         else:
             logprobs = self._policy.target_logprobs(own_routing, temperature)
-            for part, chosen in zip(batches, logprobs, strict=False):
-                part.reference_logprobs = chosen
+            for batch, batch_logprobs in zip(batches, logprobs, strict=False):
+                batch.reference_logprobs = batch_logprobs
 
     @torch.no_grad()
     def update_ema(self) -> None:
@@ -91,18 +91,18 @@ def references_of(
     """
     used = [kl for kl in penalties.values() if kl.coefficient > 0]
     several = len({kl.ema_decay for kl in used if kl.reference == AVERAGE}) > 1
-    made: dict[object, Reference] = {}
-    found: list[Reference | None] = []
+    by_key: dict[object, Reference] = {}
+    references: list[Reference | None] = []
     for domain, kl in penalties.items():
         average = kl.reference == AVERAGE
         key = kl.ema_decay if average else job.models.get(domain, job.parent)
-        if kl.coefficient > 0 and key not in made:
+        if kl.coefficient > 0 and key not in by_key:
             # A dot would end the model's name in a checkpoint's keys.
             decay = str(kl.ema_decay).replace(".", "_")
             name = f"{AVERAGE}_{decay}" if several else AVERAGE
-            made[key] = Reference(job, policy, kl, domain, name)
-        found.append(made[key] if kl.coefficient > 0 else None)
-    return found
+            by_key[key] = Reference(job, policy, kl, domain, name)
+        references.append(by_key[key] if kl.coefficient > 0 else None)
+    return references
 
 
 def baseline_of(job: StageJob, policy: TrainedPolicy, settings: AdvantageBase) -> GroupBaseline:
@@ -119,10 +119,10 @@ class GroupBaseline:
         self._advantage = advantage
 
     def assign(
-        self, groups: list[Group], weights: Mapping[str, float], first: int
+        self, groups: list[Group], weights: Mapping[str, float], first_number: int
     ) -> list[list[Sample]]:
-        """Return the graded samples of a domain's groups, which are numbered from `first`."""
-        return assign_advantages(groups, self._advantage, weights, first)
+        """Return the graded samples of a domain's groups, numbered from `first_number`."""
+        return assign_advantages(groups, self._advantage, weights, first_number)
 
     def metrics(self, zero_advantages: Iterable[bool]) -> dict[str, float]:
         """Return the metrics of the groups sampled, by whether each has no advantage."""
@@ -132,10 +132,10 @@ class GroupBaseline:
         """Return true in steps in which the policy is not trained."""
         return False
 
-    def compute_values(self, samples: list[Sample], parts: list[MicroBatch]) -> None:
+    def compute_values(self, samples: list[Sample], batches: list[MicroBatch]) -> None:
         """Set what advantages need a model for, in the micro-batches of `samples`. Collective."""
 
-    def learn(self, samples: list[Sample], parts: list[MicroBatch]) -> dict[str, float]:
+    def learn(self, samples: list[Sample], batches: list[MicroBatch]) -> dict[str, float]:
         """Train the baseline one step, and return metrics. Collective."""
         return {}
 
@@ -163,9 +163,9 @@ class Critic(GroupBaseline):
         policy.companions[CRITIC] = self._model
 
     def assign(
-        self, groups: list[Group], weights: Mapping[str, float], first: int
+        self, groups: list[Group], weights: Mapping[str, float], first_number: int
     ) -> list[list[Sample]]:
-        return graded_samples(groups, first)  # `compute_values` sets advantages
+        return graded_samples(groups, first_number)  # `compute_values` sets advantages
 
     def metrics(self, zero_advantages: Iterable[bool]) -> dict[str, float]:
         return {}  # no groups are compared
@@ -173,60 +173,65 @@ class Critic(GroupBaseline):
     def learns_alone(self, step: int) -> bool:
         return step <= self._settings.warmup_steps
 
-    def compute_values(self, samples: list[Sample], parts: list[MicroBatch]) -> None:
+    def compute_values(self, samples: list[Sample], batches: list[MicroBatch]) -> None:
         """Set values, returns and advantages of this rank's micro-batches of `samples`.
 
         Advantages are standardised over all tokens of a domain's samples. Collective.
         """
-        found = self._model.values([part.without_routes() for part in parts])
-        valued = parts[: len(found)]  # empty except on the last pipeline stage
-        for part, predicted in zip(valued, found, strict=True):
-            part.values = predicted.masked_fill(~part.mask, 0.0)
-            part.advantages = gae(rewards(part), part.values, part.mask, self._settings)
-            part.returns = part.advantages + part.values
+        predictions = self._model.values([batch.without_routes() for batch in batches])
+        valued = batches[: len(predictions)]  # empty except on the last pipeline stage
+        for batch, predicted in zip(valued, predictions, strict=True):
+            batch.values = predicted.masked_fill(~batch.mask, 0.0)
+            batch.advantages = gae(rewards(batch), batch.values, batch.mask, self._settings)
+            batch.returns = batch.advantages + batch.values
         for domain in sorted({sample.domain for sample in samples}):
-            own = [  # its learned tokens
-                part.mask
-                & part.mask.new_tensor([each.domain == domain for each in part.samples]).view(-1, 1)
-                for part in valued
+            learned_masks = [  # its learned tokens
+                batch.mask
+                & batch.mask.new_tensor([sample.domain == domain for sample in batch.samples]).view(
+                    -1, 1
+                )
+                for batch in valued
             ]
             tokens, mean, squares = _moments(
-                [part.advantages[where] for part, where in zip(valued, own, strict=True)]
+                [
+                    batch.advantages[where]
+                    for batch, where in zip(valued, learned_masks, strict=True)
+                ]
             )
             freedom = tokens - (self._settings.std == "sample")
             deviation = (squares / max(freedom, 1)) ** 0.5
-            for part, where in zip(valued, own, strict=True):
-                standard = (part.advantages - mean) / (deviation + STD_FLOOR)
-                part.advantages = standard.where(where, part.advantages)
+            for batch, where in zip(valued, learned_masks, strict=True):
+                standard = (batch.advantages - mean) / (deviation + STD_FLOOR)
+                batch.advantages = standard.where(where, batch.advantages)
         _record_means(samples, valued)
 
-    def learn(self, samples: list[Sample], parts: list[MicroBatch]) -> dict[str, float]:
+    def learn(self, samples: list[Sample], batches: list[MicroBatch]) -> dict[str, float]:
         totals = Totals(len(samples), sum(len(sample.learned) for sample in samples))
         clip = self._settings.critic.value_clip
 
         def loss(responses: Responses) -> tuple[torch.Tensor, float]:
-            part = responses.batch
-            assert part.values is not None and part.returns is not None
-            each = clipped_value_loss(values(responses), part.values, part.returns, clip)
-            result = token_mean(each, part.mask, totals)
+            batch = responses.batch
+            assert batch.values is not None and batch.returns is not None
+            token_losses = clipped_value_loss(values(responses), batch.values, batch.returns, clip)
+            result = token_mean(token_losses, batch.mask, totals)
             return result, result.item()
 
         read = sum(sample.length for sample in samples)
-        found = self._model.accumulate([part.without_routes() for part in parts], loss, read)
+        losses = self._model.accumulate([batch.without_routes() for batch in batches], loss, read)
         self._model.step()
-        shares = sum_over_data({"value_loss": sum(found)})
-        return {**shares, "value_explained_variance": _explained(parts)}
+        shares = sum_over_data({"value_loss": sum(losses)})
+        return {**shares, "value_explained_variance": _explained(batches)}
 
 
-def rewards(part: MicroBatch) -> torch.Tensor:
+def rewards(batch: MicroBatch) -> torch.Tensor:
     """Return the reward of each token, [B, R]; a response's tokens sum to its reward.
 
     Where steps have rewards, each step's last token gets its share of their mean. The rest is at
     the response's last token. A truncated response is not bootstrapped with a value: its reward
     already is the score of the whole.
     """
-    earned = torch.zeros_like(part.advantages)
-    for row, sample in zip(earned, part.samples, strict=True):
+    earned = torch.zeros_like(batch.advantages)
+    for row, sample in zip(earned, batch.samples, strict=True):
         assert sample.reward is not None
         steps = sample.step_rewards or []
         shares = [reward / len(steps) for _, reward in steps]
@@ -236,34 +241,36 @@ def rewards(part: MicroBatch) -> torch.Tensor:
     return earned
 
 
-def _explained(parts: list[MicroBatch]) -> float:
+def _explained(batches: list[MicroBatch]) -> float:
     """Return the share of the returns' variance that the values explain; 0 without variance."""
-    known = [
-        (part.returns[part.mask], part.values[part.mask])
-        for part in parts
-        if part.returns is not None and part.values is not None
+    pairs = [
+        (batch.returns[batch.mask], batch.values[batch.mask])
+        for batch in batches
+        if batch.returns is not None and batch.values is not None
     ]
-    _, _, whole = _moments([returns for returns, _ in known])
-    tokens, _, missed = _moments([returns - found for returns, found in known])
+    _, _, whole = _moments([returns for returns, _ in pairs])
+    tokens, _, missed = _moments([returns - predicted for returns, predicted in pairs])
     return 1 - missed / whole if whole > tokens * STD_FLOOR**2 else 0.0
 
 
 def _moments(tokens: list[torch.Tensor]) -> tuple[float, float, float]:
     """Return count, mean and sum of squared deviations of all ranks' values. Collective."""
-    own = torch.cat([torch.zeros(0, device=device()), *tokens]).double()
-    sums = sum_over_data({"tokens": float(len(own)), "total": own.sum().item()})
+    flat = torch.cat([torch.zeros(0, device=device()), *tokens]).double()
+    sums = sum_over_data({"tokens": float(len(flat)), "total": flat.sum().item()})
     mean = sums["total"] / max(sums["tokens"], 1)
-    squares = sum_over_data({"squares": (own - mean).square().sum().item()})
+    squares = sum_over_data({"squares": (flat - mean).square().sum().item()})
     return sums["tokens"], mean, squares["squares"]
 
 
-def _record_means(samples: list[Sample], parts: list[MicroBatch]) -> None:
+def _record_means(samples: list[Sample], batches: list[MicroBatch]) -> None:
     """Set every sample's mean advantage on every rank, for the record of the step."""
     places = {id(sample): place for place, sample in enumerate(samples)}
-    own: dict[int, float] = {}
-    for part in parts:
-        means = sequence_means(part.advantages, part.mask).tolist()
-        own |= {places[id(each)]: mean for each, mean in zip(part.samples, means, strict=True)}
-    for found in gather(own):
-        for place, mean in found.items():
+    mean_of: dict[int, float] = {}
+    for batch in batches:
+        means = sequence_means(batch.advantages, batch.mask).tolist()
+        mean_of |= {
+            places[id(sample)]: mean for sample, mean in zip(batch.samples, means, strict=True)
+        }
+    for rank_means in gather(mean_of):
+        for place, mean in rank_means.items():
             samples[place].advantage = mean

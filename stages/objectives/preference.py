@@ -47,11 +47,14 @@ class PairLogprobs:
 
     def log_ratios(self, settings: PreferenceBase) -> tuple[Tensor, Tensor]:
         """Return log pi - log ref of the chosen and of the rejected responses, [P] each."""
-        chosen = self.chosen - self.reference_chosen
-        rejected = self.rejected - self.reference_rejected
+        chosen_ratio = self.chosen - self.reference_chosen
+        rejected_ratio = self.rejected - self.reference_rejected
         if settings.logprobs == "mean":
-            chosen, rejected = chosen / self.chosen_tokens, rejected / self.rejected_tokens
-        return chosen, rejected
+            chosen_ratio, rejected_ratio = (
+                chosen_ratio / self.chosen_tokens,
+                rejected_ratio / self.rejected_tokens,
+            )
+        return chosen_ratio, rejected_ratio
 
 
 @dataclass(frozen=True)
@@ -64,10 +67,12 @@ class PreferenceLoss:
 
 def preference_loss(pairs: PairLogprobs, count: float, settings: PreferenceBase) -> PreferenceLoss:
     """Return the loss of one micro-batch's pairs, divided by the `count` of the whole step's."""
-    chosen, rejected = pairs.log_ratios(settings)
-    losses: Tensor = PREFERENCES[settings.name](chosen - rejected, settings)
+    chosen_ratio, rejected_ratio = pairs.log_ratios(settings)
+    losses: Tensor = PREFERENCES[settings.name](chosen_ratio - rejected_ratio, settings)
     loss = losses.sum() / max(count, 1)
-    better, worse = (settings.beta * each.detach() for each in (chosen, rejected))
+    better, worse = (
+        settings.beta * log_ratio.detach() for log_ratio in (chosen_ratio, rejected_ratio)
+    )
     sums = {
         "loss": losses.detach().sum(),
         "reward_chosen": better.sum(),

@@ -58,15 +58,19 @@ class Registry(dict[str, Algorithm]):
         self.key = key
 
     def register(
-        self, named: str | type[Settings], source: str = ""
+        self, name_or_settings: str | type[Settings], source: str = ""
     ) -> Callable[[Function], Function]:
         """Return a decorator that registers a function under a name, or that of its settings.
 
         Raises:
             ValueError: another function has the name.
         """
-        settings = None if isinstance(named, str) else named
-        name = named if isinstance(named, str) else str(named.model_fields["name"].default)
+        settings = None if isinstance(name_or_settings, str) else name_or_settings
+        name = (
+            name_or_settings
+            if isinstance(name_or_settings, str)
+            else str(name_or_settings.model_fields["name"].default)
+        )
 
         def add(function: Function) -> Function:
             if name in self:
@@ -80,13 +84,15 @@ class Registry(dict[str, Algorithm]):
     def settings_union(self, default: str) -> Any:
         """Return the union of all settings classes, chosen by `name`, which may be left out."""
 
-        def chosen(given: Any) -> str:
-            if isinstance(given, dict):
-                return str(given.get("name", default))
-            return str(getattr(given, "name", default))
+        def name_of(settings: Any) -> str:
+            if isinstance(settings, dict):
+                return str(settings.get("name", default))
+            return str(getattr(settings, "name", default))
 
-        arms = [Annotated[each.settings, Tag(name)] for name, each in sorted(self.items())]
-        return Annotated[reduce(operator.or_, arms), Discriminator(chosen)]
+        arms = [
+            Annotated[algorithm.settings, Tag(name)] for name, algorithm in sorted(self.items())
+        ]
+        return Annotated[reduce(operator.or_, arms), Discriminator(name_of)]
 
 
 ADVANTAGES = Registry("objective.advantage")

@@ -97,10 +97,12 @@ class Tokens:
 
     def cleared(self) -> Tokens:
         """Return the tokens with 0 where the mask is false: NaN times 0 would reach a gradient."""
-        given = {each.name: getattr(self, each.name) for each in fields(self)}
-        del given["mask"], given["length_weights"]
-        found = {name: values for name, values in given.items() if values is not None}
-        return replace(self, **{n: each.masked_fill(~self.mask, 0.0) for n, each in found.items()})
+        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
+        del tensors["mask"], tensors["length_weights"]
+        present = {name: values for name, values in tensors.items() if values is not None}
+        return replace(
+            self, **{name: values.masked_fill(~self.mask, 0.0) for name, values in present.items()}
+        )
 
 
 @dataclass(frozen=True)
@@ -262,8 +264,8 @@ def sequence_mask(tokens: Tokens, settings: SequenceMaskSettings) -> Tensor:
     False where the advantage is negative and mean_t(log mu - log pi_theta) of the response is above
     delta: a bad response that the policy would hardly give any more teaches it nothing but noise.
     """
-    behind = (tokens.engine_logprobs - tokens.logprobs).detach()
-    far = sequence_means(behind, tokens.mask) > settings.delta
+    excess = (tokens.engine_logprobs - tokens.logprobs).detach()
+    far = sequence_means(excess, tokens.mask) > settings.delta
     return ~(far.unsqueeze(-1) & (tokens.advantages < 0))
 
 

@@ -151,7 +151,7 @@ class StageEngines:
         tasks = []
         for group in groups:
             tokens = self._encode(group.problem, limit)
-            for index in range(len(group.drawn)):
+            for index in range(len(group.slots)):
                 seed = group.seed + index
                 question = GenerationRequest(group.problem.domain, tokens, seed, distribution)
                 tasks.append(Task(_SampleRequest(group, index, logged=not at_once), question))
@@ -246,8 +246,8 @@ class StageEngines:
             received = self.scheduler.collect(left, grades)
             for task, sample in received:
                 request = cast(_SampleRequest, task.key)
-                request.group.drawn[request.index] = sample
-                if None not in request.group.drawn:
+                request.group.slots[request.index] = sample
+                if None not in request.group.slots:
                     request.group.ended = self._ended
                     self._ended += 1
             # The last sample or grade may arrive while `ready` looks: then it looks once more.
@@ -305,7 +305,7 @@ class RewardDispatcher:
     def expect(self, groups: Iterable[Group]) -> None:
         """Have groups graded that are about to be requested."""
         for group in groups:
-            group.grades = [None] * len(group.drawn)
+            group.grades = [None] * len(group.slots)
 
     def dispatch(self, group: Group, index: int, sample: Sample) -> None:
         """Have one sample graded if its group is to be graded; do not wait for the grade."""

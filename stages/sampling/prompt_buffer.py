@@ -83,7 +83,7 @@ class PromptBuffer:
 
     def versions_in_flight(self, domain: str) -> list[int]:
         """Return the weight version under which each group in flight was requested."""
-        return [group.begun for group in self._in_flight[domain]]
+        return [group.requested_version for group in self._in_flight[domain]]
 
     def take(self, domain: str, latest: int) -> Group | None:
         """Take the first whole group of a domain, requested under version `latest` or older.
@@ -91,7 +91,7 @@ class PromptBuffer:
         Return None until it is graded: groups are taken in the order in which they became whole,
         in whatever order grades arrive.
         """
-        groups = [group for group in self._in_flight[domain] if group.begun <= latest]
+        groups = [group for group in self._in_flight[domain] if group.requested_version <= latest]
         whole = [group for group in groups if group.ended is not None]
         if not whole:
             return None
@@ -152,7 +152,7 @@ class PromptBuffer:
 
     def _request(self, groups: list[Group]) -> None:
         for group in groups:
-            group.begun = self._engines.version or 0
+            group.requested_version = self._engines.version or 0
             self._in_flight[group.problem.domain].append(group)
         if groups:
             self._engines.rewards.expect(groups)

@@ -164,13 +164,13 @@ class _TrackerThread(Thread):
 
 def _start(name: str, stage: TrackedStage) -> Tracker:
     module, class_name = TRACKERS[name]
-    found: Tracker = getattr(import_module(module), class_name)(stage)
-    return found
+    tracker: Tracker = getattr(import_module(module), class_name)(stage)
+    return tracker
 
 
 def key(name: str, labels: Mapping[str, str]) -> str:
     """Return a metric's key in a tracker, which groups by what is before the first slash."""
     if labels:
-        about = [labels[each] for each in ("domain", "model") if each in labels]
+        about = [labels[label] for label in ("domain", "model") if label in labels]
         return "/".join(["evaluation", *about, name])
     return f"{panel_of(name)}/{name}"

@@ -298,10 +298,10 @@ def differs(run: RecordedRun, block: str, key: str, value: Any) -> bool:
     """Return true if the audit differs, or is refused, under another value of a setting."""
     settings = copy.deepcopy(run.settings)
     *path, last = key.split(".")
-    part = block_of(settings, block)
+    leaf_block = block_of(settings, block)
     for name in path:
-        part = part[name]
-    part[last] = value
+        leaf_block = leaf_block[name]
+    leaf_block[last] = value
     torch.set_num_threads(1)
     changed_run, stage = RecordedRun(run.path, settings), BLOCKS[block]
     try:
@@ -331,7 +331,7 @@ def changed(block: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
         elif isinstance(value, float):
             yield key, value * 0.9 if value else 0.1
         elif isinstance(value, list):
-            yield key, [each * 0.9 for each in value]
+            yield key, [element * 0.9 for element in value]
         elif not named(key) and name != "name" and value is not None:
             pytest.fail(f"{key}: no other value than {value!r} is known to try")
 
@@ -345,12 +345,14 @@ def is_effective(block: str, key: str) -> bool:
 def named(key: str) -> bool:
     """Return true if a leaf is listed as without effect."""
     weight = key == "rewards.brief.weight"
-    return not weight and any(key == each or key.startswith(f"{each}.") for each in WITHOUT_EFFECT)
+    return not weight and any(
+        key == prefix or key.startswith(f"{prefix}.") for prefix in WITHOUT_EFFECT
+    )
 
 
 def block_of(settings: dict[str, Any], name: str) -> dict[str, Any]:
     """Return a block of a run's settings, by its dotted key."""
     block: dict[str, Any] = settings
-    for part in name.split("."):
-        block = block[part]
+    for key in name.split("."):
+        block = block[key]
     return block

@@ -106,7 +106,7 @@ class PublishedRewards:
     group: int
     length: int
     reward: float
-    parts: Sequence[tuple[float, float]] = ()
+    weighted_parts: Sequence[tuple[float, float]] = ()
     steps: Sequence[tuple[int, float]] = ()
 
 
@@ -142,9 +142,11 @@ def _of_group(
     if name == "grpo":  # 2402.03300, section 4.1.2
         return _standard(rewards, ddof)
     if name in ("mo_grpo", "gdpo"):  # 2509.22047; 2601.05242
-        parts = np.array([response.parts for response in responses])  # [response, part, 2]
+        weighted = np.array(
+            [response.weighted_parts for response in responses]
+        )  # [response, part, 2]
         return sum(
-            weights[0] * _standard(values, ddof) for weights, values in parts.transpose(1, 2, 0)
+            weights[0] * _standard(values, ddof) for weights, values in weighted.transpose(1, 2, 0)
         )
     assert name == "gfpo"  # 2508.09726: mean and deviation over the subset, 0 outside
     merit = [-float(response.length) for response in responses]

@@ -46,16 +46,16 @@ def audited(odd: Path) -> dict[str, dict[str, Any]]:
     """Return the result of `braid audit` of every stage."""
     command = [*BRAID, "audit", "odd", "--json", "--runs-dir", str(odd.parent)]
     printed = subprocess.check_output(command, cwd=REPOSITORY, text=True, timeout=PATIENCE_SECONDS)
-    return {each["stage"]: each for each in json.loads(printed)}  # progress goes to stderr
+    return {audit["stage"]: audit for audit in json.loads(printed)}  # progress goes to stderr
 
 
 def test_every_stage_agrees_with_its_files(audited: dict[str, dict[str, Any]]) -> None:
     assert audited.keys() == {*STEPS, "collect", "evaluate"}
-    for stage, found in audited.items():
-        assert found["refused"] is None, found
-        assert found["step"] == STEPS.get(stage)
-        assert found["notes"] == []
-        differing = [row for row in found["rows"] if not row["agrees"]]
+    for stage, audit in audited.items():
+        assert audit["refused"] is None, audit
+        assert audit["step"] == STEPS.get(stage)
+        assert audit["notes"] == []
+        differing = [row for row in audit["rows"] if not row["agrees"]]
         assert not differing
     names = {row["quantity"] for row in audited["experts.chain_sum"]["rows"]}
     assert {"loss", "advantages", "kl", "gradient_norm", "weights", "exp_avg"} <= names
@@ -66,8 +66,8 @@ def test_every_stage_agrees_with_its_files(audited: dict[str, dict[str, Any]]) -
 def test_audited_quantities_are_not_zero(odd: Path, audited: dict[str, dict[str, Any]]) -> None:
     rows = {
         (row["quantity"], stage): row["run"]
-        for stage, found in audited.items()
-        for row in found["rows"]
+        for stage, audit in audited.items()
+        for row in audit["rows"]
     }
     for quantity, (low, high) in METRIC_BOUNDS.items():
         values = [value for (name, _), value in rows.items() if name == quantity]
@@ -103,11 +103,11 @@ def test_a_step_without_learned_tokens_is_audited(copied: Path, updates: set[int
         if sample["update"] in updates:
             sample.update(finish_reason="length", learned=[])
     write_samples(copied / SAMPLES, samples)
-    found = {row.quantity: row for row in audit_step(read_run(copied), "experts.chain_sum", 3).rows}
-    assert found["learned tokens"].agrees
-    assert not found["loss"].agrees
-    assert ("ratio" in found) == (updates != {0, 1})
-    assert all(math.isfinite(row.audit) for row in found.values())
+    rows = {row.quantity: row for row in audit_step(read_run(copied), "experts.chain_sum", 3).rows}
+    assert rows["learned tokens"].agrees
+    assert not rows["loss"].agrees
+    assert ("ratio" in rows) == (updates != {0, 1})
+    assert all(math.isfinite(row.audit) for row in rows.values())
 
 
 DAMAGE = {
@@ -203,9 +203,9 @@ def _imported(path: Path) -> Iterator[str]:
             assert node.module is not None
             yield node.module
             yield from (
-                f"{node.module}.{each.name}"
-                for each in node.names
+                f"{node.module}.{alias.name}"
+                for alias in node.names
                 if node.module in ("stages", "parallel", "pipeline")
             )
         elif isinstance(node, ast.Import):
-            yield from (each.name for each in node.names)
+            yield from (alias.name for alias in node.names)

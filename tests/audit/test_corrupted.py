@@ -93,8 +93,8 @@ def test_another_filter_keeps_other_responses(
     assert not differing(collection_rows(run, "collect"))
     settings = copy.deepcopy(run.settings)
     settings["stages"]["collect"]["keep"].update(keep)
-    found = differing(collection_rows(RecordedRun(odd, settings), "collect"))
-    assert any(name.endswith(f": {expected}") for name in found), found
+    differences = differing(collection_rows(RecordedRun(odd, settings), "collect"))
+    assert any(name.endswith(f": {expected}") for name in differences), differences
 
 
 def test_changed_counts_and_metrics_differ(copied: Path) -> None:
@@ -106,8 +106,12 @@ def test_changed_counts_and_metrics_differ(copied: Path) -> None:
     lines = (directory / LINES).read_text().splitlines()
     changed = json.loads(lines[1]) | {"response_tokens": 1.5}
     (directory / LINES).write_text("\n".join([lines[0], json.dumps(changed), *lines[2:]]))
-    found = differing(collection_rows(read_run(copied), "collect"))
-    assert found == {"collected.parquet: rows", "spell_backward: kept", "metrics: response_tokens"}
+    differences = differing(collection_rows(read_run(copied), "collect"))
+    assert differences == {
+        "collected.parquet: rows",
+        "spell_backward: kept",
+        "metrics: response_tokens",
+    }
     (directory / LINES).write_text("\n".join(lines[1:]))
     assert "metrics: lines" in differing(collection_rows(read_run(copied), "collect"))
     (directory / PART).write_bytes(b"PAR1")
@@ -125,8 +129,8 @@ def test_a_changed_reference_differs(copied: Path) -> None:
     path = copied / "stages" / "tuned" / "reference.npz"
     with np.load(path) as file:
         arrays = {name: file[name] for name in file.files}
-    first, *_ = read_samples(samples_file(copied / "stages" / "tuned" / "samples", 3))
-    arrays[f"source/{first['domain']}"][first["row"], 0] += 0.01
+    sample, *_ = read_samples(samples_file(copied / "stages" / "tuned" / "samples", 3))
+    arrays[f"source/{sample['domain']}"][sample["row"], 0] += 0.01
     np.savez(path, **arrays)
     rows = audit_step(read_run(copied), "tuned", 3).rows
     assert differing(rows) == {"reference log p"}
@@ -139,8 +143,8 @@ def test_changed_pairs_and_metrics_of_them_differ(copied: Path) -> None:
     path = samples_file(copied / "stages" / "tuned" / "samples", 3)
     samples = read_samples(path)
     write_samples(path, [*samples[1::-1], *samples[2:]])
-    found = differing(audit_step(read_run(copied), "tuned", 3).rows)
-    assert {"reference log p", "loss", "reward_margin", "gradient_norm"} <= found
+    differences = differing(audit_step(read_run(copied), "tuned", 3).rows)
+    assert {"reference log p", "loss", "reward_margin", "gradient_norm"} <= differences
     write_samples(path, samples[1:])
     with pytest.raises(NotAuditable, match="are not pairs of a chosen and a rejected"):
         audit_step(read_run(copied), "tuned", 3)
@@ -184,8 +188,8 @@ def test_another_objective_of_one_domain_differs(
     settings = copy.deepcopy(run.settings)
     block = settings["domains"][domain]["objective"]
     *above, last = key.split(".")
-    for part in above:
-        block = block[part]
+    for name in above:
+        block = block[name]
     block[last] = value
     assert expected in differing(audit_step(RecordedRun(odd, settings), "mixed", 3).rows)
 
@@ -193,10 +197,10 @@ def test_another_objective_of_one_domain_differs(
 def test_a_changed_sample_of_one_domain_differs(copied: Path) -> None:
     path = samples_file(copied / "stages" / "mixed" / "rollouts", 3)
     samples = read_samples(path)
-    own = next(each for each in samples if each["domain"] == "spell_backward")
-    own["reward_parts"]["brief"] += 0.25
+    sample = next(sample for sample in samples if sample["domain"] == "spell_backward")
+    sample["reward_parts"]["brief"] += 0.25
     write_samples(path, samples)
     assert differing(audit_step(read_run(copied), "mixed", 3).rows) == {"rewards"}
-    own["reward"] += 0.25 * 0.3
+    sample["reward"] += 0.25 * 0.3
     write_samples(path, samples)
     assert {"advantages", "loss"} <= differing(audit_step(read_run(copied), "mixed", 3).rows)

@@ -38,8 +38,8 @@ def test_another_value_of_a_setting_gives_another_step(odd: Path) -> None:
         ("model", "norm_epsilon", 1e-3),
         ("evaluation", "temperature", 0.5),
     ):
-        [own] = [each for name, each in values(block_of(run.settings, block)) if name == key]
-        assert not differs(run, block, key, own), (block, key)
+        [recorded] = [leaf for name, leaf in values(block_of(run.settings, block)) if name == key]
+        assert not differs(run, block, key, recorded), (block, key)
         assert differs(run, block, key, value), (block, key)
 
 
@@ -64,8 +64,8 @@ def test_other_blocks_of_stages_give_another_step(odd: Path) -> None:
     stated["stages"]["experts"]["optimizer"] = stated["stages"]["merge"]["optimizer"]
     rows = audit_step(RecordedRun(odd, stated), "experts.chain_sum", 3).rows
     assert not all(row.agrees for row in rows)
-    own = stated["domains"]["chain_sum"]["optimizer"]
-    stated["stages"]["experts"]["optimizer"] = own
+    optimizer = stated["domains"]["chain_sum"]["optimizer"]
+    stated["stages"]["experts"]["optimizer"] = optimizer
     stated["domains"]["chain_sum"]["optimizer"] = stated["stages"]["merge"]["optimizer"]
     rows = audit_step(RecordedRun(odd, stated), "experts.chain_sum", 3).rows
     assert all(row.agrees for row in rows)
@@ -76,8 +76,8 @@ def test_other_blocks_of_stages_give_another_step(odd: Path) -> None:
 @pytest.mark.parametrize("block", BLOCKS)
 def test_every_setting_that_shapes_a_step_is_effective(odd: Path, block: str) -> None:
     run = read_run(odd)
-    key, own = next(values(block_of(run.settings, block)))
-    assert not differs(run, block, key, own)  # else every other value would differ too
+    key, recorded = next(values(block_of(run.settings, block)))
+    assert not differs(run, block, key, recorded)  # else every other value would differ too
     without = [
         key
         for key, value in changed(block_of(run.settings, block))
@@ -91,10 +91,10 @@ def test_every_setting_is_tried_or_has_a_test() -> None:
     settings = load(ODD)
     tried = set()
     for block in BLOCKS:
-        found: Any = settings
-        for part in block.split("."):
-            found = found[part] if isinstance(found, dict) else getattr(found, part)
-        tried |= {leaf for key, leaf in leaves(found) if is_effective(block, key)}
+        node: Any = settings
+        for key in block.split("."):
+            node = node[key] if isinstance(node, dict) else getattr(node, key)
+        tried |= {leaf for key, leaf in leaves(node) if is_effective(block, key)}
     unchecked = []
     leaves_of_all = {*schema(RunSettings), *schema(ClusterSettings)}
     for block, name in leaves_of_all - tried:
@@ -107,7 +107,7 @@ def test_every_setting_is_tried_or_has_a_test() -> None:
 
 def checked_by(block: type[Settings], name: str) -> list[str]:
     """Return the tests that CHECKED_BY names for a field of a class or of those it extends."""
-    entries = [e for each in block.__mro__ for e in (f"{each.__name__}.{name}", each.__name__)]
+    entries = [e for base in block.__mro__ for e in (f"{base.__name__}.{name}", base.__name__)]
     return [CHECKED_BY[entry] for entry in entries if entry in CHECKED_BY]
 
 
@@ -117,13 +117,13 @@ def settings_in(test: Path) -> list[str]:
 
     The text may be YAML or an override.
     """
-    found = []
+    names = []
     for node in ast.walk(ast.parse(test.read_text())):
         if isinstance(node, ast.keyword) and node.arg is not None:
-            found.append(node.arg)
+            names.append(node.arg)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            found += [node.value, *re.findall(r"(\w+)[=:]", node.value)]
-    return found
+            names += [node.value, *re.findall(r"(\w+)[=:]", node.value)]
+    return names
 
 
 def values(block: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -142,9 +142,9 @@ def leaves(block: Settings, prefix: str = "") -> Iterator[tuple[str, Leaf]]:
         if isinstance(value, Settings):
             yield from leaves(value, f"{key}.")
         elif isinstance(value, dict):
-            for inner, each in value.items():
-                if isinstance(each, Settings):
-                    yield from leaves(each, f"{key}.{inner}.")
+            for inner, nested in value.items():
+                if isinstance(nested, Settings):
+                    yield from leaves(nested, f"{key}.{inner}.")
                 else:
                     yield f"{key}.{inner}", (type(block), name)
         elif value is not None:
@@ -154,12 +154,12 @@ def leaves(block: Settings, prefix: str = "") -> Iterator[tuple[str, Leaf]]:
 def schema(root: type[Settings]) -> Iterator[Leaf]:
     """Yield class and field of every leaf that a person may set, of other families too."""
     further = [family.further for family in FAMILIES.values()]
-    pending, known = [root, *further], set()
+    pending, visited = [root, *further], set()
     while pending:
         block = pending.pop()
-        if block in known:
+        if block in visited:
             continue
-        known.add(block)
+        visited.add(block)
         for name, field in block.model_fields.items():
             below = list(blocks_in(field.annotation))
             pending += below
@@ -172,5 +172,5 @@ def blocks_in(annotation: Any) -> Iterator[type[Settings]]:
     """Yield the classes of settings in an annotation."""
     if isinstance(annotation, type) and issubclass(annotation, Settings):
         yield annotation
-    for each in get_args(annotation):
-        yield from blocks_in(each)
+    for argument in get_args(annotation):
+        yield from blocks_in(argument)

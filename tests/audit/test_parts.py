@@ -12,7 +12,7 @@ import torch
 from stages.audit.collection import _verdicts
 from stages.audit.evaluation import _solved
 from stages.audit.model import Read
-from stages.audit.policy_step import Known, PolicyStep
+from stages.audit.policy_step import InitialFacts, PolicyStep
 from stages.audit.preference_step import _accuracy, _losses
 from stages.audit.rows import CLOSE, Comparison, buffers, change, exact, mismatch, number, numbers
 from stages.audit.update import Optimizer, take_update
@@ -55,7 +55,7 @@ def test_the_high_ratio_counts_a_factor_of_two() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "keep", "expected"),
+    ("fields", "keep", "expected"),
     [
         ({"reward": 0.9}, {"reward": 0.9}, None),
         ({"reward": 0.89}, {"reward": 0.9}, "reward"),
@@ -71,10 +71,10 @@ def test_the_high_ratio_counts_a_factor_of_two() -> None:
     ],
 )
 def test_a_filter_drops_beyond_its_bounds(
-    given: dict[str, Any], keep: dict[str, Any], expected: str | None
+    fields: dict[str, Any], keep: dict[str, Any], expected: str | None
 ) -> None:
     row = {"reward": 1.0, "token_ids": [1, 2, 3], "response": "a", "finish_reason": "stop"}
-    assert _verdicts([row | given], KEEP | keep, 0) == [expected]
+    assert _verdicts([row | fields], KEEP | keep, 0) == [expected]
 
 
 def test_a_filter_keeps_the_best_of_a_prompt_and_the_first_of_equal_ones() -> None:
@@ -103,16 +103,16 @@ def test_losses_of_pairs_and_their_accuracy() -> None:
     assert not _accuracy(0.25, margins).agrees
 
 
-def optimizer(updates: int, total: int = 10, **given: Any) -> Optimizer:
+def optimizer(updates: int, total: int = 10, **changes: Any) -> Optimizer:
     settings = {
         **{"algorithm": "sgd", "learning_rate": 1.0, "warmup_steps": 0, "decay": "constant"},
         **{"final_ratio": 0.0, "clip_norm": 1e9, "weight_decay": 0.0, "momentum": 0.0},
     }
-    return Optimizer(settings | given, {}, updates, total)
+    return Optimizer(settings | changes, {}, updates, total)
 
 
 @pytest.mark.parametrize(
-    ("updates", "given", "expected"),
+    ("updates", "changes", "expected"),
     [
         (9, {}, 1.0),
         (0, {"warmup_steps": 4}, 0.25),
@@ -127,9 +127,9 @@ def optimizer(updates: int, total: int = 10, **given: Any) -> Optimizer:
     ],
 )
 def test_the_learning_rate_of_an_update(
-    updates: int, given: dict[str, Any], expected: float
+    updates: int, changes: dict[str, Any], expected: float
 ) -> None:
-    assert optimizer(updates, **given).learning_rate() == pytest.approx(expected)
+    assert optimizer(updates, **changes).learning_rate() == pytest.approx(expected)
 
 
 def test_an_update_decays_matrices_and_clips_by_the_norm_of_all() -> None:
@@ -143,20 +143,20 @@ def test_an_update_decays_matrices_and_clips_by_the_norm_of_all() -> None:
     assert one.step(model, gradients) == 5.0
     assert parameters["matrix"].flatten().tolist() == pytest.approx([0.95, 0.75])
     assert parameters["norm"].tolist() == pytest.approx([0.85, 1.0])
-    one.step(model, {name: torch.zeros_like(each) for name, each in gradients.items()})
+    one.step(model, {name: torch.zeros_like(tensor) for name, tensor in gradients.items()})
     assert parameters["norm"].tolist() == pytest.approx([0.775, 1.0])  # by the momentum
     adam = optimizer(0, algorithm="adam", betas=[0.5, 0.75], learning_rate=0.1)
     parameters["norm"].fill_(1.0)
     for gradient in (2.0, -2.0):
         adam.step(
-            model, {name: torch.full_like(each, gradient) for name, each in parameters.items()}
+            model, {name: torch.full_like(tensor, gradient) for name, tensor in parameters.items()}
         )
     mean, square = (0.5 * 1.0 - 0.5 * 2.0) / 0.75, (0.75 * 1.0 + 0.25 * 4.0) / 0.4375
     assert parameters["norm"].tolist() == pytest.approx([0.9 - 0.1 * mean / square**0.5] * 2)
 
 
 @pytest.mark.parametrize(
-    ("reward", "parts", "weights", "solved"),
+    ("reward", "reward_parts", "weights", "solved"),
     [
         (1.0, {"exact": 1.0, "brief": 0.0}, {}, True),  # what watches the form does not judge
         (1.0, {"exact": 0.9, "brief": 1.0}, {}, False),
@@ -167,13 +167,15 @@ def test_an_update_decays_matrices_and_clips_by_the_norm_of_all() -> None:
     ],
 )
 def test_an_answer_is_solved_where_what_judges_it_is_full(
-    reward: float | None, parts: dict[str, float], weights: dict[str, float], solved: bool
+    reward: float | None, reward_parts: dict[str, float], weights: dict[str, float], solved: bool
 ) -> None:
     kinds = {"exact": "reasoning_gym", "brief": "overlong", "other": "python"}
     of = {"exact": 0.7, "brief": 0.3, "other": 0.0} | weights
     rewards = {name: {"kind": kind, "weight": of[name]} for name, kind in kinds.items()}
     run: Any = SimpleNamespace(settings={"domains": {"sums": {"rewards": rewards}}})
-    answer: Any = SimpleNamespace(domain="sums", fields={"reward": reward, "reward_parts": parts})
+    answer: Any = SimpleNamespace(
+        domain="sums", fields={"reward": reward, "reward_parts": reward_parts}
+    )
     assert _solved(run, answer) is solved
 
 
@@ -191,7 +193,7 @@ def test_the_routers_losses_are_those_of_the_papers() -> None:
         module=SimpleNamespace(zero_grad=lambda set_to_none: None),
         read=lambda sample, replay: SimpleNamespace(
             router_logits=model.parameters[str(len(sample.tokens))],
-            chosen=model.parameters[str(len(sample.tokens))].topk(top_k).indices,
+            experts=model.parameters[str(len(sample.tokens))].topk(top_k).indices,
         ),
     )
     gradients: dict[str, torch.Tensor] = {}
@@ -258,21 +260,23 @@ def test_routers_move_and_policies_differ_as_the_papers_say() -> None:
         learned=torch.arange(count),
         logprobs=torch.zeros(count).double(),
         first=prompt - 1,
-        kept=sets,
+        kept_ids=sets,
         fields={"weight_version": 1},
     )
     now, then = random(0, layers, prompt + count - 1, experts), random(1, layers, 6, experts)
     top = then.topk(top_k).indices
-    logits, others = random(2, count, 6).requires_grad_(), random(3, count, 6)
-    known = Known(sample.logprobs, sample.logprobs, 0.0, top, then.log_softmax(-1).gather(-1, top))
+    logits, other_logits = random(2, count, 6).requires_grad_(), random(3, count, 6)
+    initial = InitialFacts(
+        sample.logprobs, sample.logprobs, 0.0, top, then.log_softmax(-1).gather(-1, top)
+    )
     step = object.__new__(PolicyStep)
     step.temperature, step.step = 0.6, 1
     objective: Any = SimpleNamespace(
         coefficient=1.0,
-        reference=SimpleNamespace(read=lambda sample, replay: Read(sample, others, now, top)),
+        reference=SimpleNamespace(read=lambda sample, replay: Read(sample, other_logits, now, top)),
         settings={"kl": {"estimator": "full"}, "ratio": {"name": "rspo"}},
     )
-    facts = step._facts(Read(sample, logits, now, now.topk(top_k).indices), known, objective)
+    facts = step._facts(Read(sample, logits, now, now.topk(top_k).indices), initial, objective)
 
     movements, kls = [], []
     for token, ids in enumerate(sets):
@@ -286,7 +290,7 @@ def test_routers_move_and_policies_differ_as_the_papers_say() -> None:
             / (layers * top_k)
         )
         ids = ids if len(ids) else torch.arange(6)
-        mine, theirs = ((rows[token, ids] / 0.6).exp() for rows in (logits, others))
+        mine, theirs = ((rows[token, ids] / 0.6).exp() for rows in (logits, other_logits))
         mine, theirs = mine / mine.sum(), theirs / theirs.sum()
         kls.append((mine * (mine / theirs).log()).sum())
     assert facts.router_movement is not None and facts.full_kl is not None

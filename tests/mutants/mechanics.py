@@ -36,8 +36,8 @@ MUTANTS = [
     Mutant(
         "the sequence mask compares with pi_old",
         "stages/objectives/surrogate.py",
-        "behind = (tokens.engine_logprobs - tokens.logprobs).detach()",
-        "behind = (tokens.old_logprobs - tokens.logprobs).detach()",
+        "excess = (tokens.engine_logprobs - tokens.logprobs).detach()",
+        "excess = (tokens.old_logprobs - tokens.logprobs).detach()",
         "tests/stages/objectives/test_policy_loss.py",
     ),
     Mutant(

@@ -169,7 +169,7 @@ MUTANTS = [
     Mutant(
         "the reference replays the engine's routes",
         "stages/objectives/models.py",
-        "own_routing = [part.without_routes() for part in batches]",
+        "own_routing = [batch.without_routes() for batch in batches]",
         "own_routing = batches",
         "tests/audit",
     ),
@@ -183,8 +183,8 @@ MUTANTS = [
     Mutant(
         "the reference is at temperature 1",
         "stages/objectives/domain_objective.py",
-        "self.reference.compute_logprobs(parts, temperature, self",
-        "self.reference.compute_logprobs(parts, 1.0, self",
+        "self.reference.compute_logprobs(own_batches, temperature, self",
+        "self.reference.compute_logprobs(own_batches, 1.0, self",
         "tests/audit",
     ),
     Mutant(
@@ -232,7 +232,7 @@ MUTANTS = [
     Mutant(
         "unlike objectives share micro-batches",
         "stages/objectives/domain_objective.py",
-        "return {each.name: each.own(samples) for each in self}",
+        "return {objective.name: objective.own(samples) for objective in self}",
         "return {next(iter(self)).name: samples}",
         "tests/stages/test_unlike_objectives.py",
     ),

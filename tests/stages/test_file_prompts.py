@@ -429,7 +429,7 @@ def test_the_report_of_an_endless_source(tmp_path: Path) -> None:
         dataset="chain_sum",
         config={"min_terms": 1, "max_terms": 1, "min_digits": 1, "max_digits": 1},
     )
-    report = length_report(narrow, TOKENIZER, "math", drawn=200)
+    report = length_report(narrow, TOKENIZER, "math", sample_size=200)
     assert (report.rows, report.prompts, report.duplicates) == (200, 10, 190)
     assert report.tokens[100] == len("c0=")
 

@@ -95,7 +95,7 @@ def test_group_metrics() -> None:
 
 def test_groups_without_rewards_count_only_as_similar() -> None:
     nothing = group((3, None, 0.0), (3, None, 0.0))
-    nothing.drawn[1] = nothing.drawn[0]
+    nothing.slots[1] = nothing.slots[0]
     assert group_metrics([nothing], DOMAINS) == {
         "all_right": 0,
         "all_wrong": 0,

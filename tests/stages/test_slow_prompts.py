@@ -96,7 +96,7 @@ class Simulation:
             if end <= self.now:
                 self.ends.remove((end, group))
                 self.engines.asked = [group]
-                group.drawn = [sample(group) for _ in group.drawn]
+                group.slots = [sample(group) for _ in group.slots]
                 group.ended, self.engines.ended = self.engines.ended, self.engines.ended + 1
         self.engines.asked = []
 
@@ -105,7 +105,7 @@ def sample(group: Group) -> Sample:
     import numpy as np
 
     one = np.ones(1, np.int32)
-    return Sample("sums", one, one, versions=np.array([group.begun], np.int32))
+    return Sample("sums", one, one, versions=np.array([group.requested_version], np.int32))
 
 
 def share_of_slow(groups: list[Group]) -> float:

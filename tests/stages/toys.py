@@ -81,7 +81,7 @@ class FakeEngines:
                 versions=np.arange(version, version + length, dtype=np.int32),
             )
             self.rewards.dispatch(group, index, sample)
-            group.drawn[index] = sample
+            group.slots[index] = sample
         group.ended = self.ended
         self.ended += 1
         self.asked.remove(group)

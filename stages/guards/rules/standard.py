@@ -124,17 +124,19 @@ class FormatGain(Trend):
     def __init__(self, window: int, rewards: Mapping[str, RewardBase]) -> None:
         super().__init__(2 * window, rewards)
         self._weights: dict[str, dict[str, float]] = {"judged": {}, "unjudged": {}}
-        for name, each in rewards.items():
-            if each.weight:
-                self._weights["judged" if each.judges_answer else "unjudged"][name] = each.weight
+        for name, reward in rewards.items():
+            if reward.weight:
+                self._weights["judged" if reward.judges_answer else "unjudged"][name] = (
+                    reward.weight
+                )
 
     def add(self, metrics: Mapping[str, float]) -> float | None:
         if not all(self._weights.values()):
             return None
         for kind, weights in self._weights.items():
             if all(f"reward/{name}" in metrics for name in weights):
-                parts = [weight * metrics[f"reward/{name}"] for name, weight in weights.items()]
-                self.windows[kind].add(sum(parts))
+                weighted = [weight * metrics[f"reward/{name}"] for name, weight in weights.items()]
+                self.windows[kind].add(sum(weighted))
         judged, unjudged = self.windows["judged"].rise, self.windows["unjudged"].rise
         if judged is None or unjudged is None:
             return None

@@ -165,7 +165,7 @@ class Evaluation:
             if not all(self.engines.rewards.graded(group) for group in groups):
                 return None
             failures = [failure for group in groups for failure in group.failures]
-            self.engines.rewards.check_failures(failures, sum(len(group.drawn) for group in groups))
+            self.engines.rewards.check_failures(failures, sum(len(group.slots) for group in groups))
             answers = [sample for group in groups for sample in group.samples]
             found = {
                 "sampled_tokens": sum(len(sample.response) for sample in answers),

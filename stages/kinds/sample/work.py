@@ -213,7 +213,7 @@ class RejectionSampling:
         if not is_main():
             return
         failures = [failure for group in groups for failure in group.failures]
-        self.engines.rewards.check_failures(failures, sum(len(group.drawn) for group in groups))
+        self.engines.rewards.check_failures(failures, sum(len(group.slots) for group in groups))
         rows = [row for group in groups for row in self._rows(group)]
         self.drawn += len(groups)
         samples = [sample for group in groups for sample in group.samples]

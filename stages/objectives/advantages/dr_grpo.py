@@ -20,4 +20,4 @@ class DrGrpoSettings(AdvantageBase):
 @advantage(DrGrpoSettings, source="arXiv 2503.20783; DeepSeek-V3.2, 2512.02556")
 def dr_grpo(graded: Graded, settings: DrGrpoSettings) -> Tensor:
     """Return R - mean of the group, [groups, G]."""
-    return centre(graded.rewards, graded.graded)
+    return centre(graded.rewards, graded.mask)

@@ -52,7 +52,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, settings: GaeSettings) ->
     delta_t = r_t + gamma V_{t+1} - V_t, where the value after the last token is 0. The target of
     the values is A + V.
     """
-    rewards, values = (each.detach().masked_fill(~mask, 0.0) for each in (rewards, values))
+    rewards, values = (tensor.detach().masked_fill(~mask, 0.0) for tensor in (rewards, values))
     following = values.roll(-1, -1)
     following[..., -1] = 0.0
     delta = (rewards + settings.gamma * following - values).masked_fill(~mask, 0.0)

@@ -40,7 +40,7 @@ def gfpo(graded: Graded, settings: GfpoSettings) -> Tensor:
     merit = -graded.lengths.to(graded.rewards.dtype)
     if settings.by == "reward_per_token":
         merit = graded.rewards / graded.lengths.clamp(min=1)
-    merit = merit.masked_fill(~graded.graded, -float("inf"))
+    merit = merit.masked_fill(~graded.mask, -float("inf"))
     order = merit.argsort(dim=-1, descending=True, stable=True)
-    kept = (order.argsort(dim=-1) < settings.keep) & graded.graded
-    return standardise(graded.rewards, kept, settings.std)
+    mask = (order.argsort(dim=-1) < settings.keep) & graded.mask
+    return standardise(graded.rewards, mask, settings.std)

@@ -20,4 +20,4 @@ class GrpoAdvantageSettings(Standardised):
 @advantage(GrpoAdvantageSettings, source="arXiv 2402.03300")
 def grpo(graded: Graded, settings: GrpoAdvantageSettings) -> Tensor:
     """Return (R - mean of the group) / (std of the group + 1e-6), [groups, G]."""
-    return standardise(graded.rewards, graded.graded, settings.std)
+    return standardise(graded.rewards, graded.mask, settings.std)

@@ -24,11 +24,13 @@ def mo_grpo(graded: Graded, settings: Standardised) -> Tensor:
     Raises:
         ValueError: the rewards have no parts.
     """
-    if graded.parts is None or graded.weights is None:
+    if graded.part_rewards is None or graded.weights is None:
         raise ValueError(
             "objective.advantage compares the parts of a reward, but the rewards came without"
             " parts; use grpo, or a reward of several parts"
         )
-    parts = graded.parts.movedim(-1, 0)
+    part_rewards = graded.part_rewards.movedim(-1, 0)
     weights = graded.weights.view(-1, 1, 1)
-    return (standardise(parts, graded.graded.expand(parts.shape), settings.std) * weights).sum(0)
+    return (
+        standardise(part_rewards, graded.mask.expand(part_rewards.shape), settings.std) * weights
+    ).sum(0)

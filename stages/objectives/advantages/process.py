@@ -38,12 +38,12 @@ def process(graded: Graded, settings: ProcessSettings) -> Tensor:
             "objective.advantage process needs the rewards of a response's steps, but none came;"
             " use grpo, or a reward that scores steps"
         )
-    real = (ends >= 0) & graded.graded.unsqueeze(-1)
+    real = (ends >= 0) & graded.mask.unsqueeze(-1)
     steps = standardise(rewards.flatten(1), real.flatten(1), settings.std).view(rewards.shape)
     longest = int(graded.lengths.max())
     at_ends = steps.new_zeros((*steps.shape[:2], longest)).scatter_add(-1, ends.clamp(min=0), steps)
     count = real.sum(-1).clamp(min=1)
-    rest = graded.rewards - rewards.masked_fill(~real, 0.0).sum(-1) / count
-    rest = rest.masked_fill(rest.abs() < ROUNDING, 0.0)
-    else_earned = standardise(rest, graded.graded, settings.std)
+    remainder = graded.rewards - rewards.masked_fill(~real, 0.0).sum(-1) / count
+    remainder = remainder.masked_fill(remainder.abs() < ROUNDING, 0.0)
+    else_earned = standardise(remainder, graded.mask, settings.std)
     return at_ends.flip(-1).cumsum(-1).flip(-1) + else_earned.unsqueeze(-1)

@@ -26,7 +26,7 @@ def reinforce_pp(graded: Graded, settings: ReinforcePPSettings) -> Tensor:
     A zero-variance group still learns, from being better or worse than the others. With `over:
     tokens`, mean and std are of R repeated for every token of a response.
     """
-    rewards, useful = graded.rewards.flatten(), graded.graded.flatten()
+    rewards, useful = graded.rewards.flatten(), graded.mask.flatten()
     if settings.over == "responses":
         return standardise(rewards, useful, settings.std).view(graded.rewards.shape)
     return standardise_over_tokens(graded.rewards, graded, settings.std)

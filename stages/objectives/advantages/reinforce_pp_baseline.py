@@ -34,7 +34,7 @@ def reinforce_pp_baseline(graded: Graded, settings: ReinforcePPBaselineSettings)
     With `over: tokens`, less the mean of that over all tokens, as verl whitens: where responses of
     unlike length differ in reward, a zero-variance group has an advantage too.
     """
-    centred = centre(graded.rewards, graded.graded)
+    centred = centre(graded.rewards, graded.mask)
     if settings.over == "tokens":
         return standardise_over_tokens(centred, graded, settings.std)
     return scale_over_batch(centred, graded, settings.std)

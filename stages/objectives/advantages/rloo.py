@@ -20,5 +20,5 @@ class RlooSettings(AdvantageBase):
 @advantage(RlooSettings, source="arXiv 2402.14740")
 def rloo(graded: Graded, settings: RlooSettings) -> Tensor:
     """Return R - mean of the others of the group = n / (n - 1) (R - mean), [groups, G]."""
-    count = graded.graded.sum(-1, keepdim=True)
-    return centre(graded.rewards, graded.graded) * count / (count - 1).clamp(min=1)
+    count = graded.mask.sum(-1, keepdim=True)
+    return centre(graded.rewards, graded.mask) * count / (count - 1).clamp(min=1)

@@ -32,6 +32,6 @@ def sequence_token_ratio(tokens: Tokens, settings: SequenceTokenRatioSettings) -
 
     It equals `sequence` where the tokens of a response share one advantage.
     """
-    own = bounded_exp(tokens.logprobs - tokens.logprobs.detach())
-    ratio = response_ratio(tokens).detach() * own
+    unit = bounded_exp(tokens.logprobs - tokens.logprobs.detach())
+    ratio = response_ratio(tokens).detach() * unit
     return clipped_surrogate(ratio, tokens.advantages, settings)

@@ -11,8 +11,7 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from stages.objectives.graded import Graded, constant
-from stages.objectives.graded import compute_advantages as advantages
+from stages.objectives.graded import Graded, compute_advantages, constant
 from stages.objectives.loss import AdvantageSettings
 from stages.objectives.registry import ADVANTAGES
 from tests.stages.objectives.objective_cases import assert_close, real
@@ -33,21 +32,21 @@ def graded(rewards: list[list[float]], **more: Any) -> Graded:
     """
     values = real(rewards)
     lengths = torch.arange(1, values.shape[1] + 1).expand(values.shape)
-    given: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "rewards": values,
-        "graded": torch.ones(values.shape, dtype=torch.bool),
+        "mask": torch.ones(values.shape, dtype=torch.bool),
         "lengths": lengths,
-        "parts": values.unsqueeze(-1),
+        "part_rewards": values.unsqueeze(-1),
         "weights": real([1.0]),
         "step_rewards": values.unsqueeze(-1),
         "step_ends": (lengths - 1).unsqueeze(-1),
     }
-    return Graded(**{**given, **more})
+    return Graded(**{**fields, **more})
 
 
-def of_responses(found: Tensor) -> Tensor:
+def of_responses(advantages: Tensor) -> Tensor:
     """Return [groups, G]: the advantage of a response, or of its first token."""
-    return found[..., 0]
+    return advantages[..., 0]
 
 
 @pytest.mark.parametrize(
@@ -60,55 +59,61 @@ def of_responses(found: Tensor) -> Tensor:
     ],
 )
 def test_vector_1(name: str, std: str | None, expected: list[float]) -> None:
-    found = advantages(graded([VECTOR_1]), settings(name, **({"std": std} if std else {})))
+    advantages = compute_advantages(
+        graded([VECTOR_1]), settings(name, **({"std": std} if std else {}))
+    )
     # Adding 1e-6 to the standard deviation moves the fifth digit of the vector's values.
-    assert_close(of_responses(found), [expected], tolerance=5e-6)
+    assert_close(of_responses(advantages), [expected], tolerance=5e-6)
 
 
 def test_vector_12() -> None:
-    parts = real([[1.0, 0.1], [0.0, 0.2], [1.0, 0.3], [0.0, 0.4]]).unsqueeze(0)
-    batch = graded([[1.1, 0.2, 1.3, 0.4]], parts=parts, weights=real([1.0, 1.0]))
+    part_rewards = real([[1.0, 0.1], [0.0, 0.2], [1.0, 0.3], [0.0, 0.4]]).unsqueeze(0)
+    batch = graded([[1.1, 0.2, 1.3, 0.4]], part_rewards=part_rewards, weights=real([1.0, 1.0]))
     expected = [-0.3416, -1.4472, 1.4472, 0.3416]
-    found = advantages(batch, settings("mo_grpo", std="population"))
-    assert_close(of_responses(found), [expected], tolerance=5e-5)
+    advantages = compute_advantages(batch, settings("mo_grpo", std="population"))
+    assert_close(of_responses(advantages), [expected], tolerance=5e-5)
     # GDPO divides by their deviation: the mean of the squares is (.3416^2 + 1.4472^2) / 2.
     divisor = ((0.3416**2 + 1.4472**2) / 2) ** 0.5
-    found = advantages(batch, settings("gdpo", std="population"))
-    assert_close(of_responses(found), [[value / divisor for value in expected]], tolerance=5e-5)
+    advantages = compute_advantages(batch, settings("gdpo", std="population"))
+    assert_close(
+        of_responses(advantages), [[value / divisor for value in expected]], tolerance=5e-5
+    )
 
 
 def test_parts_are_weighted_after_they_are_standardised() -> None:
-    parts = real([[1.0, 100.0], [0.0, 300.0]]).unsqueeze(0)
-    batch = graded([[0.0, 1.0]], parts=parts, weights=real([2.0, 0.5]))
-    found = advantages(batch, settings("mo_grpo", std="population"))
-    assert_close(of_responses(found), [[1.5, -1.5]], tolerance=5e-6)
+    part_rewards = real([[1.0, 100.0], [0.0, 300.0]]).unsqueeze(0)
+    batch = graded([[0.0, 1.0]], part_rewards=part_rewards, weights=real([2.0, 0.5]))
+    advantages = compute_advantages(batch, settings("mo_grpo", std="population"))
+    assert_close(of_responses(advantages), [[1.5, -1.5]], tolerance=5e-6)
 
 
 def test_the_baseline_of_reinforce_pp_is_the_whole_batch() -> None:
     rewards = [[1.0, 0.0, 1.0], [4.0, 4.0, 4.0]]
     flat = [value for group in rewards for value in group]
     mean, deviation = statistics.mean(flat), statistics.stdev(flat)
-    found = advantages(graded(rewards), settings("reinforce_pp"))
+    advantages = compute_advantages(graded(rewards), settings("reinforce_pp"))
     expected = [[(value - mean) / deviation for value in group] for group in rewards]
-    assert_close(of_responses(found), expected, tolerance=5e-6)
+    assert_close(of_responses(advantages), expected, tolerance=5e-6)
     centred = [1 / 3, -2 / 3, 1 / 3, 0, 0, 0]
     deviation = statistics.stdev(centred)
-    found = advantages(graded(rewards), settings("reinforce_pp_baseline"))
-    assert_close(of_responses(found).flatten(), [c / deviation for c in centred], tolerance=5e-6)
+    advantages = compute_advantages(graded(rewards), settings("reinforce_pp_baseline"))
+    assert_close(
+        of_responses(advantages).flatten(), [c / deviation for c in centred], tolerance=5e-6
+    )
 
 
 @pytest.mark.parametrize("std", ["sample", "population"])
 def test_reinforce_pp_over_tokens_counts_a_response_by_its_length(std: str) -> None:
     batch = graded([[1.0, 0.0, 1.0], [4.0, 2.0, 9.0]])  # of 1, 2 and 3 tokens
     useful = torch.tensor([[True, True, True], [True, True, False]])
-    batch = replace(batch, graded=useful)
+    batch = replace(batch, mask=useful)
     tokens = [1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 4.0, 2.0, 2.0]
     mean = statistics.mean(tokens)
     deviation = {"sample": statistics.stdev, "population": statistics.pstdev}[std](tokens)
     expected = [[(value - mean) / deviation for value in (1, 0, 1)]]
     expected += [[(4 - mean) / deviation, (2 - mean) / deviation, 0.0]]
-    found = advantages(batch, settings("reinforce_pp", over="tokens", std=std))
-    assert_close(of_responses(found), expected, tolerance=5e-6)
+    advantages = compute_advantages(batch, settings("reinforce_pp", over="tokens", std=std))
+    assert_close(of_responses(advantages), expected, tolerance=5e-6)
 
 
 @pytest.mark.parametrize("std", ["sample", "population"])
@@ -117,34 +122,41 @@ def test_reinforce_pp_baseline_over_tokens_whitens_as_verl(std: str) -> None:
     batch = graded([[1.0, 0.0, 1.0], [4.0, 2.0, 9.0], [3.0, 3.0, 3.0]])  # of 1, 2 and 3 tokens
     useful = torch.ones(3, 3, dtype=torch.bool)
     useful[1, 2] = False
-    batch = replace(batch, graded=useful)
+    batch = replace(batch, mask=useful)
     scores = [[1 / 3, -2 / 3, 1 / 3], [1.0, -1.0], [0.0, 0.0, 0.0]]
-    tokens = [score for own in scores for n, score in enumerate(own, 1) for _ in range(n)]
+    tokens = [
+        score
+        for group_scores in scores
+        for n, score in enumerate(group_scores, 1)
+        for _ in range(n)
+    ]
     mean = statistics.mean(tokens)
     deviation = {"sample": statistics.stdev, "population": statistics.pstdev}[std](tokens)
-    expected = [[(score - mean) / deviation for score in own] for own in scores]
+    expected = [[(score - mean) / deviation for score in group_scores] for group_scores in scores]
     expected[1].append(0.0)  # not graded
     how = settings("reinforce_pp_baseline", over="tokens", std=std)
-    found = of_responses(advantages(batch, how))
-    assert_close(found, expected, tolerance=5e-6)
-    assert found[2].all()  # tokens of unlike length give a zero-variance group an advantage
+    advantages = of_responses(compute_advantages(batch, how))
+    assert_close(advantages, expected, tolerance=5e-6)
+    assert advantages[2].all()  # tokens of unlike length give a zero-variance group an advantage
     assert how.zero_variance_teaches
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "dr_grpo", "reinforce_pp_baseline", "gdpo"])
 def test_group_advantages_sum_to_zero(name: str) -> None:
     rewards = torch.rand(5, 8, generator=torch.Generator().manual_seed(0)).tolist()
-    found = of_responses(advantages(graded(rewards), settings(name)))
-    assert_close(found.sum(-1), [0.0] * 5, tolerance=1e-12)
+    advantages = of_responses(compute_advantages(graded(rewards), settings(name)))
+    assert_close(advantages.sum(-1), [0.0] * 5, tolerance=1e-12)
 
 
 @pytest.mark.parametrize("name", OF_GROUPS)
 def test_a_zero_variance_group_gets_exactly_zero(name: str) -> None:
     batch = graded([[0.1] * 7, [0.3] * 7, [1.0] * 6 + [0.0]])
-    assert constant(batch.rewards, batch.graded).flatten().tolist() == [True, True, False]
-    found = advantages(batch, settings(name, **({"keep": 7} if name == "gfpo" else {})))
-    assert not found[:2].any()
-    assert of_responses(found)[2].all()
+    assert constant(batch.rewards, batch.mask).flatten().tolist() == [True, True, False]
+    advantages = compute_advantages(
+        batch, settings(name, **({"keep": 7} if name == "gfpo" else {}))
+    )
+    assert not advantages[:2].any()
+    assert of_responses(advantages)[2].all()
 
 
 @pytest.mark.parametrize("name", WITHOUT_A_CRITIC)
@@ -155,42 +167,50 @@ def test_ungraded_responses_change_nothing(name: str) -> None:
     rewards = real([[1.0, 0.0, 0.5, nan], [nan, 0.0, 1.0, 0.0]])
     lengths = torch.tensor([[1, 2, 3, 1], [1, 1, 2, 3]])
     holes = graded(
-        rewards.tolist(), graded=mask, lengths=lengths, step_ends=(lengths - 1).unsqueeze(-1)
+        rewards.tolist(), mask=mask, lengths=lengths, step_ends=(lengths - 1).unsqueeze(-1)
     )
-    found = advantages(holes, settings(name))
-    assert not found[~mask].any()
-    assert_close(found[mask], advantages(whole, settings(name)).flatten(0, 1), tolerance=1e-14)
+    advantages = compute_advantages(holes, settings(name))
+    assert not advantages[~mask].any()
+    assert_close(
+        advantages[mask], compute_advantages(whole, settings(name)).flatten(0, 1), tolerance=1e-14
+    )
 
 
 def test_reinforce_pp_needs_no_second_response_to_a_prompt() -> None:
-    found = of_responses(advantages(graded([[1.0], [0.0], [1.0]]), settings("reinforce_pp")))
+    advantages = of_responses(
+        compute_advantages(graded([[1.0], [0.0], [1.0]]), settings("reinforce_pp"))
+    )
     deviation = statistics.stdev([1, 0, 1])
-    assert_close(found.flatten(), [x / deviation for x in (1 / 3, -2 / 3, 1 / 3)], tolerance=5e-6)
+    assert_close(
+        advantages.flatten(), [x / deviation for x in (1 / 3, -2 / 3, 1 / 3)], tolerance=5e-6
+    )
 
 
 @pytest.mark.parametrize("name", OF_GROUPS)
 def test_a_single_graded_response_has_no_advantage(name: str) -> None:
     mask = torch.tensor([[True, False], [True, True], [False, False]])
-    batch = graded([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0]], graded=mask)
-    found = advantages(batch, settings(name))
-    assert not found[0].any()
-    assert found[1].any()
-    assert not found[2].any()
+    batch = graded([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0]], mask=mask)
+    advantages = compute_advantages(batch, settings(name))
+    assert not advantages[0].any()
+    assert advantages[1].any()
+    assert not advantages[2].any()
     assert batch.comparable.tolist() == [False, True, False]
-    nobody = graded([[1.0, 0.0]], graded=torch.zeros(1, 2, dtype=torch.bool))
-    assert advantages(nobody, settings(name)).tolist() == [[[0.0], [0.0]]]
+    nobody = graded([[1.0, 0.0]], mask=torch.zeros(1, 2, dtype=torch.bool))
+    assert compute_advantages(nobody, settings(name)).tolist() == [[[0.0], [0.0]]]
 
 
 def test_gfpo_learns_only_from_kept_responses() -> None:
     batch = graded([[1.0, 0.0, 1.0, 0.0]], lengths=torch.tensor([[9, 5, 5, 4]]))
-    shortest = advantages(batch, settings("gfpo", keep=3, std="population"))
+    shortest = compute_advantages(batch, settings("gfpo", keep=3, std="population"))
     # Kept are rewards 0, 1, 0, of mean 1/3 and deviation sqrt(2)/3.
     expected = [0.0, -(0.5**0.5), 2**0.5, -(0.5**0.5)]
     assert_close(of_responses(shortest), [expected], tolerance=5e-6)
-    densest = advantages(batch, settings("gfpo", keep=2, by="reward_per_token"))
+    densest = compute_advantages(batch, settings("gfpo", keep=2, by="reward_per_token"))
     assert not of_responses(densest).any()  # both kept are right
-    everything = advantages(batch, settings("gfpo", keep=99))
-    assert_close(of_responses(everything), of_responses(advantages(batch, settings("grpo"))))
+    everything = compute_advantages(batch, settings("gfpo", keep=99))
+    assert_close(
+        of_responses(everything), of_responses(compute_advantages(batch, settings("grpo")))
+    )
 
 
 def test_a_token_gets_the_rewards_of_its_step_and_later_ones() -> None:
@@ -202,18 +222,18 @@ def test_a_token_gets_the_rewards_of_its_step_and_later_ones() -> None:
         step_rewards=steps,
         step_ends=ends,
     )
-    found = advantages(batch, settings("process", std="population"))
+    advantages = compute_advantages(batch, settings("process", std="population"))
     # The steps of the first group: 1, 0 and 1, of mean 2/3 and deviation sqrt(2)/3.
     right, wrong = 0.5**0.5, -(2**0.5)
     expected = [
         [right + wrong, right + wrong, wrong, wrong, 0.0],
         [right, 0.0, 0.0, 0.0, 0.0],
     ]
-    assert_close(found[0], expected, tolerance=5e-6)
-    assert not found[1].any()  # all rewards of its steps are equal
+    assert_close(advantages[0], expected, tolerance=5e-6)
+    assert not advantages[1].any()  # all rewards of its steps are equal
     # The rest of a reward is added to every token, as in `grpo`: here a punishment.
     punished = replace(batch, rewards=batch.rewards - real([[1.0, 0.0], [0.0, 0.0]]))
-    change = advantages(punished, settings("process", std="population")) - found
+    change = compute_advantages(punished, settings("process", std="population")) - advantages
     assert_close(change[0], [[-1.0] * 5, [1.0] * 5], tolerance=5e-6)
     assert not change[1].any()
 
@@ -223,6 +243,6 @@ def test_a_token_gets_the_rewards_of_its_step_and_later_ones() -> None:
     [("mo_grpo", "without parts"), ("gdpo", "without parts"), ("process", "a response's steps")],
 )
 def test_missing_parts_and_steps_are_reported(name: str, message: str) -> None:
-    plain = graded([VECTOR_1], parts=None, weights=None, step_rewards=None, step_ends=None)
+    plain = graded([VECTOR_1], part_rewards=None, weights=None, step_rewards=None, step_ends=None)
     with pytest.raises(ValueError, match=message):
-        advantages(plain, settings(name))
+        compute_advantages(plain, settings(name))

@@ -47,13 +47,13 @@ def test_length_weights_are_their_formula_group_by_group(exponent: float) -> Non
         scores = [(length - statistics.mean(group)) / deviation for length in group]
         powers = [math.exp((1 + score / 9) ** exponent) for score in scores]
         expected += [len(group) * power / sum(powers) for power in powers]
-    found = length_weights(
+    weights = length_weights(
         real([lengths[place] for place in order]),
         torch.tensor([numbers[place] for place in order]),
         real(exponent),
     )
-    assert_close(found, [expected[place] for place in order], tolerance=1e-12)
-    assert (found[order.index(1)] > found[order.index(2)]) == (exponent > 0)  # 8 tokens, and 1
+    assert_close(weights, [expected[place] for place in order], tolerance=1e-12)
+    assert (weights[order.index(1)] > weights[order.index(2)]) == (exponent > 0)  # 8 tokens, and 1
 
 
 def test_the_exponent_has_the_gradient_of_its_definition() -> None:

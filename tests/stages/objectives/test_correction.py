@@ -68,8 +68,8 @@ def test_an_outlier_token_is_weighted_alone_by_default() -> None:
     old = real([[1000.0] + [1.0] * 19]).log()
     mask = torch.ones(1, 20, dtype=torch.bool)
     for settings, expected in ((IcePopSettings(), 0.0), (TisSettings(), 2.0)):
-        found = correction_weights(old, torch.zeros_like(old), mask, settings)
-        assert_close(found, [[expected] + [1.0] * 19], tolerance=1e-12)
+        weights = correction_weights(old, torch.zeros_like(old), mask, settings)
+        assert_close(weights, [[expected] + [1.0] * 19], tolerance=1e-12)
 
 
 def test_a_response_without_tokens_has_a_finite_weight() -> None:
@@ -84,14 +84,14 @@ def test_a_response_without_tokens_has_a_finite_weight() -> None:
 
 
 @pytest.mark.parametrize(
-    ("advantage", "delta", "kept"),
+    ("advantage", "delta", "is_kept"),
     [(-1, 0.1, False), (1, 0.1, True), (-1, 0.21, True), (-1, 0.19, False), (0, 0.1, True)],
 )
-def test_vector_5(advantage: float, delta: float, kept: bool) -> None:
+def test_vector_5(advantage: float, delta: float, is_kept: bool) -> None:
     """The mean of log mu - log pi_theta is .2."""
     engine, logprobs = real([[-1.0, -0.5, -2.0, 9.0]]), real([[-1.4, -0.6, -2.1, torch.nan]])
     mask = torch.tensor([[True, True, True, False]])
     settings = SequenceMaskSettings(enabled=True, delta=delta)
     advantages = torch.full_like(engine, advantage)
-    found = sequence_mask(Tokens(logprobs, logprobs, engine, advantages, mask), settings)
-    assert found.tolist() == [[kept] * 4]
+    keep_mask = sequence_mask(Tokens(logprobs, logprobs, engine, advantages, mask), settings)
+    assert keep_mask.tolist() == [[is_kept] * 4]

@@ -30,8 +30,8 @@ EVERYWHERE = {"name": "exopd", "lambda": LAMBDA, "extrapolate": "everywhere"}
 NUCLEUS = {"name": "exopd", "lambda": LAMBDA, "extrapolate": "nucleus", "top_p": TOP_P}
 
 
-def method(given: Any) -> MethodBase:
-    return TypeAdapter(MethodSettings).validate_python(given)
+def method(keys: Any) -> MethodBase:
+    return TypeAdapter(MethodSettings).validate_python(keys)
 
 
 def sampled(name: str, **keys: Any) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def sampled(name: str, **keys: Any) -> dict[str, Any]:
 def batch() -> MicroBatch:
     """Return three responses with advantages; a token of one is not learned."""
     draw = np.random.default_rng(0)
-    drawn = [
+    samples = [
         Sample(
             domain="a",
             prompt=np.array([2, 3], np.int32),
@@ -52,7 +52,7 @@ def batch() -> MicroBatch:
         )
         for length in (4, 5, 1)
     ]
-    return collate(drawn, RankPlace(), replay=False)
+    return collate(samples, RankPlace(), replay=False)
 
 
 def drawn(rows: int, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
@@ -70,22 +70,27 @@ def lazy(logits: Tensor) -> HeadLogits:
 
 
 def taught(
-    settings: MethodBase, logits: dict[str, Tensor], part: MicroBatch, temperature: float = 1.0
+    settings: MethodBase,
+    logits: dict[str, Tensor],
+    micro_batch: MicroBatch,
+    temperature: float = 1.0,
 ) -> TaughtTokens:
-    responses = Responses(logits["student"], part)
+    responses = Responses(logits["student"], micro_batch)
     logprobs = responses.logprobs(temperature)
     if settings.weighing.name != "none":
-        mu = part.engine_logprobs.to(logprobs.dtype)
-        part.weights = correction_weights(logprobs.detach(), mu, part.mask, settings.weighing)
+        mu = micro_batch.engine_logprobs.to(logprobs.dtype)
+        micro_batch.weights = correction_weights(
+            logprobs.detach(), mu, micro_batch.mask, settings.weighing
+        )
     start = lazy(logits["start"]) if settings.start_model is not None else None
     return TaughtTokens(responses, lazy(logits["teacher"]), start, logprobs, temperature)
 
 
-def values(given: Any, logits: dict[str, Tensor], part: MicroBatch) -> Tensor:
+def values(keys: Any, logits: dict[str, Tensor], micro_batch: MicroBatch) -> Tensor:
     """Return the method's loss of every learned token."""
-    settings = method(given)
-    found = METHODS[settings.name](taught(settings, logits, part), settings)
-    return found[part.mask]
+    settings = method(keys)
+    losses = METHODS[settings.name](taught(settings, logits, micro_batch), settings)
+    return losses[micro_batch.mask]
 
 
 # The formulas, on log-probabilities [n, vocabulary] of student, teacher and start in float64.
@@ -107,17 +112,17 @@ def top_k(of: Rows, lumped: bool) -> Tensor:
     p, q = (of[name].exp().gather(1, ids) for name in ("student", "teacher"))
     value = (p * (p / q).log() - p + q).sum(-1)
     rest_p, rest_q = 1 - p.sum(-1), 1 - q.sum(-1)
-    rest = rest_p * (rest_p / rest_q).log() - rest_p + rest_q
-    return value + rest if lumped else value
+    tail = rest_p * (rest_p / rest_q).log() - rest_p + rest_q
+    return value + tail if lumped else value
 
 
 def nucleus(log_q: Tensor) -> Tensor:
     """Return a mask of the fewest ids with TOP_P of the probability, row by row."""
     held = torch.zeros_like(log_q, dtype=torch.bool)
-    for row, found in zip(log_q.exp(), held, strict=True):
+    for row, row_mask in zip(log_q.exp(), held, strict=True):
         total = 0.0
         for at in row.argsort(descending=True).tolist():
-            found[at] = True
+            row_mask[at] = True
             total += float(row[at])
             if total >= TOP_P:
                 break
@@ -130,76 +135,93 @@ def beyond(of: Rows, where: Tensor | None) -> Tensor:
     return (of["teacher"] + (LAMBDA - 1) * learned).log_softmax(-1)
 
 
-def gate(of: Rows, part: MicroBatch) -> Tensor:
+def gate(of: Rows, micro_batch: MicroBatch) -> Tensor:
     """Return IcePop's weights of the learned tokens."""
-    mu = part.engine_logprobs[part.mask].double()
-    ratio = (chosen(of["student"], part).detach() - mu).exp()
+    mu = micro_batch.engine_logprobs[micro_batch.mask].double()
+    ratio = (chosen(of["student"], micro_batch).detach() - mu).exp()
     return ratio.where((ratio >= 0.5) & (ratio <= 5.0), 0.0)
 
 
-def chosen(log_p: Tensor, part: MicroBatch) -> Tensor:
-    return log_p.gather(1, part.targets[part.mask].unsqueeze(1)).squeeze(1)
+def chosen(log_p: Tensor, micro_batch: MicroBatch) -> Tensor:
+    return log_p.gather(1, micro_batch.targets[micro_batch.mask].unsqueeze(1)).squeeze(1)
 
 
-def surrogate(of: Rows, part: MicroBatch, advantages: Tensor) -> Tensor:
-    return -gate(of, part) * advantages.detach() * chosen(of["student"], part)
+def surrogate(of: Rows, micro_batch: MicroBatch, advantages: Tensor) -> Tensor:
+    return -gate(of, micro_batch) * advantages.detach() * chosen(of["student"], micro_batch)
 
 
-def gain(of: Rows, part: MicroBatch) -> Tensor:
-    return chosen(of["teacher"], part) - chosen(of["student"], part)
+def gain(of: Rows, micro_batch: MicroBatch) -> Tensor:
+    return chosen(of["teacher"], micro_batch) - chosen(of["student"], micro_batch)
 
 
-def of_rewards(part: MicroBatch) -> Tensor:
-    return part.advantages[part.mask].double()
+def of_rewards(micro_batch: MicroBatch) -> Tensor:
+    return micro_batch.advantages[micro_batch.mask].double()
 
 
-def exopd_sampled(of: Rows, part: MicroBatch, where: Tensor | None) -> Tensor:
-    ours, theirs, base = (chosen(of[name], part) for name in ("student", "teacher", "start"))
+def exopd_sampled(of: Rows, micro_batch: MicroBatch, where: Tensor | None) -> Tensor:
+    ours, theirs, base = (chosen(of[name], micro_batch) for name in ("student", "teacher", "start"))
     factor = torch.full_like(ours, LAMBDA)
     if where is not None:
-        held = where.gather(1, part.targets[part.mask].unsqueeze(1)).squeeze(1)
+        held = where.gather(1, micro_batch.targets[micro_batch.mask].unsqueeze(1)).squeeze(1)
         factor = factor.where(held, 1.0)
     # With a factor of 1 the start cancels: what remains is the teacher's advantage.
-    return surrogate(of, part, -(ours - base - factor * (theirs - base)))
+    return surrogate(of, micro_batch, -(ours - base - factor * (theirs - base)))
 
 
-def iw(of: Rows, part: MicroBatch) -> Tensor:
-    each = gain(of, part).detach()
-    weights = torch.empty_like(each)
-    rows = torch.arange(len(part.mask)).unsqueeze(1).expand_as(part.mask)[part.mask]
+def iw(of: Rows, micro_batch: MicroBatch) -> Tensor:
+    advantages = gain(of, micro_batch).detach()
+    weights = torch.empty_like(advantages)
+    rows = (
+        torch.arange(len(micro_batch.mask))
+        .unsqueeze(1)
+        .expand_as(micro_batch.mask)[micro_batch.mask]
+    )
     for row in rows.unique():
-        own = each[rows == row].abs()
-        before = torch.stack([own[:at].sum() for at in range(len(own))])
-        weights[rows == row] = 1 + GAMMA * (1 - before / own.sum())
-    return surrogate(of, part, weights * each)
+        sizes = advantages[rows == row].abs()
+        before = torch.stack([sizes[:at].sum() for at in range(len(sizes))])
+        weights[rows == row] = 1 + GAMMA * (1 - before / sizes.sum())
+    return surrogate(of, micro_batch, weights * advantages)
 
 
 CASES: dict[str, tuple[Any, Callable[[Rows, MicroBatch], Tensor]]] = {
-    "reverse": ("full_vocab_reverse_kl", lambda of, part: kl(of["student"], of["teacher"])),
-    "forward": ("forward_kl", lambda of, part: kl(of["teacher"], of["student"])),
-    "jsd": ({"name": "jsd", "beta": BETA}, lambda of, part: jsd(of["student"], of["teacher"])),
-    "top_k": ({"name": "top_k_reverse_kl", "k": K}, lambda of, part: top_k(of, lumped=False)),
+    "reverse": ("full_vocab_reverse_kl", lambda of, micro_batch: kl(of["student"], of["teacher"])),
+    "forward": ("forward_kl", lambda of, micro_batch: kl(of["teacher"], of["student"])),
+    "jsd": (
+        {"name": "jsd", "beta": BETA},
+        lambda of, micro_batch: jsd(of["student"], of["teacher"]),
+    ),
+    "top_k": (
+        {"name": "top_k_reverse_kl", "k": K},
+        lambda of, micro_batch: top_k(of, lumped=False),
+    ),
     "lumped": (
         {"name": "top_k_reverse_kl", "k": K, "tail": "lumped"},
-        lambda of, part: top_k(of, lumped=True),
+        lambda of, micro_batch: top_k(of, lumped=True),
     ),
-    "everywhere": (EVERYWHERE, lambda of, part: kl(of["student"], beyond(of, None))),
-    "nucleus": (NUCLEUS, lambda of, part: kl(of["student"], beyond(of, nucleus(of["teacher"])))),
+    "everywhere": (EVERYWHERE, lambda of, micro_batch: kl(of["student"], beyond(of, None))),
+    "nucleus": (
+        NUCLEUS,
+        lambda of, micro_batch: kl(of["student"], beyond(of, nucleus(of["teacher"]))),
+    ),
     "sampled": (
         sampled("sampled_token", reward_weight=ALPHA),
-        lambda of, part: surrogate(of, part, gain(of, part) + ALPHA * of_rewards(part)),
+        lambda of, micro_batch: surrogate(
+            of, micro_batch, gain(of, micro_batch) + ALPHA * of_rewards(micro_batch)
+        ),
     ),
     "exopd sampled": (
         {**EVERYWHERE, **sampled("exopd", over="sampled")},
-        lambda of, part: exopd_sampled(of, part, None),
+        lambda of, micro_batch: exopd_sampled(of, micro_batch, None),
     ),
     "exopd sampled nucleus": (
         {**NUCLEUS, **sampled("exopd", over="sampled")},
-        lambda of, part: exopd_sampled(of, part, nucleus(of["teacher"])),
+        lambda of, micro_batch: exopd_sampled(of, micro_batch, nucleus(of["teacher"])),
     ),
     "opd_reward": (
         sampled("opd_reward", teacher_weight=1.5),
-        lambda of, part: surrogate(of, part, of_rewards(part) + 1.5 * gain(of, part)),
+        lambda of, micro_batch: surrogate(
+            of, micro_batch, of_rewards(micro_batch) + 1.5 * gain(of, micro_batch)
+        ),
     ),
     "iw_opd": (sampled("iw_opd", gamma=GAMMA), iw),
 }
@@ -208,33 +230,35 @@ CASES: dict[str, tuple[Any, Callable[[Rows, MicroBatch], Tensor]]] = {
 @pytest.mark.parametrize("dtype", BOUND)
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients_are_the_formula_s(name: str, dtype: torch.dtype) -> None:
-    given, formula = CASES[name]
-    part = batch()
-    logits = drawn(len(part.place), dtype)
-    whole = {key: each.double().clone() for key, each in logits.items()}
+    keys, formula = CASES[name]
+    micro_batch = batch()
+    logits = drawn(len(micro_batch.place), dtype)
+    whole = {key: tensor.double().clone() for key, tensor in logits.items()}
     for held in (logits, whole):
         held["student"].requires_grad_()
-    given = {"name": given} if isinstance(given, str) else given
-    found = values(given, logits, part)
+    keys = {"name": keys} if isinstance(keys, str) else keys
+    losses = values(keys, logits, micro_batch)
     # Rows are in the order of the learned tokens: one rank, no padding.
-    truth = formula({key: each.log_softmax(-1) for key, each in whole.items()}, part)
-    upstream = torch.linspace(-1, 2, len(found), dtype=torch.float64)
-    (found * upstream).sum().backward()
+    truth = formula({key: tensor.log_softmax(-1) for key, tensor in whole.items()}, micro_batch)
+    upstream = torch.linspace(-1, 2, len(losses), dtype=torch.float64)
+    (losses * upstream).sum().backward()
     (truth * upstream).sum().backward()
-    assert found.dtype == dtype
+    assert losses.dtype == dtype
     size = truth.detach().abs().max().clamp(min=1)
-    assert float((found.double() - truth).detach().abs().max() / size) < BOUND[dtype]
+    assert float((losses.double() - truth).detach().abs().max() / size) < BOUND[dtype]
     assert logits["student"].grad is not None and whole["student"].grad is not None
     error = (logits["student"].grad.double() - whole["student"].grad).abs().max() / size
     assert float(error) < BOUND[dtype]
 
 
-def gradient(given: Any, logits: dict[str, Tensor], part: MicroBatch) -> tuple[Tensor, Tensor]:
+def gradient(
+    keys: Any, logits: dict[str, Tensor], micro_batch: MicroBatch
+) -> tuple[Tensor, Tensor]:
     ours = {**logits, "student": logits["student"].clone().requires_grad_()}
-    found = values(given, ours, part)
-    found.sum().backward()
+    losses = values(keys, ours, micro_batch)
+    losses.sum().backward()
     assert ours["student"].grad is not None
-    return found.detach(), ours["student"].grad
+    return losses.detach(), ours["student"].grad
 
 
 @pytest.mark.parametrize("dtype", BOUND)
@@ -244,9 +268,9 @@ def test_with_lambda_1_exopd_is_the_reverse_kl_or_the_sampled_token_bit_for_bit(
     logits = drawn(len(batch().place), dtype)
     for over, other in (("vocabulary", "full_vocab_reverse_kl"), ("sampled", "sampled_token")):
         for where in ("everywhere", "nucleus"):
-            given = {"name": "exopd", "lambda": 1.0, "over": over, "extrapolate": where}
+            keys = {"name": "exopd", "lambda": 1.0, "over": over, "extrapolate": where}
             pairs = zip(
-                gradient(given, logits, batch()),
+                gradient(keys, logits, batch()),
                 gradient({"name": other}, logits, batch()),
                 strict=True,
             )
@@ -255,7 +279,7 @@ def test_with_lambda_1_exopd_is_the_reverse_kl_or_the_sampled_token_bit_for_bit(
 
 @pytest.mark.parametrize("dtype", BOUND)
 @pytest.mark.parametrize(
-    "given",
+    "keys",
     [
         {"name": "full_vocab_reverse_kl"},
         {"name": "forward_kl"},
@@ -270,10 +294,10 @@ def test_with_lambda_1_exopd_is_the_reverse_kl_or_the_sampled_token_bit_for_bit(
     ],
     ids=str,
 )
-def test_a_student_that_is_its_teacher_learns_nothing(given: Any, dtype: torch.dtype) -> None:
+def test_a_student_that_is_its_teacher_learns_nothing(keys: Any, dtype: torch.dtype) -> None:
     logits = drawn(len(batch().place), dtype)
     logits["teacher"] = logits["student"].clone()
-    for zero in gradient(given, logits, batch()):
+    for zero in gradient(keys, logits, batch()):
         assert not zero.any()
 
 
@@ -282,9 +306,9 @@ def test_a_teacher_that_learned_nothing_is_not_extrapolated(over: str) -> None:
     logits = drawn(len(batch().place), torch.float64)
     logits["start"] = logits["teacher"].clone()
     other = "full_vocab_reverse_kl" if over == "vocabulary" else "sampled_token"
-    for given in (EVERYWHERE, NUCLEUS):
-        found = gradient({**given, "over": over}, logits, batch())
-        for ours, theirs in zip(found, gradient({"name": other}, logits, batch()), strict=True):
+    for keys in (EVERYWHERE, NUCLEUS):
+        pair = gradient({**keys, "over": over}, logits, batch())
+        for ours, theirs in zip(pair, gradient({"name": other}, logits, batch()), strict=True):
             assert torch.allclose(ours, theirs, rtol=0, atol=1e-12)
 
 
@@ -292,9 +316,9 @@ def test_a_logit_s_constant_changes_no_target() -> None:
     """Logits of two models differ by any constant in each row."""
     logits = drawn(len(batch().place), torch.float64)
     moved = {**logits, "start": logits["start"] + 7, "teacher": logits["teacher"] - 3}
-    for given in (EVERYWHERE, NUCLEUS):
+    for keys in (EVERYWHERE, NUCLEUS):
         for ours, theirs in zip(
-            gradient(given, logits, batch()), gradient(given, moved, batch()), strict=True
+            gradient(keys, logits, batch()), gradient(keys, moved, batch()), strict=True
         ):
             assert torch.allclose(ours, theirs, rtol=0, atol=1e-12)
 
@@ -305,9 +329,9 @@ def test_jsd_tends_to_both_kls() -> None:
         (1e-9, 1e-9, "forward_kl"),
         (1 - 1e-9, 1e-9, "full_vocab_reverse_kl"),
     ):
-        found = gradient({"name": "jsd", "beta": beta}, logits, batch())
+        pair = gradient({"name": "jsd", "beta": beta}, logits, batch())
         limit = gradient({"name": name}, logits, batch())
-        for ours, theirs in zip(found, limit, strict=True):
+        for ours, theirs in zip(pair, limit, strict=True):
             assert torch.allclose(ours / scale, theirs, rtol=0, atol=1e-4)
 
 
@@ -321,15 +345,15 @@ def test_the_sampled_advantage_estimates_the_gradient_of_the_vocabulary() -> Non
         logprobs=np.zeros(1, np.float32),
     )
     logits = drawn(1, torch.float64)
-    part = collate([one], RankPlace(), replay=False)
-    _, truth = gradient(exact, logits, part)
+    micro_batch = collate([one], RankPlace(), replay=False)
+    _, truth = gradient(exact, logits, micro_batch)
     log_p = logits["student"].log_softmax(-1)[0]
     total = torch.zeros_like(truth)
     for token in range(SIZE):
         one.response = np.array([token], np.int32)
-        part = collate([one], RankPlace(), replay=False)
-        given = {**exact, "over": "sampled", "correction": {"name": "none"}}
-        total += log_p[token].exp() * gradient(given, logits, part)[1]
+        micro_batch = collate([one], RankPlace(), replay=False)
+        keys = {**exact, "over": "sampled", "correction": {"name": "none"}}
+        total += log_p[token].exp() * gradient(keys, logits, micro_batch)[1]
     assert torch.allclose(total, truth, rtol=0, atol=1e-12)
 
 
@@ -345,11 +369,11 @@ def test_a_rest_below_rounding_keeps_its_precision() -> None:
     """In fp32 1 less the probability of a sure teacher's likeliest tokens is rounding alone."""
     logits = drawn(len(batch().place), torch.float32)
     logits["teacher"] = logits["teacher"] * 20
-    wide = {name: each.double() for name, each in logits.items()}
-    given = {"name": "top_k_reverse_kl", "k": K, "tail": "lumped"}
-    rest = wide["teacher"].softmax(-1).sort(descending=True).values[:, K:].sum(-1)
-    assert float(rest.min()) < 1e-9
-    pairs = zip(gradient(given, logits, batch()), gradient(given, wide, batch()), strict=True)
+    wide = {name: tensor.double() for name, tensor in logits.items()}
+    keys = {"name": "top_k_reverse_kl", "k": K, "tail": "lumped"}
+    tail = wide["teacher"].softmax(-1).sort(descending=True).values[:, K:].sum(-1)
+    assert float(tail.min()) < 1e-9
+    pairs = zip(gradient(keys, logits, batch()), gradient(keys, wide, batch()), strict=True)
     for ours, truth in pairs:
         assert float((ours - truth).abs().max() / truth.abs().max()) < 1e-6
 
@@ -382,7 +406,7 @@ def test_a_nucleus_has_the_fewest_ids_with_its_probability(top_p: float, held: i
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("keys", "message"),
     [
         ({"name": "jsd", "beta": 1.0}, "less than 1"),
         ({"name": "jsd", "beta": 0.0}, "greater than 0"),
@@ -395,6 +419,6 @@ def test_a_nucleus_has_the_fewest_ids_with_its_probability(top_p: float, held: i
         ({"name": "kl"}, "does not match any of the expected tags"),
     ],
 )
-def test_wrong_keys_are_refused(given: dict[str, Any], message: str) -> None:
+def test_wrong_keys_are_refused(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
-        method(given)
+        method(keys)

@@ -17,8 +17,8 @@ def test_vector_13() -> None:
 
 
 def test_an_entropy_of_0_is_not_divided_by() -> None:
-    found = edge(real([[1.0, -1.0], [2.0, 2.0]]), real([0.0, 0.0]), real([1.0, 0.0]))
-    assert_close(found, [[10.0, -10.0], [20.0, 20.0]])
+    scaled = edge(real([[1.0, -1.0], [2.0, 2.0]]), real([0.0, 0.0]), real([1.0, 0.0]))
+    assert_close(scaled, [[10.0, -10.0], [20.0, 20.0]])
 
 
 def settings(discount: float, decay: float) -> GaeSettings:
@@ -34,8 +34,8 @@ def test_gae_by_hand() -> None:
     last = deltas[2]
     middle = deltas[1] + 0.45 * last
     first = deltas[0] + 0.45 * middle
-    found = gae(rewards, values, mask, settings(0.5, 0.9))
-    assert_close(found, [[first, middle, last, 0.0]], tolerance=1e-12)
+    advantages = gae(rewards, values, mask, settings(0.5, 0.9))
+    assert_close(advantages, [[first, middle, last, 0.0]], tolerance=1e-12)
 
 
 def test_gae_at_the_bounds_of_lambda() -> None:

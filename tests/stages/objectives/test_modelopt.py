@@ -38,8 +38,8 @@ def reverse_kl(student: Tensor, teacher: Tensor) -> Tensor:
 
 
 def logits_distillation(student: Tensor, teacher: Tensor) -> Tensor:
-    found: Tensor = LogitsDistillationLoss(reduction="none")(student, teacher)
-    return found
+    losses: Tensor = LogitsDistillationLoss(reduction="none")(student, teacher)
+    return losses
 
 
 def jsd(student: Tensor, teacher: Tensor) -> Tensor:
@@ -66,18 +66,18 @@ def jsd(student: Tensor, teacher: Tensor) -> Tensor:
 )
 @pytest.mark.parametrize("seed", range(3))
 def test_losses_are_modelopt_s(name: str, loss: Any, seed: int) -> None:
-    part = batch()
-    logits = drawn(int(part.mask.sum()), torch.float32, seed)
+    micro_batch = batch()
+    logits = drawn(int(micro_batch.mask.sum()), torch.float32, seed)
     weights = torch.rand(len(logits["student"]), generator=torch.Generator().manual_seed(seed))
-    found = {}
+    by_side = {}
     for whose in ("ours", "theirs"):
         student = logits["student"].clone().requires_grad_()
         if whose == "ours":
-            value = values({"name": name}, {**logits, "student": student}, part)
+            value = values({"name": name}, {**logits, "student": student}, micro_batch)
         else:
             value = loss(student, logits["teacher"])
         (value * weights).sum().backward()
-        found[whose] = value.detach(), student.grad
-    for ours, other in zip(found["ours"], found["theirs"], strict=True):
+        by_side[whose] = value.detach(), student.grad
+    for ours, other in zip(by_side["ours"], by_side["theirs"], strict=True):
         assert ours is not None and ours.abs().max() > 1e-3
         torch.testing.assert_close(ours, other, rtol=0, atol=BOUND)

@@ -50,8 +50,8 @@ def batch() -> Tokens:
 
 
 def cut(tokens: Tokens, rows: slice) -> Tokens:
-    given = {field.name: getattr(tokens, field.name) for field in fields(tokens)}
-    return Tokens(**{name: v if v is None else v[rows] for name, v in given.items()})
+    tensors = {field.name: getattr(tokens, field.name) for field in fields(tokens)}
+    return Tokens(**{name: v if v is None else v[rows] for name, v in tensors.items()})
 
 
 def loss_of(tokens: Tokens, totals: Totals = TOTALS, **objective: Any) -> PolicyLoss:
@@ -60,8 +60,8 @@ def loss_of(tokens: Tokens, totals: Totals = TOTALS, **objective: Any) -> Policy
 
 
 def gradient(result: PolicyLoss, tokens: Tokens) -> Tensor:
-    [found] = torch.autograd.grad(result.loss, tokens.logprobs)
-    return found
+    [slopes] = torch.autograd.grad(result.loss, tokens.logprobs)
+    return slopes
 
 
 def test_the_kl_of_stale_samples_has_the_gradient_of_the_kl() -> None:
@@ -104,12 +104,12 @@ def test_every_split_of_the_batch_gives_the_same_loss_and_gradient(
     def run(cuts: list[slice]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         shards = [loss_of(cut(tokens, rows), **objective) for rows in cuts]
         loss = sum((shard.loss for shard in shards), start=real(0.0))
-        [found] = torch.autograd.grad(loss, tokens.logprobs)
+        [slopes] = torch.autograd.grad(loss, tokens.logprobs)
         sums = {
             name: sum((shard.metrics[name].total for shard in shards), start=real(0.0))
             for name in shards[0].metrics
         }
-        return loss.detach(), found, sums
+        return loss.detach(), slopes, sums
 
     whole = run([slice(0, 4)])
     assert whole[1].any()
@@ -124,10 +124,10 @@ def test_masked_positions_change_nothing(ratio: str, estimator: str) -> None:
     objective = {**EVERYTHING, "ratio": {"name": ratio}, "kl": kl}
     results = []
     for filler in (0.0, -7.0, float("nan"), float("inf")):
-        given = {f.name: getattr(batch(), f.name) for f in fields(Tokens)}
+        tensors = {f.name: getattr(batch(), f.name) for f in fields(Tokens)}
         filled = {
             name: values.detach().masked_fill(~MASK, filler)
-            for name, values in given.items()
+            for name, values in tensors.items()
             if values is not None and name != "mask"
         }
         filled["logprobs"].requires_grad_()
@@ -180,13 +180,13 @@ def test_the_gradient_is_the_derivative(ratio: str) -> None:
     objective = {**EVERYTHING, "ratio": {"name": ratio, "clip_low": 0.1, "clip_high": 0.1}}
     # The mask of a sequence steps where the policy moves; away from the step it has no slope.
     objective["sequence_mask"] = {"enabled": True, "delta": 0.05}
-    found = gradient(loss_of(tokens, **objective), tokens)
+    slopes = gradient(loss_of(tokens, **objective), tokens)
     numeric = slope(
-        lambda given: loss_of(replace(tokens, logprobs=given), **objective).loss,
+        lambda logprobs: loss_of(replace(tokens, logprobs=logprobs), **objective).loss,
         tokens.logprobs.detach(),
     )
-    assert found.any()
-    torch.testing.assert_close(found, numeric, atol=1e-8, rtol=0)
+    assert slopes.any()
+    torch.testing.assert_close(slopes, numeric, atol=1e-8, rtol=0)
 
 
 @pytest.mark.parametrize("aggregation", ["sequence_mean", "token_mean"])
@@ -232,28 +232,28 @@ def test_the_engines_bias_is_corrected_or_refused(ratio: str, correction: Correc
     policy, engine = logits.log_softmax(-1), (logits + 0.2 * noise).log_softmax(-1)
     responses = torch.cartesian_prod(*[torch.arange(6)] * 4)
     at = torch.arange(4), responses
-    drawn = engine[at].sum(-1).exp()
+    probabilities = engine[at].sum(-1).exp()
     scores = reward[at].sum(-1)
-    advantages = (scores - (drawn * scores).sum())[:, None].expand(-1, 4)
+    advantages = (scores - (probabilities * scores).sum())[:, None].expand(-1, 4)
     expected = policy.exp() * (reward - (policy.exp() * reward).sum(-1, keepdim=True)) / 4
 
     def bias(correct: bool) -> float:
-        given = logits.clone().requires_grad_()
+        parameters = logits.clone().requires_grad_()
         mask = torch.ones(responses.shape, dtype=torch.bool)
         weights = correction_weights(policy[at], engine[at], mask, correction)
         tokens = Tokens(
-            given.log_softmax(-1)[at],
+            parameters.log_softmax(-1)[at],
             policy[at],
             engine[at],
             advantages,
             mask,
             weights=weights if correct else None,
             router_movement=torch.zeros_like(weights),
-            length_weights=drawn,
+            length_weights=probabilities,
         )
         policy_loss(tokens, Totals(1, 4), settings, 0.0).loss.backward()
-        assert given.grad is not None
-        return ((given.grad + expected).norm() / expected.norm()).item()
+        assert parameters.grad is not None
+        return ((parameters.grad + expected).norm() / expected.norm()).item()
 
     assert bias(correct=False) > 0.05
     assert bias(correct=True) < 1e-12
@@ -279,8 +279,8 @@ def test_metrics_are_sums_over_their_denominator() -> None:
     ratios = (tokens.logprobs - tokens.old_logprobs).exp().detach()
     bad = tokens.advantages < 0
     outside = ((ratios > 1.28) & ~bad) | ((ratios < 0.8) & bad)
-    behind = tokens.engine_logprobs - tokens.logprobs.detach()
-    far = torch.tensor([n > 0 and behind[i, :n].mean() > 0.05 for i, n in enumerate(LENGTHS)])
+    excess = tokens.engine_logprobs - tokens.logprobs.detach()
+    far = torch.tensor([n > 0 and excess[i, :n].mean() > 0.05 for i, n in enumerate(LENGTHS)])
 
     def means(values: Tensor) -> float:
         return sum(values[i, :n].double().mean().item() for i, n in enumerate(LENGTHS) if n)
@@ -299,12 +299,12 @@ def test_metrics_are_sums_over_their_denominator() -> None:
     }
     assert expected["clip_fraction"][1] > 0
     assert expected["masked_sequences"][1] > 0
-    found = dict(result.metrics)
-    assert found.pop("kl").denominator == "tokens"
-    assert {n: (metric.denominator, metric.total.item()) for n, metric in found.items()} == {
+    metrics = dict(result.metrics)
+    assert metrics.pop("kl").denominator == "tokens"
+    assert {n: (metric.denominator, metric.total.item()) for n, metric in metrics.items()} == {
         name: (denominator, pytest.approx(value)) for name, (denominator, value) in expected.items()
     }
-    assert not any(metric.total.requires_grad for metric in found.values())
+    assert not any(metric.total.requires_grad for metric in metrics.values())
 
 
 def test_the_penalty_adds_the_coefficient_times_the_kl() -> None:
@@ -360,11 +360,11 @@ def test_corrections_change_the_policy_gradient_and_not_the_kl(corrected: dict[s
         weights=torch.zeros(4, 5, dtype=torch.float64) if "correction" in corrected else None,
     )
     kl = {"coefficient": 0.1, "estimator": "k2"}
-    found = loss_of(tokens, kl=kl, **corrected)
+    result = loss_of(tokens, kl=kl, **corrected)
     still = replace(tokens, advantages=torch.zeros(4, 5, dtype=torch.float64), weights=None)
     penalty = loss_of(still, kl=kl)
-    assert found.loss.item() == pytest.approx(penalty.loss.item())
-    torch.testing.assert_close(gradient(found, tokens), gradient(penalty, still))
+    assert result.loss.item() == pytest.approx(penalty.loss.item())
+    torch.testing.assert_close(gradient(result, tokens), gradient(penalty, still))
 
 
 def test_objectives_are_imported_without_torch() -> None:

@@ -42,20 +42,20 @@ def settings_of(name: str, beta: float, smoothing: float) -> PreferenceBase:
 def pairs(*of: tuple[float, ...]) -> PairLogprobs:
     """Return pairs in float64; the policy's log-probabilities have gradient."""
     columns = [torch.tensor(column, dtype=torch.float64) for column in zip(*of, strict=True)]
-    for each in columns[:2]:
-        each.requires_grad_()
+    for column in columns[:2]:
+        column.requires_grad_()
     return PairLogprobs(*columns)
 
 
 @pytest.mark.parametrize("row", TRL, ids=lambda row: "-".join(map(str, row[:4])))
 def test_losses_and_gradients_are_trl_s(row: list[Any]) -> None:
-    name, beta, smoothing, *pair, loss, chosen, rejected = row
-    given = pairs(tuple(pair))
-    found = preference_loss(given, 1, settings_of(name, beta, smoothing))
-    found.loss.backward()
-    assert given.chosen.grad is not None and given.rejected.grad is not None
-    ours = [found.loss.item(), given.chosen.grad.item(), given.rejected.grad.item()]
-    assert ours == pytest.approx([loss, chosen, rejected], rel=1e-10, abs=1e-60)
+    name, beta, smoothing, *pair, loss, chosen_slope, rejected_slope = row
+    logprobs = pairs(tuple(pair))
+    computed = preference_loss(logprobs, 1, settings_of(name, beta, smoothing))
+    computed.loss.backward()
+    assert logprobs.chosen.grad is not None and logprobs.rejected.grad is not None
+    ours = [computed.loss.item(), logprobs.chosen.grad.item(), logprobs.rejected.grad.item()]
+    assert ours == pytest.approx([loss, chosen_slope, rejected_slope], rel=1e-10, abs=1e-60)
 
 
 def test_the_numbers_of_trl_cover_every_loss() -> None:
@@ -78,10 +78,10 @@ def test_a_second_statement_agrees(beta: float, smoothing: float, logprobs: Any)
         SigmoidSettings(beta=beta, label_smoothing=smoothing, logprobs=logprobs),
         IpoSettings(beta=beta, logprobs=logprobs),
     ]
-    for each, expected in zip(settings, (dpo, ipo), strict=True):
-        found = preference_loss(pairs(PAIR), 1, each)
-        assert found.loss.item() == pytest.approx(expected, rel=1e-10)
-        assert found.sums == pytest.approx(
+    for loss_settings, expected in zip(settings, (dpo, ipo), strict=True):
+        computed = preference_loss(pairs(PAIR), 1, loss_settings)
+        assert computed.loss.item() == pytest.approx(expected, rel=1e-10)
+        assert computed.sums == pytest.approx(
             {
                 "loss": expected,
                 "reward_chosen": beta * ratios[0],
@@ -100,7 +100,7 @@ def test_shards_add_up_to_the_step_s_mean() -> None:
         preference_loss(pairs(*of[:1]), 4, settings),
         preference_loss(pairs(*of[1:]), 4, settings),
     ]
-    assert sum(each.loss.item() for each in shards) == pytest.approx(whole.loss.item(), rel=1e-12)
+    assert sum(shard.loss.item() for shard in shards) == pytest.approx(whole.loss.item(), rel=1e-12)
     assert whole.loss.item() == pytest.approx(sum(row[9] for row in TRL[:4]) / 4, rel=1e-12)
     # Of the four pairs one has the wrong order, and one has equal rewards, which is not higher.
     assert whole.sums["reward_accuracy"] == 2
@@ -108,10 +108,10 @@ def test_shards_add_up_to_the_step_s_mean() -> None:
 
 def test_an_extreme_pair_has_a_finite_gradient() -> None:
     for difference in (-1e6, 1e6):
-        given = pairs((difference, 0.0, 0.0, 0.0, 1, 1))
-        preference_loss(given, 1, SigmoidSettings(beta=1.0)).loss.backward()
-        assert given.chosen.grad is not None
-        assert given.chosen.grad.item() == pytest.approx(-1.0 if difference < 0 else 0.0)
+        pair = pairs((difference, 0.0, 0.0, 0.0, 1, 1))
+        preference_loss(pair, 1, SigmoidSettings(beta=1.0)).loss.backward()
+        assert pair.chosen.grad is not None
+        assert pair.chosen.grad.item() == pytest.approx(-1.0 if difference < 0 else 0.0)
 
 
 def test_the_loss_is_chosen_by_its_name() -> None:
@@ -138,9 +138,9 @@ def test_grpo_on_two_responses_has_the_same_direction(moved: float) -> None:
     def sums(of: torch.Tensor) -> torch.Tensor:
         return logprobs(of).masked_fill(~mask, 0.0).sum(-1)
 
-    (chosen, rejected), known = sums(table), sums(reference)
+    (chosen, rejected), reference_sums = sums(table), sums(reference)
     pair = PairLogprobs(
-        *(each.view(1) for each in (chosen, rejected, *known)),
+        *(logprob.view(1) for logprob in (chosen, rejected, *reference_sums)),
         *(count.view(1) for count in mask.sum(-1)),
     )
     [dpo] = torch.autograd.grad(preference_loss(pair, 1, SigmoidSettings(beta=0.5)).loss, table)
@@ -149,14 +149,14 @@ def test_grpo_on_two_responses_has_the_same_direction(moved: float) -> None:
     )
     advantages = torch.tensor([[0.5], [-0.5]], dtype=torch.float64).expand(2, 6)  # of rewards 1, 0
     now = logprobs(table)
-    given = Tokens(
+    responses = Tokens(
         logprobs=now,
         old_logprobs=now.detach(),
         engine_logprobs=now.detach(),
         advantages=advantages,
         mask=mask,
     )
-    loss = policy_loss(given, Totals(2, 9, longest=1.0), objective, 0.0).loss
+    loss = policy_loss(responses, Totals(2, 9, longest=1.0), objective, 0.0).loss
     [grpo] = torch.autograd.grad(loss, table)
     cosine = torch.nn.functional.cosine_similarity(dpo.flatten(), grpo.flatten(), dim=0)
     assert cosine.item() == pytest.approx(1.0, abs=1e-12)

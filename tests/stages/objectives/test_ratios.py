@@ -18,7 +18,14 @@ from stages.objectives.ratios.sequence_token import SequenceTokenRatioSettings
 from stages.objectives.ratios.token import TokenRatioSettings
 from stages.objectives.registry import RATIOS
 from stages.objectives.surrogate import RatioBase, Surrogate, Tokens
-from tests.stages.objectives.objective_cases import MASK, assert_close, draws, real, slope
+from tests.stages.objectives.objective_cases import (
+    MASK,
+    assert_close,
+    documented,
+    draws,
+    real,
+    slope,
+)
 
 GSPO = SequenceRatioSettings(clip_low=3e-4, clip_high=4e-4)
 GSPO_TOKEN = SequenceTokenRatioSettings(clip_low=3e-4, clip_high=4e-4)
@@ -29,12 +36,12 @@ CISPO = CispoRatioSettings(cap=6.0)
 ALL = [GSPO, GSPO_TOKEN, DAPO, GMPO, CISPO]
 
 
-def surrogate(log_ratios: Tensor, advantages: Tensor, settings: RatioBase) -> Surrogate:
+def surrogate_of(log_ratios: Tensor, advantages: Tensor, settings: RatioBase) -> Surrogate:
     """Return the surrogate of one response, whose old log-probabilities are 0."""
     mask = torch.ones(1, len(log_ratios), dtype=torch.bool)
     tokens = given_tokens(log_ratios[None], torch.zeros(1, len(log_ratios)), advantages[None], mask)
-    found: Surrogate = RATIOS[settings.name](tokens, settings)
-    return found
+    surrogate: Surrogate = RATIOS[settings.name](tokens, settings)
+    return surrogate
 
 
 def given_tokens(logprobs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> Tokens:
@@ -44,11 +51,11 @@ def given_tokens(logprobs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor
 def loss_of(log_ratios: Tensor, advantage: float, settings: RatioBase) -> Tensor:
     """Return the `sequence_mean` loss of one response."""
     advantages = torch.full_like(log_ratios, advantage)
-    found = surrogate(log_ratios, advantages, settings).loss
-    return sequence_mean(found, torch.ones_like(found, dtype=torch.bool), Totals(1, 1))
+    losses = surrogate_of(log_ratios, advantages, settings).loss
+    return sequence_mean(losses, torch.ones_like(losses, dtype=torch.bool), Totals(1, 1))
 
 
-@pytest.mark.parametrize("settings", [GSPO, GSPO_TOKEN, DAPO], ids=lambda each: each.name)
+@pytest.mark.parametrize("settings", [GSPO, GSPO_TOKEN, DAPO], ids=lambda settings: settings.name)
 def test_a_dual_clip_bounds_the_loss_of_a_bad_token(settings: TokenRatioSettings) -> None:
     """max(min(r A, clip(r) A), c A) for A < 0: with c = 3 the loss of r = e^2 is 3, not 7.39."""
     dual = settings.model_copy(update={"dual_clip": 3.0})
@@ -57,28 +64,22 @@ def test_a_dual_clip_bounds_the_loss_of_a_bad_token(settings: TokenRatioSettings
     assert loss_of(apart, -1.0, dual).item() == pytest.approx(3.0)
     loss_of(apart, -1.0, dual).backward()
     assert apart.grad is not None and not apart.grad.any()
-    assert surrogate(apart, torch.full((4,), -1.0), dual).clipped.all()
+    assert surrogate_of(apart, torch.full((4,), -1.0), dual).clipped.all()
     # A ratio within it and a good token are unchanged.
     assert loss_of(near, -1.0, dual).item() == pytest.approx(math.e)
-    assert not surrogate(near, torch.full((4,), -1.0), dual).clipped.any()
+    assert not surrogate_of(near, torch.full((4,), -1.0), dual).clipped.any()
     assert loss_of(apart, 1.0, dual).item() == loss_of(apart, 1.0, settings).item()
 
 
 def test_every_ratio_is_tested() -> None:
-    assert [settings.name for settings in ALL] == [
-        "sequence",
-        "sequence_token",
-        "token",
-        "geometric",
-        "cispo",
-    ]
-    assert {settings.name for settings in [*ALL, RSPO]} == set(RATIOS)
+    tested = {settings.name for settings in [*ALL, RSPO]}
+    assert tested == documented() & RATIOS.keys()
 
 
 @pytest.mark.parametrize("settings", [GSPO, GSPO_TOKEN])
 def test_sequence_ratio_of_vector_3(settings: RatioBase) -> None:
-    found = surrogate(real([0.1, -0.2, 0.05, 0.01]), real([1.0] * 4), settings)
-    assert_close(found.ratio, [[0.9900498] * 4])
+    surrogate = surrogate_of(real([0.1, -0.2, 0.05, 0.01]), real([1.0] * 4), settings)
+    assert_close(surrogate.ratio, [[0.9900498] * 4])
 
 
 @pytest.mark.parametrize("settings", [GSPO, GSPO_TOKEN])
@@ -107,8 +108,8 @@ def test_sequence_clip_of_vector_3(
 def test_gspo_token_lets_tokens_learn_from_their_own_advantages() -> None:
     log_ratios = real([1e-4, -1e-4, 2e-4]).requires_grad_()
     advantages = real([1.0, -2.0, 0.0])
-    found = surrogate(log_ratios, advantages, GSPO_TOKEN)
-    found.loss.sum().backward()
+    surrogate = surrogate_of(log_ratios, advantages, GSPO_TOKEN)
+    surrogate.loss.sum().backward()
     ratio = math.exp(2e-4 / 3)
     assert log_ratios.grad is not None
     assert_close(log_ratios.grad, (-ratio * advantages).tolist(), tolerance=1e-12)
@@ -146,11 +147,11 @@ def test_gmpo_clips_tokens_before_their_mean(advantage: float) -> None:
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_cispo_bounds_the_weight_and_keeps_the_gradient(advantage: float) -> None:
     log_ratios = real([0.1, 0.9, 6.0, 7.0]).log().requires_grad_()
-    found = surrogate(log_ratios, real([advantage] * 4), CISPO)
-    found.loss.sum().backward()
+    surrogate = surrogate_of(log_ratios, real([advantage] * 4), CISPO)
+    surrogate.loss.sum().backward()
     weights = real([0.1, 0.9, 6.0, 6.0])
-    assert found.clipped.tolist() == [[False, False, False, True]]
-    assert_close(found.loss[0], -weights * advantage * log_ratios.detach(), tolerance=1e-12)
+    assert surrogate.clipped.tolist() == [[False, False, False, True]]
+    assert_close(surrogate.loss[0], -weights * advantage * log_ratios.detach(), tolerance=1e-12)
     assert log_ratios.grad is not None
     assert_close(log_ratios.grad, -weights * advantage, tolerance=1e-12)
 
@@ -158,9 +159,9 @@ def test_cispo_bounds_the_weight_and_keeps_the_gradient(advantage: float) -> Non
 def test_cispo_with_a_floor_equals_verl() -> None:
     """verl's `cispo` has the weight clamp(r_t, 1 - clip_ratio_low, 1 + clip_ratio_high)."""
     log_ratios = real([0.1, 0.85, 1.0, 7.0]).log()
-    found = surrogate(log_ratios, real([1.0] * 4), CispoRatioSettings(cap=1.28, floor=0.8))
-    assert_close(found.loss[0], -real([0.8, 0.85, 1.0, 1.28]) * log_ratios, tolerance=1e-12)
-    assert found.clipped.tolist() == [[True, False, False, True]]
+    surrogate = surrogate_of(log_ratios, real([1.0] * 4), CispoRatioSettings(cap=1.28, floor=0.8))
+    assert_close(surrogate.loss[0], -real([0.8, 0.85, 1.0, 1.28]) * log_ratios, tolerance=1e-12)
+    assert surrogate.clipped.tolist() == [[True, False, False, True]]
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
@@ -172,23 +173,23 @@ def test_cispo_with_a_floor_equals_verl() -> None:
         (DAPO, math.log(0.8), math.log(1.28)),
         (GMPO, -0.4, 0.4),
     ],
-    ids=lambda given: getattr(given, "name", None),
+    ids=lambda settings: getattr(settings, "name", None),
 )
 def test_there_is_no_gradient_beyond_the_clip(
     settings: RatioBase, lowest: float, highest: float, advantage: float
 ) -> None:
     """One token is clipped on the side that its advantage pushes to, and on no other."""
-    end, behind = (highest, lowest - 1) if advantage > 0 else (lowest, highest + 1)
+    end, opposite = (highest, lowest - 1) if advantage > 0 else (lowest, highest + 1)
     within, beyond = end - 1e-9 * advantage, end + 1e-9 * advantage
-    for log_ratio, learns in [(within, True), (beyond, False), (behind, True)]:
-        given = real([log_ratio]).requires_grad_()
-        found = surrogate(given, real([advantage]), settings)
-        found.loss.sum().backward()
-        assert given.grad is not None
+    for log_ratio, learns in [(within, True), (beyond, False), (opposite, True)]:
+        log_ratios = real([log_ratio]).requires_grad_()
+        surrogate = surrogate_of(log_ratios, real([advantage]), settings)
+        surrogate.loss.sum().backward()
+        assert log_ratios.grad is not None
         ratio = math.exp(log_ratio)
-        assert_close(given.grad, [-ratio * advantage if learns else 0.0], tolerance=1e-12)
-        assert_close(found.loss, [[-ratio * advantage]], tolerance=1e-8)
-        assert found.clipped.item() is not learns
+        assert_close(log_ratios.grad, [-ratio * advantage if learns else 0.0], tolerance=1e-12)
+        assert_close(surrogate.loss, [[-ratio * advantage]], tolerance=1e-8)
+        assert surrogate.clipped.item() is not learns
 
 
 @pytest.mark.parametrize("settings", ALL, ids=lambda settings: settings.name)
@@ -212,15 +213,15 @@ def test_gradients_are_the_derivatives(settings: RatioBase) -> None:
     advantages = advantages + 0.5
     close = settings.model_copy(update={"clip_low": 0.1, "clip_high": 0.1})
 
-    def loss(given: Tensor) -> Tensor:
-        found = RATIOS[settings.name](given_tokens(given, old, advantages, MASK), close).loss
-        return found.masked_fill(~MASK, 0.0).sum()
+    def loss(values: Tensor) -> Tensor:
+        losses = RATIOS[settings.name](given_tokens(values, old, advantages, MASK), close).loss
+        return losses.masked_fill(~MASK, 0.0).sum()
 
-    given = logprobs.clone().requires_grad_()
-    loss(given).backward()
-    assert given.grad is not None
-    assert given.grad.any()
-    assert_close(given.grad, slope(loss, logprobs), tolerance=1e-7)
+    leaf = logprobs.clone().requires_grad_()
+    loss(leaf).backward()
+    assert leaf.grad is not None
+    assert leaf.grad.any()
+    assert_close(leaf.grad, slope(loss, logprobs), tolerance=1e-7)
 
 
 def test_vector_8() -> None:
@@ -242,11 +243,11 @@ def test_rspo_scales_ratios_before_they_are_clipped() -> None:
     mask = torch.ones(1, 3, dtype=torch.bool)
     old = torch.zeros(1, 3, dtype=torch.float64)
     tokens = given_tokens(log_ratios, old, torch.ones_like(old), mask)
-    found = RATIOS["rspo"](replace(tokens, router_movement=-gammas.log()), RSPO)
+    surrogate = RATIOS["rspo"](replace(tokens, router_movement=-gammas.log()), RSPO)
     held = [0.1 + math.log(0.8), 0.4, -0.2]
-    assert_close(found.ratio, [[math.exp(sum(held) / 3)] * 3], tolerance=1e-12)
-    assert found.clipped.tolist() == [[False, True, False]]
-    slopes = torch.autograd.grad(found.loss.sum(), log_ratios)[0]
+    assert_close(surrogate.ratio, [[math.exp(sum(held) / 3)] * 3], tolerance=1e-12)
+    assert surrogate.clipped.tolist() == [[False, True, False]]
+    slopes = torch.autograd.grad(surrogate.loss.sum(), log_ratios)[0]
     assert (slopes == 0).tolist() == [[False, True, False]]
     plain = RATIOS["geometric"](tokens, GMPO)
     same = RATIOS["rspo"](replace(tokens, router_movement=torch.zeros_like(old)), RSPO)

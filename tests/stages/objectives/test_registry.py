@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -14,49 +15,8 @@ from stages.objectives.loss import REGISTRIES
 from stages.objectives.registry import Registry
 
 ROOT = Path(__file__).parents[3]
-NEW = {
-    "stages/objectives/advantages/median.py": '''
-"""The median of the group as a baseline."""
-
-from typing import Literal
-
-from stages.objectives.graded import AdvantageBase, Graded
-from stages.objectives.registry import advantage
-
-
-class MedianSettings(AdvantageBase):
-    """Group median baseline."""
-
-    name: Literal["median"] = "median"
-    factor: float = 1.0
-
-
-@advantage(MedianSettings, source="nobody's")
-def median(graded: Graded, settings: MedianSettings):
-    """Return factor (R - median of the group), [groups, G]."""
-    return settings.factor * (graded.rewards - graded.rewards.median(-1, keepdim=True).values)
-''',
-    "stages/objectives/ratios/unclipped.py": '''
-"""The token ratio without a clip."""
-
-from typing import Literal
-
-from stages.objectives.registry import ratio
-from stages.objectives.surrogate import RatioBase, Surrogate, Tokens, bounded_exp
-
-
-class UnclippedSettings(RatioBase):
-    """One ratio a token."""
-
-    name: Literal["unclipped"] = "unclipped"
-
-
-@ratio(UnclippedSettings)
-def unclipped(tokens: Tokens, settings: UnclippedSettings) -> Surrogate:
-    """Return r_t A of r_t = exp(log pi_theta - log pi_old)."""
-    ratio = bounded_exp(tokens.log_ratio)
-    return Surrogate(-ratio * tokens.advantages, ratio, ratio != ratio)
-''',
+PAGE = ROOT / "docs" / "how-to" / "objective.md"
+GUARD = {
     "stages/guards/rules/router_collapse.py": '''
 """A guard of the routers."""
 
@@ -79,8 +39,8 @@ class RouterCollapseSettings(GuardSettings):
 }
 DOMAIN = "domains.chain_sum"
 OVERRIDES = [
-    f"{DOMAIN}.objective.advantage={{name: median, factor: 2}}",
-    f"{DOMAIN}.objective.ratio.name=unclipped",
+    f"{DOMAIN}.objective.advantage={{name: half}}",
+    f"{DOMAIN}.objective.ratio={{name: spo, width: 0.1}}",
     f"{DOMAIN}.guards.router_collapse={{threshold: 0.9, action: stop}}",
 ]
 PROGRAM = """
@@ -89,6 +49,8 @@ import torch
 from pathlib import Path
 from pipeline.config.validate import load
 from pipeline.config.read import ConfigError
+from stages.audit.advantages import ADVANTAGES as FORMULAS
+from stages.audit.recorded import NotAuditable
 from stages.guards.watch import GuardMonitor
 from stages.objectives.graded import compute_advantages
 from stages.objectives.loss import Totals
@@ -110,7 +72,12 @@ try:
     load(Path(config), [wrong])
 except ConfigError as error:
     [violation] = error.violations
+try:
+    FORMULAS.named("half")
+except NotAuditable as error:
+    refused = str(error)
 print(json.dumps({
+    "refused": refused,
     "advantages": compute_advantages(graded, domain.objective.advantage).flatten().tolist(),
     "loss": loss.item(),
     "stop": monitor.observe(1, {"router_agreement": 0.8}).stop,
@@ -123,18 +90,20 @@ print(json.dumps({
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the three floors with the files of `NEW`, and no other change."""
+    """A copy of the three floors with the page's examples and `GUARD`, and no other change."""
     copy = tmp_path_factory.mktemp("copy")
     for floor in ("pipeline", "stages", "parallel"):
         shutil.copytree(ROOT / floor, copy / floor, ignore=shutil.ignore_patterns("__pycache__"))
-    for path, text in NEW.items():
+    blocks = re.findall(r"```python\n# (\S+)\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert len(blocks) == 2
+    for path, text in [*blocks, *GUARD.items()]:
         assert not (copy / path).exists()
         (copy / path).write_text(text.lstrip())
     return copy
 
 
 def test_a_new_algorithm_touches_only_its_file(copy: Path) -> None:
-    wrong = f"{DOMAIN}.objective.advantage={{name: median, faktor: 2}}"
+    wrong = f"{DOMAIN}.objective.ratio={{name: spo, widht: 0.1}}"
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(ROOT / "configs/smoke.yaml"), wrong, *OVERRIDES],
         cwd=copy,
@@ -143,18 +112,20 @@ def test_a_new_algorithm_touches_only_its_file(copy: Path) -> None:
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["advantages"] == [-2.0, 0.0, 4.0]
-    assert found["loss"] == pytest.approx(-(1 + 2 + 4) / 3)
-    assert "router_agreement is 0.8, below" in found["stop"]
-    assert "; set routing.replay to r3" in found["stop"]
-    assert "advantage.faktor: unknown key" in found["wrong"]
-    assert found["listed"]["objective.advantage"]["median"] == [
-        "Group median baseline.",
-        "Return factor (R - median of the group), [groups, G].",
-        "nobody's",
+    printed = json.loads(done.stdout)
+    # Rewards 1, 2, 4 less their mean 7/3, halved; the loss is of a ratio of 1, which gains A.
+    assert printed["advantages"] == pytest.approx([-2 / 3, -1 / 6, 5 / 6])
+    assert printed["loss"] == pytest.approx(-(1 + 2 + 4) / 3)
+    assert "router_agreement is 0.8, below" in printed["stop"]
+    assert "; set routing.replay to r3" in printed["stop"]
+    assert "ratio.widht: unknown key" in printed["wrong"]
+    assert printed["listed"]["objective.advantage"]["half"] == [
+        "Half of the advantage of the group mean baseline.",
+        "Return (R - mean of the group) / 2, [groups, G].",
+        "this page",
     ]
-    assert "unclipped" in found["listed"]["objective.ratio"]
+    assert "spo" in printed["listed"]["objective.ratio"]
+    assert printed["refused"].startswith("no formula for advantage 'half' in stages/audit/")
 
 
 def test_a_name_is_registered_once() -> None:
