@@ -110,12 +110,12 @@ def conversation_samples(
     tokenizer: Tokenizer,
     messages: Sequence[Message],
     domain: str,
-    given: int = 0,
+    context_turns: int = 0,
     tools: Sequence[Tool] = (),
 ) -> list[Sample]:
     """Return a conversation as samples in which every assistant turn is learned once.
 
-    With `given`, that number of assistant turns is only in the first prompt. There is one sample
+    The first `context_turns` assistant turns are only in the first prompt. There is one sample
     where the template renders earlier turns as it rendered them when they were the last; where it
     rewrites them, as Qwen3's drops their thoughts, or leaves out their end token, a further sample
     begins, whose prompt is what a rollout would read at that turn.
@@ -123,7 +123,7 @@ def conversation_samples(
     """
     return [
         _sample(tokenizer, prompt, texts, answered, domain)
-        for (prompt, *texts), answered in segments(tokenizer, messages, given, tools)
+        for (prompt, *texts), answered in segments(tokenizer, messages, context_turns, tools)
     ]
 
 
@@ -131,14 +131,14 @@ def conversation_sample(
     tokenizer: Tokenizer,
     messages: Sequence[Message],
     domain: str,
-    given: int = 0,
+    context_turns: int = 0,
     tools: Sequence[Tool] = (),
 ) -> Sample:
     """Return the only sample of a conversation, as `conversation_samples`.
 
     Raises TokenizerError also where there are several.
     """
-    sample, *more = conversation_samples(tokenizer, messages, domain, given, tools)
+    sample, *more = conversation_samples(tokenizer, messages, domain, context_turns, tools)
     if more:
         raise TokenizerError(
             f"model.tokenizer: its chat template rewrites earlier turns, so that the response has"
@@ -166,15 +166,15 @@ def _sample(
     learned: list[bool] = []
     ended = True
     for number, text in enumerate(texts):
-        own = tokenizer.encode(text)
-        ends = [place for place, token in enumerate(own) if token in tokenizer.end_tokens]
+        text_ids = tokenizer.encode(text)
+        ends = [place for place, token in enumerate(text_ids) if token in tokenizer.end_tokens]
         if number % 2 == 0:  # an assistant turn
             ended = bool(ends)
-            upto = ends[-1] + 1 if ended else len(own)
+            upto = ends[-1] + 1 if ended else len(text_ids)
         else:  # which begins with what ends the turn before, where that has no end token
             upto = int(not ended and ends[:1] == [0])
-        ids += own
-        learned += [place < upto for place in range(len(own))]
+        ids += text_ids
+        learned += [place < upto for place in range(len(text_ids))]
     if not ended:
         ids.append(closing_token(tokenizer, answered))
         learned.append(True)
@@ -190,7 +190,10 @@ def _sample(
 
 
 def segments(
-    tokenizer: Tokenizer, messages: Sequence[Message], given: int = 0, tools: Sequence[Tool] = ()
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    context_turns: int = 0,
+    tools: Sequence[Tool] = (),
 ) -> list[tuple[list[str], Sequence[Message]]]:
     """Return the texts of every sample of a conversation, and its messages to the last learned one.
 
@@ -203,7 +206,7 @@ def segments(
     samples: list[tuple[list[str], Sequence[Message]]] = []
     text = ""
     turns = [place for place, message in enumerate(messages) if message["role"] == ASSISTANT]
-    for place in turns[given:]:
+    for place in turns[context_turns:]:
         if not is_learned(messages[place]):  # only in the prompts of later turns
             continue
         prompt = tokenizer.render(messages[:place], generation_prompt=True, tools=tools)
@@ -408,18 +411,28 @@ def conversation_index(
         if only not in (None, row.get("domain")):
             raise RowError(f"it is of the domain {row.get('domain')}")
         # Of what a stage collected, `prompt` is the rendering of the chat messages.
-        found = conversation_of(
+        conversation = conversation_of(
             row,
             settings.messages,
             settings.prompt,
             settings.response,
             rendered=isinstance(settings, CollectedFileSettings),
         )
-        tools = tools_of(row, settings.tools, found[0] if isinstance(found, tuple) else found)
-        if isinstance(found, tuple):
-            return (found, tools), content_key("\0".join(found), tools), content_key(found[0])
-        first = found[: [each["role"] for each in found].index(ASSISTANT)]
-        return (found, tools), content_key(found, tools), content_key(first)
+        tools = tools_of(
+            row,
+            settings.tools,
+            conversation[0] if isinstance(conversation, tuple) else conversation,
+        )
+        if isinstance(conversation, tuple):
+            return (
+                (conversation, tools),
+                content_key("\0".join(conversation), tools),
+                content_key(conversation[0]),
+            )
+        prompt_turns = conversation[
+            : [message["role"] for message in conversation].index(ASSISTANT)
+        ]
+        return (conversation, tools), content_key(conversation, tools), content_key(prompt_turns)
 
     at = key or f"domains.{domain}.demonstrations"
     return build_index(settings, domain, at, columns, parse, optional=optional_columns(settings))

@@ -122,11 +122,11 @@ def score(problem: Problem, answer: str) -> float:
         return 0.0
     scorer = _scorer(dataset, json.dumps(problem.fields.get("config", {}), sort_keys=True))
     try:
-        found = float(scorer(handed_in, problem.fields["entry"]))
+        credit = float(scorer(handed_in, problem.fields["entry"]))
     except Exception:  # several scorers raise on an answer of a form that they do not expect
         return 0.0
-    found = found if 0 <= found <= 1 else float(found > 1)
-    return whole_answer_score(dataset, found, handed_in, str(problem.fields["entry"]["answer"]))
+    credit = credit if 0 <= credit <= 1 else float(credit > 1)
+    return whole_answer_score(dataset, credit, handed_in, str(problem.fields["entry"]["answer"]))
 
 
 @cache  # each is a new dataset
@@ -141,19 +141,19 @@ def prompt_violations(settings: ReasoningGymPromptSettings) -> Iterator[tuple[st
     if wrong := dataset_violation(name) or scorer_violation(name):
         yield "dataset", wrong
     elif compact and name not in FORMATS:
-        known = ", ".join(sorted(FORMATS))
-        yield "dataset", f"{name} has no compact text; use prompts.form: chat, or one of {known}"
+        names = ", ".join(sorted(FORMATS))
+        yield "dataset", f"{name} has no compact text; use prompts.form: chat, or one of {names}"
     else:
         yield from option_violations(name, settings.config, compact=compact)
 
 
 def _create_dataset(settings: ReasoningGymPromptSettings, domain: str, seed: int) -> Any:
     name = settings.dataset
-    drawn = {"seed": seed, "size": UNBOUNDED}
+    stream_options = {"seed": seed, "size": UNBOUNDED}
     if name in ONE_BY_ONE:
-        drawn = {"seed": seed % SEEDS, "size": 1}
+        stream_options = {"seed": seed % SEEDS, "size": 1}
     try:
-        return _reasoning_gym().create_dataset(name, **drawn, **settings.config)
+        return _reasoning_gym().create_dataset(name, **stream_options, **settings.config)
     except Exception as error:  # its configs reject values by assertions and other errors
         raise DomainError(domain, "prompts.config", f"rejected by {name}: {error}") from error
 
