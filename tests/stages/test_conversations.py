@@ -14,14 +14,13 @@ import pytest
 
 from parallel.batch import RankPlace, collate
 from parallel.sample import Sample
-from stages.data.demonstrations import (
-    ConversationStream,
-    conversation_index,
+from stages.data.conversations import (
     conversation_sample,
     conversation_samples,
     response_sample,
     segments,
 )
+from stages.data.demonstrations import ConversationStream, conversation_index
 from stages.data.problem import DomainError, Message
 from stages.data.prompts import held_out_problems
 from stages.data.row_forms import conversation_of
