@@ -100,6 +100,10 @@ class RowIndex:
             raise DataError(f"{self.key}.path", why)
         return content
 
+    def rows_of(self, key: str) -> np.ndarray:
+        """Return the rows, int64, whose prompt has this content key: several with other tools."""
+        return np.flatnonzero(self.keys == np.uint64(int(key[:SPLIT_DIGITS], base=16)))
+
     def rejected(self, row: int, error: UserError) -> UserError:
         """Return the error of a row that the tokenizer or its chat template rejects, naming it."""
         if self.settings.on_bad_row == "skip":

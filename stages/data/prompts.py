@@ -12,8 +12,6 @@ from hashlib import sha256
 from random import Random
 from typing import Any, Literal
 
-import numpy as np
-
 from parallel.errors import report_notice
 from stages.data.index import (
     Order,
@@ -25,7 +23,7 @@ from stages.data.index import (
     usable,
 )
 from stages.data.messages import Row, tools_of
-from stages.data.problem import SPLIT_DIGITS, DomainError, Problem, content_key, seed_of
+from stages.data.problem import DomainError, Problem, content_key, seed_of
 from stages.data.reasoning_gym import ReasoningGymSource
 from stages.data.row_forms import answer_of, prompt_of
 from stages.data.settings import (
@@ -307,8 +305,7 @@ def row_of(problem: Problem, settings: PromptSettings) -> str:
     if isinstance(settings, ReasoningGymPromptSettings):
         return f"problem {problem.index}"
     index = prompt_index(settings, problem.domain)
-    leading = index.keys == np.uint64(int(problem.key[:SPLIT_DIGITS], base=16))
-    return index.place(int(np.flatnonzero(leading)[0]))
+    return index.place(int(index.rows_of(problem.key)[0]))
 
 
 def held_out_problems(
