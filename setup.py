@@ -24,6 +24,7 @@ STAGES = [
     "math-verify[antlr4_13_2]==0.9.0",  # whether two mathematical answers are equal
     "jsonschema>=4.26",  # whether a response is JSON of the asked shape
     "referencing>=0.37",  # the same, so that no schema is fetched from anywhere
+    "regex>=2025.9",  # Unicode's scripts of letters, for `keep.script` of a `sample` stage
     "setproctitle>=1.3",  # a forked rank or engine is found in `ps` by its own command
     "nvidia-modelopt==0.47.*",  # calibrates the scales of `quantize`; the oracle of our KL losses
     "wandb>=0.26",  # metrics, offline by default
