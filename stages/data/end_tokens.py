@@ -32,7 +32,7 @@ def end_tokens(
     """
     if model.end_tokens is not None:
         size = model.vocabulary_size
-        return tuple(dict.fromkeys(_stated_id(each, size, encode) for each in model.end_tokens))
+        return tuple(dict.fromkeys(_stated_id(token, size, encode) for token in model.end_tokens))
     weights = model.initial_weights
     if weights is not None and not weights.is_dir():
         raise UserError(
@@ -54,7 +54,9 @@ def generation_ids(initial_weights: Path | None, tokenizer: str) -> tuple[int, .
     """
     tokenizers = [] if tokenizer == CHARACTERS else [Path(tokenizer)]
     directories = [path for path in (initial_weights, *tokenizers) if path and path.is_dir()]
-    file = next((path for each in directories if (path := each / GENERATION).is_file()), None)
+    file = next(
+        (path for directory in directories if (path := directory / GENERATION).is_file()), None
+    )
     if file is None:
         return () if directories else None
     try:
@@ -62,7 +64,7 @@ def generation_ids(initial_weights: Path | None, tokenizer: str) -> tuple[int, .
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise UserError(f"{file}: cannot be read: {error}; restore it, or set {KEY}") from error
     listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
-    if not all(type(each) is int and each >= 0 for each in listed):
+    if not all(type(token_id) is int and token_id >= 0 for token_id in listed):
         raise UserError(f"{file}: eos_token_id: {ids!r} is no token id, nor a list; set {KEY}")
     return tuple(listed)
 

@@ -100,6 +100,10 @@ class RowIndex:
             raise DataError(f"{self.key}.path", why)
         return content
 
+    def rows_of(self, key: str) -> np.ndarray:
+        """Return the rows, int64, whose prompt has this content key: several with other tools."""
+        return np.flatnonzero(self.keys == np.uint64(int(key[:SPLIT_DIGITS], base=16)))
+
     def rejected(self, row: int, error: UserError) -> UserError:
         """Return the error of a row that the tokenizer or its chat template rejects, naming it."""
         if self.settings.on_bad_row == "skip":
@@ -206,14 +210,14 @@ def build_index(
     if not keys:
         why = f": {first_error}" if first_error else ""
         raise DataError(key, f"no usable row in {files[0]}{why}")
-    kept = np.sort(np.unique(np.frombuffer(identities, np.uint64), return_index=True)[1])
-    counts = Counts(rows, bad, duplicates=len(keys) - len(kept))
+    first_rows = np.sort(np.unique(np.frombuffer(identities, np.uint64), return_index=True)[1])
+    counts = Counts(rows, bad, duplicates=len(keys) - len(first_rows))
     unusable = f"{bad} unusable ({first_error})" if bad else ""
     repeated = f"{counts.duplicates} repeated" if counts.duplicates else ""
     if skipped := ", ".join(filter(None, (unusable, repeated))):
         report_notice(f"{key}: skipped rows, of {rows}: {skipped}")
     columns_kept = (
-        np.frombuffer(values, kind)[kept]
+        np.frombuffer(values, kind)[first_rows]
         for values, kind in ((numbers, np.uint32), (places, np.int64), (keys, np.uint64))
     )
     drawn_columns = None if whole else (*columns, *optional)

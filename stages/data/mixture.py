@@ -27,6 +27,8 @@ class Mixture:
         before = dict(self.dealt)
         total = sum(before.values())
         for number in range(total + 1, total + count + 1):
-            behind = {name: of * number - self.dealt[name] for name, of in self._shares.items()}
-            self.dealt[max(behind, key=lambda name: behind[name])] += 1
+            shortfalls = {
+                name: share * number - self.dealt[name] for name, share in self._shares.items()
+            }
+            self.dealt[max(shortfalls, key=lambda name: shortfalls[name])] += 1
         return {name: self.dealt[name] - before[name] for name in before}

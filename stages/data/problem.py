@@ -74,7 +74,7 @@ def content_key(prompt: str | Sequence[Message], tools: Sequence[Tool] = ()) -> 
     elif len(prompt) == 1 and prompt[0] == {"role": "user", "content": prompt[0]["content"]}:
         text = _spaced(prompt[0]["content"])
     else:
-        messages = [{**each, "content": _spaced(each["content"])} for each in prompt]
+        messages = [{**message, "content": _spaced(message["content"])} for message in prompt]
         text = json.dumps(messages, sort_keys=True, ensure_ascii=False)
     key = sha256(text.encode(errors="surrogatepass")).hexdigest()
     if not tools:
@@ -83,9 +83,9 @@ def content_key(prompt: str | Sequence[Message], tools: Sequence[Tool] = ()) -> 
     return key[:SPLIT_DIGITS] + sha256(text.encode()).hexdigest()[SPLIT_DIGITS:]
 
 
-def seed_of(*parts: object) -> int:
+def seed_of(*identifiers: object) -> int:
     """Return a seed below 2^62 that no other purpose shares."""
-    digest = sha256("/".join(map(str, parts)).encode()).digest()
+    digest = sha256("/".join(map(str, identifiers)).encode()).digest()
     return int.from_bytes(digest[:8]) >> 2
 
 

@@ -12,8 +12,6 @@ from hashlib import sha256
 from random import Random
 from typing import Any, Literal
 
-import numpy as np
-
 from parallel.errors import report_notice
 from stages.data.index import (
     Order,
@@ -25,7 +23,7 @@ from stages.data.index import (
     usable,
 )
 from stages.data.messages import Row, tools_of
-from stages.data.problem import SPLIT_DIGITS, DomainError, Problem, content_key, seed_of
+from stages.data.problem import DomainError, Problem, content_key, seed_of
 from stages.data.reasoning_gym import ReasoningGymSource
 from stages.data.row_forms import answer_of, prompt_of
 from stages.data.settings import (
@@ -94,13 +92,13 @@ class PromptStream:
 
         Raises DomainError when the split has fewer.
         """
-        found: dict[str, Problem] = {}
-        while len(found) < count:
-            problem = self._next(exclude=found, wanted=count)
-            found[problem.key] = problem
-        return list(found.values())
+        problems: dict[str, Problem] = {}
+        while len(problems) < count:
+            problem = self._next(exclude=problems, needed=count)
+            problems[problem.key] = problem
+        return list(problems.values())
 
-    def _next(self, exclude: dict[str, Problem], wanted: int = 1) -> Problem:
+    def _next(self, exclude: dict[str, Problem], needed: int = 1) -> Problem:
         for _ in range(self._source.patience):
             try:
                 problem = self._source.problem(self.cursor)
@@ -120,7 +118,7 @@ class PromptStream:
         raise DomainError(
             self.domain,
             self._source.key,
-            f"only {len(exclude)} distinct {self.split} prompts found{skipped}, {wanted} needed;"
+            f"only {len(exclude)} distinct {self.split} prompts found{skipped}, {needed} needed;"
             " add problems, vary them, or change prompts.held_out_fraction"
             f"{' or the limits on tokens' if self.too_long else ''}"
             f"{REMEDIES.get(self.split, '')}",
@@ -208,15 +206,18 @@ class Frontier:
 
     def _value(self, problem: Problem, field: str) -> Any:
         value: Any = problem.fields
-        for part in field.split("."):
-            if not isinstance(value, Mapping) or part not in value:
-                known = ", ".join(sorted(map(str, value))) if isinstance(value, Mapping) else "none"
+        for name in field.split("."):
+            if not isinstance(value, Mapping) or name not in value:
+                field_names = (
+                    ", ".join(sorted(map(str, value))) if isinstance(value, Mapping) else "none"
+                )
                 raise DomainError(
                     self._domain,
                     "curriculum.field",
-                    f"the row of {problem.prompt!r} has no field {field}; at {part} it has {known}",
+                    f"the row of {problem.prompt!r} has no field {field}; at {name} it has"
+                    f" {field_names}",
                 )
-            value = value[part]
+            value = value[name]
         return value
 
 
@@ -304,8 +305,7 @@ def row_of(problem: Problem, settings: PromptSettings) -> str:
     if isinstance(settings, ReasoningGymPromptSettings):
         return f"problem {problem.index}"
     index = prompt_index(settings, problem.domain)
-    leading = index.keys == np.uint64(int(problem.key[:SPLIT_DIGITS], base=16))
-    return index.place(int(np.flatnonzero(leading)[0]))
+    return index.place(int(index.rows_of(problem.key)[0]))
 
 
 def held_out_problems(

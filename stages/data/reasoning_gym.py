@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from stages.data.compact_forms import FORMATS, Entry
-from stages.data.contained_scorer import contained, scorer_violation
+from stages.data.contained_scorer import contained
 from stages.data.problem import DomainError, Message, Problem
 from stages.data.reasoning_gym_options import dataset_violation, option_violations
 from stages.data.settings import ReasoningGymPromptSettings
@@ -40,8 +40,8 @@ class ReasoningGymSource:
 
     reasoning-gym draws item i with Random(seed + i): two seeds closer than the number of items
     drawn from them share items.
-    Raises DomainError where the dataset or a key of its config is unknown or invalid, or where the
-    dataset's scorer would execute a response's text.
+    Raises DomainError where the dataset or a key of its config is unknown or invalid, or another
+    version of reasoning-gym is installed, whose scorers might execute a response's text.
     """
 
     key = "prompts.config"
@@ -122,11 +122,11 @@ def score(problem: Problem, answer: str) -> float:
         return 0.0
     scorer = _scorer(dataset, json.dumps(problem.fields.get("config", {}), sort_keys=True))
     try:
-        found = float(scorer(handed_in, problem.fields["entry"]))
+        credit = float(scorer(handed_in, problem.fields["entry"]))
     except Exception:  # several scorers raise on an answer of a form that they do not expect
         return 0.0
-    found = found if 0 <= found <= 1 else float(found > 1)
-    return whole_answer_score(dataset, found, handed_in, str(problem.fields["entry"]["answer"]))
+    credit = credit if 0 <= credit <= 1 else float(credit > 1)
+    return whole_answer_score(dataset, credit, handed_in, str(problem.fields["entry"]["answer"]))
 
 
 @cache  # each is a new dataset
@@ -138,22 +138,22 @@ def _scorer(dataset: str, config: str) -> Callable[[str, Entry], float]:
 def prompt_violations(settings: ReasoningGymPromptSettings) -> Iterator[tuple[str, str]]:
     """Yield each (key below `prompts`, message) that is wrong with a domain's dataset."""
     name, compact = settings.dataset, settings.form == "compact"
-    if wrong := dataset_violation(name) or scorer_violation(name):
+    if wrong := dataset_violation(name):
         yield "dataset", wrong
     elif compact and name not in FORMATS:
-        known = ", ".join(sorted(FORMATS))
-        yield "dataset", f"{name} has no compact text; use prompts.form: chat, or one of {known}"
+        names = ", ".join(sorted(FORMATS))
+        yield "dataset", f"{name} has no compact text; use prompts.form: chat, or one of {names}"
     else:
         yield from option_violations(name, settings.config, compact=compact)
 
 
 def _create_dataset(settings: ReasoningGymPromptSettings, domain: str, seed: int) -> Any:
     name = settings.dataset
-    drawn = {"seed": seed, "size": UNBOUNDED}
+    stream_options = {"seed": seed, "size": UNBOUNDED}
     if name in ONE_BY_ONE:
-        drawn = {"seed": seed % SEEDS, "size": 1}
+        stream_options = {"seed": seed % SEEDS, "size": 1}
     try:
-        return _reasoning_gym().create_dataset(name, **drawn, **settings.config)
+        return _reasoning_gym().create_dataset(name, **stream_options, **settings.config)
     except Exception as error:  # its configs reject values by assertions and other errors
         raise DomainError(domain, "prompts.config", f"rejected by {name}: {error}") from error
 

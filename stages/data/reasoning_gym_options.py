@@ -1,14 +1,14 @@
-"""The datasets of reasoning-gym and their options, from the package's source.
+"""The datasets of reasoning-gym and their options, without importing it.
 
-Importing reasoning_gym takes a second and numpy. Its files are parsed instead, in milliseconds: a
-login node validates a configuration at once. Of a dataset's module only the config class runs, with
-the definitions that it refers to. Never imports torch.
+The import takes a second and numpy. `reasoning_gym_datasets.json` holds what the pinned version
+says of its datasets (`python -m tools.reasoning_gym_datasets`): a login node validates a
+configuration at once. Of a dataset's module only the config class runs, with the definitions that
+it refers to. Never imports torch.
 """
 
 from __future__ import annotations
 
 import ast
-import builtins
 import dataclasses
 import enum
 import json
@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -26,13 +27,13 @@ from typing import Any
 
 from parallel.errors import hint
 
-PACKAGE = "reasoning_gym"
+PACKAGE, DISTRIBUTION = "reasoning_gym", "reasoning-gym"
+FILE = Path(__file__).with_name("reasoning_gym_datasets.json")
 SET_BY_THE_STREAM = {"seed", "size"}
 # The largest integer option (numbers, digits or letters of a problem) of a compact text: the
 # highest level of reasoning-gym's own curricula. A million would take seconds for every problem.
 MOST = 1000
 TYPES: dict[str, Any] = {"int": int, "float": (int, float), "bool": bool, "str": str}
-REGISTERED = re.compile(r"^register_dataset\(\s*(\w+|\"[^\"]+\"),\s*(\w+),\s*(\w+)", re.MULTILINE)
 # Datasets that no domain can be made of, with the reason.
 REFUSED = {
     "composite": "it has no problems of its own; make a domain of each of its datasets",
@@ -47,36 +48,67 @@ HASH_SEED = "PYTHONHASHSEED"
 
 
 @dataclass(frozen=True)
-class RegisteredDataset:
-    """A dataset of the installed reasoning-gym: its module's file, and its classes by name."""
+class DatasetSource:
+    """A dataset of the pinned reasoning-gym: its module, its config class and that class's options.
 
-    path: Path
-    dataset_class: str
+    `lines` are the first ones of the module's statements that define the class, and of all that
+    these refer to. `options` has their types as the class writes them.
+
+    Example: `chain_sum` has module "arithmetic/chain_sum.py", config_class "ChainSumConfig" and
+    options {"min_terms": "int", "max_terms": "int", ..., "allow_negation": "bool"}.
+    """
+
+    module: str
     config_class: str
+    options: dict[str, str]
+    lines: list[int]
 
 
 @cache
-def registered() -> dict[str, RegisteredDataset]:
-    """Return the datasets of reasoning-gym by name; none where it is not installed."""
+def pinned() -> tuple[str, dict[str, DatasetSource]]:
+    """Return the version of reasoning-gym that FILE describes, and its datasets by name."""
+    content = json.loads(FILE.read_text(encoding="utf-8"))
+    datasets = {name: DatasetSource(**source) for name, source in content["datasets"].items()}
+    return content["version"], datasets
+
+
+@cache
+def installed() -> Path | None:
+    """Return the directory of the installed package, or None where it is not installed."""
     spec = find_spec(PACKAGE)
-    found = {}
-    for root in (spec and spec.submodule_search_locations) or ():
-        for path in sorted(Path(root).rglob("*.py")):
-            text = path.read_text(encoding="utf-8", errors="replace")
-            for name, dataset, config in REGISTERED.findall(text):
-                if not name.startswith('"'):
-                    stated = re.search(rf"^{name}\s*=\s*\"([^\"]+)\"", text, re.MULTILINE)
-                    name = stated[0].partition("=")[2].strip() if stated else name
-                found[name.strip('"')] = RegisteredDataset(path, dataset, config)
-    return found
+    locations = spec and spec.submodule_search_locations
+    return Path(locations[0]) if locations else None
+
+
+@cache
+def version_violation() -> str | None:
+    """Return why the installed reasoning-gym cannot be used, or None.
+
+    Another version may have other options, and scorers that run a response's text as code.
+    """
+    if installed() is None:
+        return None
+    checked = pinned()[0]
+    try:
+        present = version(DISTRIBUTION)
+    except PackageNotFoundError:
+        present = "of an unknown version"
+    if present == checked:
+        return None
+    return (
+        f"the options and scorers of reasoning-gym {checked} are known, and {present} is installed;"
+        f" install {DISTRIBUTION}=={checked}"
+    )
 
 
 def dataset_violation(dataset: str) -> str | None:
     """Return why a domain cannot have this dataset on this machine, or None."""
-    if not (known := registered()):  # reasoning-gym is not installed
+    if installed() is None:  # as on a login node: the stage checks it
         return None
-    if dataset not in known:
-        return f"no such dataset: {dataset}; {hint(dataset, known)}"
+    if wrong := version_violation():
+        return wrong
+    if dataset not in (datasets := pinned()[1]):
+        return f"no such dataset: {dataset}; {hint(dataset, datasets)}"
     if dataset in REFUSED:
         return f"{dataset} cannot be trained on: {REFUSED[dataset]}"
     if dataset in HASHED and not os.environ.get(HASH_SEED, "").isdigit():
@@ -87,17 +119,10 @@ def dataset_violation(dataset: str) -> str | None:
     return None
 
 
-@cache
 def options(dataset: str) -> dict[str, str] | None:
-    """Return the type of every option of a dataset, by name.
-
-    None: reasoning-gym is not installed, or in a version that this does not read.
-    """
-    if (found := _config_class(dataset)) is None:
-        return None
-    stated = [each for each in found.body if isinstance(each, ast.AnnAssign)]
-    types = {ast.unparse(each.target): ast.unparse(each.annotation) for each in stated}
-    return {name: of for name, of in types.items() if name not in SET_BY_THE_STREAM}
+    """Return the type of every option of a dataset, by name; None without reasoning-gym."""
+    source = pinned()[1].get(dataset)
+    return None if source is None or installed() is None else source.options
 
 
 def option_violations(
@@ -107,14 +132,14 @@ def option_violations(
 
     The last is what the config class itself says of values of the right types.
     """
-    if (known := options(dataset)) is None:
+    if (types := options(dataset)) is None:
         return
     wrong = False
     for option, value in config.items():
-        if option not in known:
-            message: str | None = f"unknown option of {dataset}; {hint(option, known)}"
+        if option not in types:
+            message: str | None = f"unknown option of {dataset}; {hint(option, types)}"
         else:
-            message = value_violation(known[option], value, MOST if compact else None)
+            message = value_violation(types[option], value, MOST if compact else None)
         if message:
             wrong = True
             yield f"config.{option}", message
@@ -144,9 +169,9 @@ def config_violation(dataset: str, config: Mapping[str, Any]) -> str | None:
     if (config_class := _loaded(dataset)) is None:
         return None
     try:
-        made = config_class(**config)
-        if hasattr(made, "validate"):
-            made.validate()
+        settings = config_class(**config)
+        if hasattr(settings, "validate"):
+            settings.validate()
     except NameError:  # of a module that is not loaded
         return None
     except Exception as error:  # the classes reject values by assertions and other errors
@@ -155,72 +180,22 @@ def config_violation(dataset: str, config: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _config_class(dataset: str) -> ast.ClassDef | None:
-    """Return the definition of a dataset's config class; None where there is none to read."""
-    if (found := registered().get(dataset)) is None:
-        return None
-    try:
-        tree = ast.parse(found.path.read_bytes())
-    except (OSError, SyntaxError):
-        return None
-    classes = (each for each in tree.body if isinstance(each, ast.ClassDef))
-    return next((each for each in classes if each.name == found.config_class), None)
-
-
 @cache
 def _loaded(dataset: str) -> type[Any] | None:
     """Return the config class, run with the definitions of its module that it refers to alone."""
-    if (found := registered().get(dataset)) is None:
+    package, source = installed(), pinned()[1].get(dataset)
+    if package is None or source is None or version_violation():
         return None
+    path = package / source.module
     try:
-        tree = ast.parse(found.path.read_bytes())
-        body = _needed(tree, found.config_class)
+        tree = ast.parse(path.read_bytes())
+        # Statements keep their lines, which messages quote.
+        tree.body = [statement for statement in tree.body if statement.lineno in source.lines]
         module = ModuleType(f"{PACKAGE}_options.{dataset}")
         sys.modules[module.__name__] = module  # where dataclasses look up annotations
         module.__dict__["StrEnum"] = enum.StrEnum  # the package has a copy for older Pythons
-        code = compile(ast.Module(body, []), str(found.path), "exec")
-        exec(code, module.__dict__)
-        loaded: type[Any] = module.__dict__[found.config_class]
+        exec(compile(tree, str(path), "exec"), module.__dict__)
+        loaded: type[Any] = module.__dict__[source.config_class]
     except Exception:  # a definition needs what is not loaded; the stage reports its own errors
         return None
     return loaded if dataclasses.is_dataclass(loaded) else None
-
-
-def _needed(tree: ast.Module, name: str) -> list[ast.stmt]:
-    """Return the statements of a module that define `name`, and all that these refer to.
-
-    Of imports only the standard library's: others would load the package.
-    """
-    wanted, kept = [name], dict.fromkeys(each for each in tree.body if _is_future(each))
-    seen = set(dir(builtins))
-    while wanted:
-        if (name := wanted.pop()) in seen:
-            continue
-        seen.add(name)
-        for statement in tree.body:
-            if name in _bound(statement):
-                kept[statement] = None
-                names = (each for each in ast.walk(statement) if isinstance(each, ast.Name))
-                wanted += [each.id for each in names]
-    return [each for each in tree.body if each in kept]
-
-
-def _bound(statement: ast.stmt) -> set[str]:
-    """Return the names that a statement of a module defines."""
-    if isinstance(statement, ast.ClassDef | ast.FunctionDef):
-        return {statement.name}
-    if isinstance(statement, ast.Import | ast.ImportFrom):
-        module = statement.names[0].name
-        if isinstance(statement, ast.ImportFrom):
-            module = "" if statement.level else statement.module or ""
-        if module.partition(".")[0] not in sys.stdlib_module_names:
-            return set()
-        return {each.asname or each.name.partition(".")[0] for each in statement.names}
-    if isinstance(statement, ast.Assign | ast.AnnAssign):
-        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-        return {each.id for each in targets if isinstance(each, ast.Name)}
-    return set()
-
-
-def _is_future(statement: ast.stmt) -> bool:
-    return isinstance(statement, ast.ImportFrom) and statement.module == "__future__"

@@ -68,26 +68,30 @@ def conversation_of(
     there is none to train on.
     """
     if response is None:
-        found = chat_of(row, messages)
-        if found[0]["role"] == ASSISTANT:
+        turns = chat_of(row, messages)
+        if turns[0]["role"] == ASSISTANT:
             raise RowError(f"{messages!r} must not start with an assistant turn")
     else:
-        asked = prompt_of(row, messages if rendered and row.get(messages) else prompt)
+        prompt_turns = prompt_of(row, messages if rendered and row.get(messages) else prompt)
         answer = column_of(row, response)
         if not isinstance(answer, str) or not answer:
             raise RowError(f"{response!r} is empty or not text")
-        if isinstance(asked, str):
-            return asked, answer
-        found = [*asked, {"role": ASSISTANT, "content": answer}]
-    if not any(map(is_learned, found)):
+        if isinstance(prompt_turns, str):
+            return prompt_turns, answer
+        turns = [*prompt_turns, {"role": ASSISTANT, "content": answer}]
+    if not any(map(is_learned, turns)):
         raise RowError(f"{messages!r} has no assistant turn to train on")
-    return found
+    return turns
 
 
 def pair_of(row: Row, prompt: str, chosen: str, rejected: str) -> tuple[Turns, Turns, Turns]:
     """Return a row's prompt, chosen and rejected response. Raises RowError where it has no pair."""
-    asked = prompt_of(row, prompt)
-    pair = asked, _response(row, chosen, asked), _response(row, rejected, asked)
+    prompt_turns = prompt_of(row, prompt)
+    pair = (
+        prompt_turns,
+        _response(row, chosen, prompt_turns),
+        _response(row, rejected, prompt_turns),
+    )
     if content_key(pair[1]) == content_key(pair[2]):
         raise RowError(f"{chosen!r} and {rejected!r} are equal")
     return pair
@@ -138,9 +142,9 @@ def column_of(row: Row, column: str) -> Any:
     return row[column]
 
 
-def missing_column(column: str, known: Sequence[str]) -> RowError:
+def missing_column(column: str, columns: Sequence[str]) -> RowError:
     """Return the error of a column that no row has."""
-    return RowError(f"no column {column!r}; columns: {', '.join(map(repr, known)) or 'none'}")
+    return RowError(f"no column {column!r}; columns: {', '.join(map(repr, columns)) or 'none'}")
 
 
 def parsed_line(line: bytes) -> Row | RowError:

@@ -67,8 +67,8 @@ class FileSettings(Settings):
             return sorted(path for path in _below(self.path, f".{self.source}") if path.is_file())
         root = Path(self.path.anchor)
         try:
-            found = root.glob(str(self.path.relative_to(root)))
-            return sorted(path for path in found if path.is_file())
+            matches = root.glob(str(self.path.relative_to(root)))
+            return sorted(path for path in matches if path.is_file())
         except (OSError, ValueError):  # a directory vanished meanwhile, or the pattern is invalid
             return []
 
@@ -151,10 +151,10 @@ class FrontierSettings(Settings):
     )
 
 
-def _by_name(given: Any) -> str:
-    if isinstance(given, dict):
-        return str(given.get("name", "none"))
-    return str(getattr(given, "name", "none"))
+def _by_name(block: Any) -> str:
+    if isinstance(block, dict):
+        return str(block.get("name", "none"))
+    return str(getattr(block, "name", "none"))
 
 
 CurriculumSettings = Annotated[
@@ -227,10 +227,10 @@ class ParquetDemonstrationSettings(FileDemonstrationSettings):
 def _by_source(default: str) -> Discriminator:
     """Return the choice of a settings class by its `source`, which may be left out."""
 
-    def source(given: Any) -> str:
-        if isinstance(given, dict):
-            return str(given.get("source", default))
-        return str(getattr(given, "source", default))
+    def source(block: Any) -> str:
+        if isinstance(block, dict):
+            return str(block.get("source", default))
+        return str(getattr(block, "source", default))
 
     return Discriminator(source)
 

@@ -104,9 +104,9 @@ class CharacterTokenizer:
 
     def __init__(self) -> None:
         self.end_tokens: tuple[int, ...] = (END_TOKEN,)
-        named = [PAD, END, *CHARACTERS]
-        self._reserved = [f"[RESERVED_{i}]" for i in range(len(named), TOKENIZER_SIZE)]
-        self._tokens = named + self._reserved
+        named_tokens = [PAD, END, *CHARACTERS]
+        self._reserved = [f"[RESERVED_{i}]" for i in range(len(named_tokens), TOKENIZER_SIZE)]
+        self._tokens = named_tokens + self._reserved
         self._ids = {token: i for i, token in enumerate(self._tokens)}
 
     def encode(self, text: str) -> list[int]:
@@ -150,8 +150,9 @@ class CharacterTokenizer:
 
         def template(messages: list[Message], _tools: list[Tool] | None) -> str:
             turns = [
-                f"{each['role']}: {each['content']}{END if each['role'] == ASSISTANT else ' '}"
-                for each in messages
+                f"{message['role']}: {message['content']}"
+                f"{END if message['role'] == ASSISTANT else ' '}"
+                for message in messages
             ]
             return "".join(turns) + (f"{ASSISTANT}: " if generation_prompt else "")
 
@@ -242,8 +243,8 @@ class HuggingFaceTokenizer:
     def decode_prompt(self, ids: Iterable[int]) -> str:
         """Return the text of all ids, as `decode`: end tokens may end the turns of a prompt."""
         pieces = []
-        for known, run in groupby(map(int, ids), self._known.__contains__):
-            if known:
+        for is_known, run in groupby(map(int, ids), self._known.__contains__):
+            if is_known:
                 pieces.append(self._decode_known(list(run)))
             else:
                 pieces += [unknown_token(i) for i in run]

@@ -26,12 +26,12 @@ from parallel.errors import UserError, report_error
 from parallel.files import write_atomically
 from parallel.sample import Sample
 from parallel.settings import CHARACTERS
+from stages.data.conversations import response_sample
 from stages.data.demonstrations import (
     ConversationStream,
     conversation_index,
     demonstrate,
     demonstrations,
-    response_sample,
 )
 from stages.data.problem import DomainError, Problem
 from stages.data.prompts import PromptStream, prompt_index, row_of, split_of, usable_problems

@@ -11,7 +11,8 @@ from parallel.batch import MicroBatch
 from parallel.distributed import is_main
 from parallel.model.policy import TrainedPolicy
 from parallel.sample import Sample
-from stages.data.demonstrations import ConversationStream, demonstrations, response_sample
+from stages.data.conversations import response_sample
+from stages.data.demonstrations import ConversationStream, demonstrations
 from stages.data.mixture import Mixture
 from stages.data.problem import seed_of
 from stages.data.prompts import PromptStream

@@ -63,7 +63,9 @@ def main() -> None:
         signal.signal(ignored, signal.SIG_IGN)
     control = Connection(int(sys.argv[1]))
     setup: Setup = control.recv()
-    kinds = {each.kind for own in setup[0].values() for each in own.values()}
+    kinds = {
+        reward.kind for domain_rewards in setup[0].values() for reward in domain_rewards.values()
+    }
     for module in sorted({module for kind in kinds for module in REGISTERED[kind].imports}):
         with suppress(Exception):  # a worker reports the error
             import_module(module)
@@ -73,14 +75,14 @@ def main() -> None:
         while True:
             while not control.poll(REAPING_SECONDS):
                 _reap(_children(os.getpid()) - workers)
-            if (wanted := control.recv()) is None:
+            if (to_kill := control.recv()) is None:
                 process = _fork(control, setup)
                 workers.add(process)
                 control.send(process)
             else:
-                _kill([*_descendants(wanted), wanted])
-                control.send(os.waitstatus_to_exitcode(os.waitpid(wanted, 0)[1]))
-                workers.remove(wanted)
+                _kill([*_descendants(to_kill), to_kill])
+                control.send(os.waitstatus_to_exitcode(os.waitpid(to_kill, 0)[1]))
+                workers.remove(to_kill)
     for _ in range(ENDING_ROUNDS):
         if not (left := _descendants(os.getpid())):
             break
@@ -145,7 +147,10 @@ def _serve(setup: Setup, connection: Connection, clock: Clock) -> None:
     """Score chunks until the pool is gone."""
     domains, settings, directory = setup
     try:
-        graders = {domain: Grader(domain, own, directory) for domain, own in domains.items()}
+        graders = {
+            domain: Grader(domain, domain_rewards, directory)
+            for domain, domain_rewards in domains.items()
+        }
     except DomainError as error:
         connection.send(str(error))
         return
@@ -155,12 +160,12 @@ def _serve(setup: Setup, connection: Connection, clock: Clock) -> None:
         chunk: Chunk = connection.recv()
         grades: list[tuple[int, Grade]] = []
         flushed = time.monotonic()
-        for number, problem, response, known in chunk:
+        for number, problem, response, fixed_scores in chunk:
 
             def begin(reward: int, seconds: float | None, number: int = number) -> None:
                 clock.begin(number, reward, seconds or settings.timeout_seconds)
 
-            grade = graders[problem.domain].grade(problem, response, begin, known)
+            grade = graders[problem.domain].grade(problem, response, begin, fixed_scores)
             grades.append((number, grade))
             if os.getpid() != process:  # a reward has forked, and its child returned
                 os._exit(0)
@@ -173,28 +178,30 @@ def _serve(setup: Setup, connection: Connection, clock: Clock) -> None:
 
 
 def _kill(processes: list[int]) -> None:
-    for each in processes:
+    for process in processes:
         with suppress(ProcessLookupError):
-            os.kill(each, signal.SIGKILL)
+            os.kill(process, signal.SIGKILL)
 
 
 def _reap(processes: set[int]) -> None:
     """Reap the children that have exited."""
-    for each in processes:
+    for process in processes:
         with suppress(ChildProcessError):
-            os.waitpid(each, os.WNOHANG)
+            os.waitpid(process, os.WNOHANG)
 
 
 def _descendants(process: int) -> list[int]:
     """Return the children of a process, their children, and so on."""
     children = _children(process)
-    return [*children, *(each for child in children for each in _descendants(child))]
+    return [*children, *(descendant for child in children for descendant in _descendants(child))]
 
 
 def _children(process: int) -> set[int]:
     try:
         threads = Path(f"/proc/{process}/task").iterdir()
-        return {int(child) for each in threads for child in (each / "children").read_text().split()}
+        return {
+            int(child) for thread in threads for child in (thread / "children").read_text().split()
+        }
     except OSError:  # it has ended, or the kernel does not list them
         return set()
 

@@ -46,14 +46,14 @@ def parsed(text: str) -> Any:
     return json.loads(text, parse_constant=_refuse)
 
 
-def field_value(given: Any) -> Any:
+def field_value(field: Any) -> Any:
     """Return a field of a row, or the value of its JSON where it is text.
 
     Raises RewardError for text that is not JSON, or holds half of a surrogate pair, as for a row.
     """
     try:
-        value = json.loads(given) if isinstance(given, str) else given
-        if isinstance(given, str) and SURROGATE.search(given.encode()):
+        value = json.loads(field) if isinstance(field, str) else field
+        if isinstance(field, str) and SURROGATE.search(field.encode()):
             json.dumps(value, ensure_ascii=False).encode()
         return value
     except UnicodeEncodeError as error:
@@ -91,9 +91,9 @@ def canonical(value: Any) -> str:
 def _plain(value: Any) -> Any:
     """Return a value of JSON whose whole numbers are integers."""
     if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
+        return {key: _plain(element) for key, element in value.items()}
     if isinstance(value, list):
-        return [_plain(each) for each in value]
+        return [_plain(element) for element in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -101,8 +101,8 @@ def is_deep(value: Any) -> bool:
     """Return whether a value is nested more deeply than DEEPEST."""
     level = [value]
     for _ in range(DEEPEST):
-        nested = [list(each.values()) if isinstance(each, dict) else each for each in level]
-        level = [item for each in nested if isinstance(each, list) for item in each]
+        nested = [list(node.values()) if isinstance(node, dict) else node for node in level]
+        level = [child for children in nested if isinstance(children, list) for child in children]
     return bool(level)
 
 
@@ -118,14 +118,14 @@ def draft_of(schema: Any) -> str:
     stated = schema.get("$schema") if isinstance(schema, dict) else None
     if stated is None:
         return DRAFTS["draft/2020-12"]
-    found = STATED.fullmatch(stated) if isinstance(stated, str) else None
-    if found is None or found["draft"] not in DRAFTS:
-        known = ", ".join(DRAFTS)
+    match = STATED.fullmatch(stated) if isinstance(stated, str) else None
+    if match is None or match["draft"] not in DRAFTS:
+        drafts = ", ".join(DRAFTS)
         raise RewardError(
             f"not a JSON schema: unknown $schema {stated!r}; known are"
-            f" http://json-schema.org/DRAFT/schema with DRAFT of {known}"
+            f" http://json-schema.org/DRAFT/schema with DRAFT of {drafts}"
         )
-    return DRAFTS[found["draft"]]
+    return DRAFTS[match["draft"]]
 
 
 def check_schema(schema: Any) -> None:
@@ -155,8 +155,8 @@ def schema_violation(value: Any, schema: Any) -> str:
 
     validator = _validator(draft_of(schema))
     try:
-        first = next(validator(schema, registry=Registry()).iter_errors(value), None)
-        return "" if first is None else f"{first.json_path}: {first.message}"
+        first_error = next(validator(schema, registry=Registry()).iter_errors(value), None)
+        return "" if first_error is None else f"{first_error.json_path}: {first_error.message}"
     except Unresolvable as error:
         raise RewardError(f"the schema cannot be used: {error}") from error
     except OverflowError:  # such as 1e999
@@ -179,8 +179,8 @@ def _validator(name: str) -> Any:
     from jsonschema.exceptions import ValidationError
     from jsonschema.validators import extend
 
-    def unique(_own: Any, wanted: Any, value: Any, _schema: Any) -> Iterator[Any]:
-        if wanted and isinstance(value, list) and len({*map(canonical, value)}) < len(value):
+    def unique(_validator_class: Any, unique_items: Any, value: Any, _schema: Any) -> Iterator[Any]:
+        if unique_items and isinstance(value, list) and len({*map(canonical, value)}) < len(value):
             yield ValidationError(f"{value!r} has non-unique elements")
 
     return extend(getattr(jsonschema, name), {"uniqueItems": unique})

@@ -63,7 +63,7 @@ class _Task:
     response: Response
     future: Future[Grade]
     attempts: int = 0
-    known: dict[str, float | None] = field(default_factory=dict)  # as in a `Chunk`
+    fixed_scores: dict[str, float | None] = field(default_factory=dict)  # as in a `Chunk`
     watch_failures: list[str] = field(default_factory=list)  # of rewards of weight 0
 
 
@@ -73,7 +73,7 @@ class _Worker:
     connection: Connection
     clock: Clock
     loaded: bool = False
-    owed: dict[int, _Task] = field(default_factory=dict)
+    tasks: dict[int, _Task] = field(default_factory=dict)
 
 
 class RewardPool:
@@ -93,11 +93,15 @@ class RewardPool:
         check_machine(rewards)
         for line in cautions(rewards):
             report_notice(line)
-        self._rewards = {domain: dict(own) for domain, own in rewards.items()}
+        self._rewards = {domain: dict(domain_rewards) for domain, domain_rewards in rewards.items()}
         self._settings = settings
         self._setup: Setup = (self._rewards, settings, directory)
         self._on_graded = on_graded
-        waits = any(each.waits for own in rewards.values() for each in own.values())
+        waits = any(
+            reward.waits
+            for domain_rewards in rewards.values()
+            for reward in domain_rewards.values()
+        )
         cores = min(len(os.sched_getaffinity(0)), MOST_CORES)
         self._size = settings.workers or (WAITING_WORKERS if waits else cores)
         self._lock = threading.Lock()  # guards the queue, the counts and the error
@@ -117,7 +121,7 @@ class RewardPool:
         self._thread.start()
 
     @property
-    def owed(self) -> int:
+    def pending(self) -> int:
         """The number of responses not graded yet."""
         with self._lock:
             return self._submitted - self._settled
@@ -212,31 +216,35 @@ class RewardPool:
 
     def _deal(self) -> None:
         """Send idle workers chunks of the queue, smaller ones as it empties."""
-        for worker in [each for each in self._workers if each.loaded and not each.owed]:
+        for worker in [worker for worker in self._workers if worker.loaded and not worker.tasks]:
             with self._lock:
                 share = math.ceil(len(self._queue) / (TURNS * self._size))
                 taken = [self._queue.popleft() for _ in range(min(share, LONGEST_CHUNK))]
             if not taken:
                 return
-            worker.owed = dict(taken)
+            worker.tasks = dict(taken)
             worker.clock.rest()
-            chunk: Chunk = [(n, task.problem, task.response, task.known) for n, task in taken]
+            chunk: Chunk = [
+                (n, task.problem, task.response, task.fixed_scores) for n, task in taken
+            ]
             with suppress(OSError):  # it has just died, which `_listen` detects
                 worker.connection.send(chunk)
 
     def _listen(self) -> None:
         """Take grades and replace lost workers; wait for submissions or the next look at clocks."""
-        busy = any(worker.owed or not worker.loaded for worker in self._workers)
+        busy = any(worker.tasks or not worker.loaded for worker in self._workers)
         connections = {worker.connection: worker for worker in self._workers}
         ready = wait([*connections, self._called], LOOK_SECONDS if busy else None)
         if self._called in ready:
             os.eventfd_read(self._called)
-        heard = [connections[each] for each in ready if isinstance(each, Connection)]
+        heard = [
+            connections[connection] for connection in ready if isinstance(connection, Connection)
+        ]
         for worker in heard:
             if not self._hear(worker):
                 self._replace(worker, overdue=False)
         now = time.monotonic()
-        working = [worker for worker in self._workers if worker.owed or not worker.loaded]
+        working = [worker for worker in self._workers if worker.tasks or not worker.loaded]
         overdue = [worker for worker in working if now > worker.clock.read()[2]]
         for worker in overdue:
             self._replace(worker, overdue=True)
@@ -253,7 +261,7 @@ class RewardPool:
             raise RewardError(answer)
         worker.loaded = True
         for number, grade in answer or []:
-            self._settle(worker.owed.pop(number), grade)
+            self._settle(worker.tasks.pop(number), grade)
         return True
 
     def _replace(self, worker: _Worker, overdue: bool) -> None:
@@ -271,17 +279,17 @@ class RewardPool:
             )
         number, reward, deadline = worker.clock.read()
         # A worker killed just as it starts the next response says nothing about either response.
-        found = number in worker.owed and (not overdue or time.monotonic() > deadline)
-        if found:
-            task = worker.owed[number]
+        is_identified = number in worker.tasks and (not overdue or time.monotonic() > deadline)
+        if is_identified:
+            task = worker.tasks[number]
             # A SIGKILL that the pool did not send may be the kernel's (out of memory) or a
             # person's: the response is to blame only after ATTEMPTS of them.
             killed = not overdue and status == -signal.SIGKILL
             task.attempts += killed
             if not killed or task.attempts >= ATTEMPTS:
-                self._blame(number, worker.owed.pop(number), reward, None if overdue else status)
-        for number, task in reversed(worker.owed.items()):
-            task.attempts += not found
+                self._blame(number, worker.tasks.pop(number), reward, None if overdue else status)
+        for number, task in reversed(worker.tasks.items()):
+            task.attempts += not is_identified
             if task.attempts == ATTEMPTS:
                 name = " + ".join(self._rewards[task.problem.domain])
                 what = f"its process was lost {ATTEMPTS} times"
@@ -306,10 +314,10 @@ class RewardPool:
             self._first_timeout = self._first_timeout or line
             self._timeouts += 1
         if not settings.weight:
-            task.known[name] = None
+            task.fixed_scores[name] = None
             task.watch_failures.append(line)
         elif status is None and settings.timed_out is not None:
-            task.known[name] = settings.timed_out
+            task.fixed_scores[name] = settings.timed_out
             self._report(f"{line}; it earns {settings.timed_out:g} (timed_out)")
         else:
             self._settle(task, Grade(None, {}, failure=line))
@@ -346,15 +354,15 @@ class RewardPool:
                 self._forkserver.wait(ENDING_SECONDS)
             ended = self._forkserver.returncode
             why = repr(error) if ended is None else f"the forkserver {_ending(ended)}"
-            found = RewardError(f"the rewards' processes failed: {why}")
-            found.__cause__ = error
-            error = found
+            pool_error = RewardError(f"the rewards' processes failed: {why}")
+            pool_error.__cause__ = error
+            error = pool_error
         with self._lock:
             self._error = error
             waiting = [task for _, task in self._queue]
             self._settled = self._submitted
         for worker in self._workers:
-            waiting += worker.owed.values()
+            waiting += worker.tasks.values()
         for task in waiting:
             task.future.set_exception(error)
         self._on_graded()
@@ -365,7 +373,7 @@ def _start_forkserver(theirs: Connection) -> tuple[subprocess.Popen[bytes], int]
 
     It searches this process's sys.path, where the user's modules are.
     """
-    path = os.pathsep.join(each or str(Path.cwd()) for each in sys.path)
+    path = os.pathsep.join(directory or str(Path.cwd()) for directory in sys.path)
     environment = {name: value for name, value in os.environ.items() if name != STATUS_DESCRIPTOR}
     descriptor = theirs.fileno()
     printed, output = os.pipe()

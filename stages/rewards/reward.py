@@ -232,8 +232,8 @@ def _of_answer(reward: Reward, settings: AnswerReward) -> Reward:
 
 def check_machine(rewards: Mapping[str, Mapping[str, RewardBase]]) -> None:
     """Raise DomainError where this machine can never run a reward, before anything is sampled."""
-    for domain, own in rewards.items():
-        for name, settings in own.items():
+    for domain, domain_rewards in rewards.items():
+        for name, settings in domain_rewards.items():
             try:
                 settings.check_machine()
             except RewardError as error:
@@ -242,8 +242,8 @@ def check_machine(rewards: Mapping[str, Mapping[str, RewardBase]]) -> None:
 
 def cautions(rewards: Mapping[str, Mapping[str, RewardBase]]) -> Iterator[str]:
     """Yield the warnings about these domains' rewards, each a line that starts with its key."""
-    for domain, own in rewards.items():
-        for name, settings in own.items():
+    for domain, domain_rewards in rewards.items():
+        for name, settings in domain_rewards.items():
             if caution := settings.caution():
                 yield f"domains.{domain}.rewards.{name}.{caution}"
 
@@ -252,7 +252,7 @@ def cautions(rewards: Mapping[str, Mapping[str, RewardBase]]) -> Iterator[str]:
 class Grade:
     """The rewards of a response.
 
-    `parts` holds every reward before its weight. `steps`, where one of them gave any, are (number
+    `scores` holds every reward before its weight. `steps`, where one of them gave any, are (number
     of characters that the step ends with, weighted reward). Where a reward failed, `reward` is None
     and `failure` one line that says why. A reward of weight 0 is only recorded: where it fails it
     has no part but a line in `watch_failures`, and the grade stands. `messages` are what rewards
@@ -260,7 +260,7 @@ class Grade:
     """
 
     reward: float | None
-    parts: dict[str, float]
+    scores: dict[str, float]
     steps: tuple[tuple[int, float], ...] = ()
     failure: str | None = None
     watch_failures: tuple[str, ...] = ()
@@ -273,7 +273,8 @@ class Grader:
     def __init__(self, domain: str, settings: Mapping[str, RewardBase], directory: Path) -> None:
         self._settings = settings
         self._rewards = {
-            name: make(domain, name, each, directory) for name, each in settings.items()
+            name: make(domain, name, reward_settings, directory)
+            for name, reward_settings in settings.items()
         }
 
     def grade(
@@ -281,27 +282,30 @@ class Grader:
         problem: Problem,
         response: Response,
         begin: Callable[[int, float | None], None] = lambda index, seconds: None,
-        known: Mapping[str, float | None] = MappingProxyType({}),
+        fixed_scores: Mapping[str, float | None] = MappingProxyType({}),
     ) -> Grade:
         """Return the grade of a response.
 
-        `known` rewards are not run: they have that score, or are skipped where it is None. `begin`
-        is called before every other reward, with its index and its time limit in seconds.
+        Rewards in `fixed_scores` are not run: they have that score, or are skipped where it is
+        None. `begin` is called before every other reward, with its index and its time limit in
+        seconds.
         """
-        parts: dict[str, float] = {}
+        scores: dict[str, float] = {}
         total = 0.0
         steps: tuple[tuple[int, float], ...] = ()
         watch_failures: list[str] = []
         messages: dict[str, str] = {}
         for index, (name, settings) in enumerate(self._settings.items()):
-            if (given := known.get(name)) is None and name in known:
+            if (fixed_score := fixed_scores.get(name)) is None and name in fixed_scores:
                 continue
             try:
-                score: float | Steps = 0.0 if given is None else given
-                if given is None:
+                score: float | Steps = 0.0 if fixed_score is None else fixed_score
+                if fixed_score is None:
                     begin(index, settings.timeout_seconds)
                     if settings.unfinished == "score" or response.finished:
-                        returned, message = _told(self._rewards[name](problem, response))
+                        returned, message = _score_and_message(
+                            self._rewards[name](problem, response)
+                        )
                         score = _checked(returned, len(response.text))
                         if message:
                             messages[name] = message
@@ -309,19 +313,19 @@ class Grader:
                     if settings.weight:
                         if steps:
                             raise RewardError("only one reward of a domain may return steps")
-                        weighted = [settings.weight * each for each in score.rewards]
+                        weighted = [settings.weight * step_reward for step_reward in score.rewards]
                         steps = tuple(zip(score.ends, weighted, strict=True))
                     score = sum(score.rewards) / len(score.rewards)
-                parts[name] = score
+                scores[name] = score
                 total += settings.weight * score
                 if not isfinite(total):
                     raise RewardError(f"returned {score!r}, which makes the sum of rewards {total}")
             except BaseException as error:  # also SystemExit: a reward must not end its worker
-                line = failure(problem, response, name, _said(error))
+                line = failure(problem, response, name, _description(error))
                 if settings.weight:
-                    return Grade(None, parts, (), line, tuple(watch_failures), messages)
+                    return Grade(None, scores, (), line, tuple(watch_failures), messages)
                 watch_failures.append(line)
-        return Grade(total, parts, steps, None, tuple(watch_failures), messages)
+        return Grade(total, scores, steps, None, tuple(watch_failures), messages)
 
 
 def failure(problem: Problem, response: Response, reward: str, what: str) -> str:
@@ -333,17 +337,19 @@ def failure(problem: Problem, response: Response, reward: str, what: str) -> str
     )
 
 
-def solved(settings: Mapping[str, RewardBase], parts: Mapping[str, float]) -> bool:
+def solved(settings: Mapping[str, RewardBase], scores: Mapping[str, float]) -> bool:
     """Return whether every reward that judges the answer is 1; where none does, every reward.
 
     Rewards of weight 0 do not count.
     """
-    judging = [name for name, each in settings.items() if each.judges_answer and each.weight > 0]
-    counting = [name for name, each in settings.items() if each.weight]
-    return all(parts.get(name, 0.0) >= SOLVED for name in judging or counting or settings)
+    judging = [
+        name for name, reward in settings.items() if reward.judges_answer and reward.weight > 0
+    ]
+    counting = [name for name, reward in settings.items() if reward.weight]
+    return all(scores.get(name, 0.0) >= SOLVED for name in judging or counting or settings)
 
 
-def _told(returned: Score | Explained) -> tuple[Score, str]:
+def _score_and_message(returned: Score | Explained) -> tuple[Score, str]:
     """Return a score, and what the reward says of it, "" for nothing."""
     if not isinstance(returned, tuple):
         return returned, ""
@@ -363,7 +369,7 @@ def _checked(score: Score, characters: int) -> float | Steps:
         raise RewardError(
             f"returned {score!r}, whose ends must rise from above 0 to {characters} at most"
         )
-    return Steps([int(end) for end in score.ends], [_finite(each) for each in score.rewards])
+    return Steps([int(end) for end in score.ends], [_finite(reward) for reward in score.rewards])
 
 
 def _finite(score: float) -> float:
@@ -372,13 +378,13 @@ def _finite(score: float) -> float:
     return float(score)
 
 
-def _said(error: BaseException) -> str:
+def _description(error: BaseException) -> str:
     if isinstance(error, RewardError):
         return str(error)
     frames = traceback.extract_tb(error.__traceback__)
     where = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
     try:
-        said = repr(error)
+        description = repr(error)
     except Exception:  # a user's exception class may fail in __repr__
-        said = type(error).__name__
-    return f"raised {said}{where}"
+        description = type(error).__name__
+    return f"raised {description}{where}"

@@ -146,9 +146,9 @@ def score(
             tests = [{**call, "tolerance": tolerance} for call in calls]
         outcome = run(program, "", limits, json.dumps(tests).encode())
         # The run's ending is the verdict on the test that was running and on the tests after it.
-        rest: Verdict = "error" if outcome.ending == "exited" else outcome.ending
+        missing_verdict: Verdict = "error" if outcome.ending == "exited" else outcome.ending
         missing = len(tests) - len(outcome.verdicts)
-        return Score(outcome.verdicts + (rest,) * missing, outcome.errors)
+        return Score(outcome.verdicts + (missing_verdict,) * missing, outcome.errors)
     verdicts: list[Verdict] = []
     errors = ""
     for pair in tests:
@@ -178,8 +178,8 @@ def check() -> None:
     """Raise SandboxError where this machine cannot contain programs."""
     outcome = run(PROBE, "", Limits(wall_seconds=20, processes=4))
     if outcome.ending != "exited" or outcome.output != b"contained\n":
-        found = outcome.errors.strip().splitlines()[-1:] or [outcome.ending]
-        raise SandboxError(f"sandbox: a program is not contained: {found[0]}")
+        last_lines = outcome.errors.strip().splitlines()[-1:] or [outcome.ending]
+        raise SandboxError(f"sandbox: a program is not contained: {last_lines[0]}")
 
 
 # Tries what each mechanism must refuse.
@@ -280,8 +280,10 @@ def run(program: str, stdin: str, limits: Limits, asserts: bytes = b"") -> Outco
     except OSError as error:
         raise SandboxError(f"sandbox: its supervisor cannot be started: {error}") from error
     if supervisor.returncode:
-        said = supervisor.stderr.decode(errors="replace").strip().splitlines()
-        raise SandboxError(f"sandbox: {said[-1] if said else 'its supervisor was killed'}")
+        error_lines = supervisor.stderr.decode(errors="replace").strip().splitlines()
+        raise SandboxError(
+            f"sandbox: {error_lines[-1] if error_lines else 'its supervisor was killed'}"
+        )
     report = marshal.loads(supervisor.stdout)
     status: int | None = report["status"]
     errors = report["errors"].decode(errors="replace")
@@ -306,21 +308,21 @@ def _host() -> dict[str, Any]:
     if os.uname().machine not in call_filter.ARCHITECTURES:
         raise SandboxError("sandbox: needs a Linux machine of x86_64 or aarch64")
     release = os.uname().release
-    kernel = tuple(int(part) for part in release.split("-")[0].split(".")[:2])
+    kernel = tuple(int(number) for number in release.split("-")[0].split(".")[:2])
     if kernel < OLDEST_KERNEL:
-        wanted = ".".join(map(str, OLDEST_KERNEL))
-        raise SandboxError(f"sandbox: needs Linux {wanted} or newer, not {release}")
+        oldest = ".".join(map(str, OLDEST_KERNEL))
+        raise SandboxError(f"sandbox: needs Linux {oldest} or newer, not {release}")
     if not Path(f"/proc/self/task/{os.getpid()}/children").exists():
         raise SandboxError("sandbox: needs a kernel with CONFIG_PROC_CHILDREN, to watch programs")
     python = Path(sys.base_prefix, "bin", "python{}.{}".format(*sys.version_info))
     if not python.exists():
         raise SandboxError(f"sandbox: no interpreter at {python}")
-    found = subprocess.run(
+    listing = subprocess.run(
         [python, "-I", "-S", "-c", LIST_LIBRARIES], capture_output=True, text=True, cwd="/"
     )
-    if found.returncode:
-        raise SandboxError(f"sandbox: cannot list the interpreter's libraries: {found.stderr}")
-    libraries = sorted(set(found.stdout.split("\n")) - {""})
+    if listing.returncode:
+        raise SandboxError(f"sandbox: cannot list the interpreter's libraries: {listing.stderr}")
+    libraries = sorted(set(listing.stdout.split("\n")) - {""})
     bases = {"base": sys.base_prefix, "platbase": sys.base_exec_prefix}  # not an environment's
     standard = sorted({sysconfig.get_path(name, vars=bases) for name in ("stdlib", "platstdlib")})
     packages = [Path(directory, name) for directory in standard for name in PACKAGES]

@@ -300,7 +300,7 @@ class RewardDispatcher:
     @property
     def pending(self) -> bool:
         """True while grades are in flight, so that `wake` will be called again."""
-        return self._pool.owed > 0
+        return self._pool.pending > 0
 
     def expect(self, groups: Iterable[Group]) -> None:
         """Have groups graded that are about to be requested."""
@@ -327,7 +327,7 @@ class RewardDispatcher:
         for sample, future in zip(group.samples, futures, strict=True):
             grade = future.result()
             sample.problem, sample.answer = group.problem.key, group.problem.answer
-            sample.reward, sample.reward_parts = grade.reward, grade.parts
+            sample.reward, sample.reward_parts = grade.reward, grade.scores
             sample.reward_messages, sample.reward_failure = grade.messages or None, grade.failure
             if grade.steps:
                 steps = grade.steps

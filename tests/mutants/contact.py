@@ -79,7 +79,7 @@ MUTANTS = [
     ),
     Mutant(
         "GLM's last turn ends with endoftext",
-        "stages/data/demonstrations.py",
+        "stages/data/conversations.py",
         "ids.append(closing_token(tokenizer, answered))",
         "ids.append(tokenizer.end_token)",
         "tests/stages/test_conversations.py"
@@ -94,7 +94,7 @@ MUTANTS = [
     ),
     Mutant(
         "turns are joined after a prompt that the template has rewritten",
-        "stages/data/demonstrations.py",
+        "stages/data/conversations.py",
         "if samples and prompt.startswith(text) else None",
         "if samples else None",
         "tests/stages/test_conversations.py"

@@ -51,7 +51,7 @@ MUTANTS = [
     ),
     Mutant(
         "the role after an ended turn is learned",
-        "stages/data/demonstrations.py",
+        "stages/data/conversations.py",
         "upto = int(not ended and ends[:1] == [0])",
         "upto = int(ends[:1] == [0])",
         "tests/stages/test_conversations.py"
@@ -231,7 +231,7 @@ MUTANTS = [
     ),
     Mutant(
         "a call written as text ends as a conversation",
-        "stages/data/demonstrations.py",
+        "stages/data/conversations.py",
         'role = "tool" if _calls_tools(messages[-1]) else "user"',
         'role = "tool" if messages[-1].get("tool_calls") else "user"',
         "tests/stages/test_conversations.py"
@@ -270,7 +270,7 @@ MUTANTS = [
     ),
     Mutant(
         "a turn that the template leaves open is not taught to end",
-        "stages/data/demonstrations.py",
+        "stages/data/conversations.py",
         "if following is not None and _ends(tokenizer, samples[-1][0][-1], following):",
         "if following is not None:",
         "tests/stages/test_real_tokenizers.py"

@@ -194,8 +194,8 @@ MUTANTS = [
     Mutant(
         "a scorer evaluates the answer itself",
         "stages/data/contained_scorer.py",
-        "changed[last] = READERS[last]",
-        "changed[last] = module.get(last, eval)",
+        "{function: READERS[function]}",
+        "{function: module.get(function, eval)}",
         "tests/stages/test_reasoning_gym_scorers.py::test_a_hostile_answer_is_read_and_never_run",
     ),
     Mutant(

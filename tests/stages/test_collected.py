@@ -31,7 +31,7 @@ def test_chat_messages_keep_their_further_keys(tmp_path: Path) -> None:
     files = [tmp_path / f"{number}.parquet" for number in range(3)]
     for file, rows in zip(files, parts, strict=True):
         write_part(file, rows)
-    assert write_joined(tmp_path / "all.parquet", files, kept=True) == 4
+    assert write_joined(tmp_path / "all.parquet", files, only_kept=True) == 4
     found = [each["messages"] for each in parquet.read_table(tmp_path / "all.parquet").to_pylist()]
     assert found[0] is None
     assert [each[0]["content"] for each in found[1:]] == ["1?", "2?", "3?"]
@@ -57,7 +57,7 @@ def test_arguments_of_tool_calls_are_kept_as_they_were(tmp_path: Path) -> None:
     problems = [Problem("chat", n, "?", "", {}, tuple(chat)) for n, chat in enumerate(chats)]
     rows = [{**prompt_columns(problem), **ROW} for problem in problems]
     write_part(tmp_path / "part.parquet", rows)
-    assert write_joined(tmp_path / "all.parquet", [tmp_path / "part.parquet"], kept=True) == 3
+    assert write_joined(tmp_path / "all.parquet", [tmp_path / "part.parquet"], only_kept=True) == 3
     reader = ROWS["parquet"]
     found = [
         messages_of(each, "messages")
@@ -82,7 +82,7 @@ def test_a_flipped_bit_of_a_part_changes_no_row_unnoticed(tmp_path: Path) -> Non
     assert noticed > len(content) // 2
     with pytest.raises(UserError, match=r"part\.parquet: damaged"):
         part.write_bytes(content.replace(b"user", b"uzer"))
-        write_joined(tmp_path / "all.parquet", [part], kept=True)
+        write_joined(tmp_path / "all.parquet", [part], only_kept=True)
 
 
 def test_row_groups_do_not_depend_on_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +94,7 @@ def test_row_groups_do_not_depend_on_parts(tmp_path: Path, monkeypatch: pytest.M
         for begin in range(0, 10, size):
             files.append(tmp_path / f"{name}_{begin}.parquet")
             write_part(files[-1], rows[begin : begin + size])
-        write_joined(tmp_path / name, files, kept=True)
+        write_joined(tmp_path / name, files, only_kept=True)
         found.append((tmp_path / name).read_bytes())
     assert found[0] == found[1]
     groups = parquet.ParquetFile(tmp_path / "a").metadata

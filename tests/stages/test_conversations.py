@@ -14,14 +14,13 @@ import pytest
 
 from parallel.batch import RankPlace, collate
 from parallel.sample import Sample
-from stages.data.demonstrations import (
-    ConversationStream,
-    conversation_index,
+from stages.data.conversations import (
     conversation_sample,
     conversation_samples,
     response_sample,
     segments,
 )
+from stages.data.demonstrations import ConversationStream, conversation_index
 from stages.data.problem import DomainError, Message
 from stages.data.prompts import held_out_problems
 from stages.data.row_forms import conversation_of
@@ -144,10 +143,10 @@ def test_a_template_that_rewrites_earlier_turns_gives_each_turn_its_own_prompt(
     assert [learned(tokenizer, sample) for sample in samples] == targets
     assert all(sample.loss_mask is None for sample in samples)
     # Turns that a prompt has already are learned by nobody, and a response has one prompt.
-    [last] = conversation_samples(tokenizer, messages, "math", given=2)
+    [last] = conversation_samples(tokenizer, messages, "math", context_turns=2)
     assert last.prompt.tolist() == samples[2].prompt.tolist()
     with pytest.raises(TokenizerError, match="has 2 assistant turns after different prompts"):
-        conversation_sample(tokenizer, messages, "math", given=1)
+        conversation_sample(tokenizer, messages, "math", context_turns=1)
 
 
 def test_turns_that_the_template_leaves_as_they_were_share_a_sample(tmp_path: Path) -> None:

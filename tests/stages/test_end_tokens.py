@@ -11,7 +11,7 @@ import pytest
 
 from parallel.errors import UserError
 from parallel.settings import CHARACTERS, ModelSettings
-from stages.data.demonstrations import closing_token
+from stages.data.conversations import closing_token
 from stages.data.end_tokens import end_tokens, generation_ids
 from stages.data.problem import Problem
 from stages.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_named

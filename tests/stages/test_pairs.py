@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 from parallel import batch
 from parallel.sample import Sample
 from stages.data.collected import write_part
-from stages.data.demonstrations import conversation_sample
+from stages.data.conversations import conversation_sample
 from stages.data.index import PROBED
 from stages.data.problem import DataError, content_key
 from stages.data.tokenizer import CharacterTokenizer

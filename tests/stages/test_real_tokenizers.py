@@ -15,7 +15,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from parallel.sample import Sample
-from stages.data.demonstrations import conversation_samples
+from stages.data.conversations import conversation_samples
 from stages.data.tokenizer import HuggingFaceTokenizer, TokenizerError
 
 DIRECTORY = Path(__file__).parents[1] / "vendor" / "tokenizers"

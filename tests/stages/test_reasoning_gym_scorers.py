@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tools.reasoning_gym_datasets import dataset_classes, source_of
 
-from stages.data import contained_scorer
+from stages.data import reasoning_gym_options
 from stages.data.answer_readers import read_expression, read_literal
-from stages.data.contained_scorer import scorer_violation
+from stages.data.contained_scorer import EVALUATORS, READERS, SCORER, contained
 from stages.data.problem import DomainError, Problem
 from stages.data.reasoning_gym import ONE_BY_ONE, ReasoningGymSource, score, tagged
-from stages.data.reasoning_gym_options import HASHED, REFUSED, RegisteredDataset, registered
-from stages.data.scorer_source import SCORER, evaluations
+from stages.data.reasoning_gym_options import HASHED, REFUSED, dataset_violation, pinned
 from stages.data.settings import ReasoningGymPromptSettings
 from stages.data.tokenizer import CHAT_TEMPLATE, CharacterTokenizer
 from stages.data.whole_answers import MEANINGLESS, SEARCHING
@@ -31,12 +31,10 @@ from stages.rewards.kinds.reasoning_gym import CORRECT, ReasoningGymReward, exac
 from stages.rewards.pool import RewardPool
 from stages.rewards.reward import Response, RewardPoolSettings
 from tests.awaiting import PATIENCE_SECONDS
+from tests.stages.scorer_source import evaluations
 
 TOKENIZER = CharacterTokenizer()
 CALLS = {"eval", "exec", "compile", "parse_expr", "sympify"}
-EVALUATING = sorted(
-    n for n, each in registered().items() if evaluations(each.path, each.dataset_class)
-)
 HOSTILE = [
     "__import__('os').system('touch {0}')",
     "[__import__('os').system('touch {0}')]",
@@ -60,12 +58,12 @@ def problem_of(dataset: str, index: int = 0, **config: object) -> Problem:
     return ReasoningGymSource(prompts, TOKENIZER, "puzzles", 7).problem(index)
 
 
-def calls_in_scorer(dataset: RegisteredDataset) -> list[str]:
+def calls_in_scorer(dataset_class: type[Any]) -> list[str]:
     """Return the evaluators that `score_answer` names at all, on the entry too."""
     [own] = [
         each
-        for each in ast.parse(dataset.path.read_bytes()).body
-        if isinstance(each, ast.ClassDef) and each.name == dataset.dataset_class
+        for each in ast.parse(source_of(dataset_class).read_bytes()).body
+        if isinstance(each, ast.ClassDef) and each.name == dataset_class.__name__
     ]
     found = (each for each in ast.walk(own) if isinstance(each, ast.FunctionDef))
     return [
@@ -77,17 +75,30 @@ def calls_in_scorer(dataset: RegisteredDataset) -> list[str]:
     ]
 
 
+def test_the_table_has_every_evaluation_in_a_scorer_of_the_installed_package() -> None:
+    """Follow the answer through the source: a new version needs a new table, or a reader."""
+    calls = {
+        name: evaluations(source_of(dataset), dataset.__name__)
+        for name, (dataset, _) in dataset_classes().items()
+    }
+    found = {name: {call.function for call in of} for name, of in calls.items() if of}
+    assert found == {name: {evaluator} for name, evaluator in EVALUATORS.items()}
+    assert all(call.in_scorer for of in calls.values() for call in of)
+    for evaluator in EVALUATORS.values():
+        library, _, function = evaluator.rpartition(".")
+        assert function in READERS
+        assert function == "parse_expr" or not library  # `eval` is only the builtin
+
+
 def test_every_evaluator_in_a_scorer_is_found_or_reads_the_entry_alone() -> None:
     """A plain search of the source, beside the one that follows the answer."""
-    named = {name: calls_in_scorer(each) for name, each in registered().items()}
-    missed = {name: calls for name, calls in named.items() if calls and name not in EVALUATING}
-    assert EVALUATING
+    named = {name: calls_in_scorer(dataset) for name, (dataset, _) in dataset_classes().items()}
+    missed = {name: calls for name, calls in named.items() if calls and name not in EVALUATORS}
     assert set(missed) <= {"number_sorting"}
     assert all(call == "eval(entry['answer'])" for calls in missed.values() for call in calls)
-    assert [name for name in registered() if scorer_violation(name)] == []
 
 
-@pytest.mark.parametrize("dataset", EVALUATING)
+@pytest.mark.parametrize("dataset", EVALUATORS)
 def test_a_hostile_answer_is_read_and_never_run(
     dataset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,10 +175,8 @@ def test_a_slow_scorer_is_killed_and_only_its_answer_earns_nothing(tmp_path: Pat
     assert [each.reward for each in grades] == [0.0, 1.0]
 
 
-def test_a_scorer_without_a_reader_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also below it, in a helper of another module of its package."""
+def test_an_evaluation_below_the_scorer_is_found_too(tmp_path: Path) -> None:
+    """In a function of another module of its package, and in the answer's words alone."""
     (tmp_path / "helper.py").write_text(
         "def check(text):\n    found = text + ''\n    exec(found)\n"
     )
@@ -177,12 +186,24 @@ def test_a_scorer_without_a_reader_is_refused(
         "    def score_answer(self, answer, entry):\n        check(entry)\n"
         "        own = [check(each) for each in answer.split()]\n        return 1.0\n"
     )
-    known = {"puzzle": RegisteredDataset(module, "Puzzle", "PuzzleConfig")}
-    monkeypatch.setattr(contained_scorer, "registered", lambda: known)
-    assert scorer_violation("puzzle") == (
-        "puzzle's scorer would run a response's text as code: puzzle.py:3 calls exec(found); read "
-        "the problems from a file and score them with your own reward (docs/how-to/reward.md)"
+    [call] = evaluations(module, "Puzzle")
+    assert (call.line, call.call, call.in_scorer) == (3, "exec(found)", False)
+
+
+def test_the_scorers_of_another_version_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of them might run a response's text as code."""
+    monkeypatch.setattr(reasoning_gym_options, "version", lambda name: "0.1.26")
+    reasoning_gym_options.version_violation.cache_clear()
+    message = (
+        "the options and scorers of reasoning-gym 0.1.25 are known, and 0.1.26 is installed;"
+        " install reasoning-gym==0.1.25"
     )
+    assert dataset_violation("gcd") == message
+    with pytest.raises(DomainError, match=message):
+        problem_of("gcd")
+    with pytest.raises(ValueError, match=message):
+        contained("gcd", object())
+    reasoning_gym_options.version_violation.cache_clear()
 
 
 def test_a_prompt_asks_the_datasets_question_and_an_answer_stands_in_tags() -> None:
@@ -290,7 +311,7 @@ print(json.dumps(found))
 
 def test_every_dataset_draws_the_same_problems_in_every_process() -> None:
     """Draw with two seeds of Python's hashes, which change the problems of HASHED alone."""
-    names = json.dumps(sorted(registered().keys() - REFUSED))
+    names = json.dumps(sorted(pinned()[1].keys() - REFUSED))
     started = [
         subprocess.Popen(
             [sys.executable, "-W", "ignore", "-c", DRAW, names],

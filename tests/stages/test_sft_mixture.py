@@ -90,7 +90,7 @@ def collected(directory: Path, problems: list[Problem]) -> Path:
     ]
     write_part(directory / "part.parquet", rows)
     path = directory / "collected.parquet"
-    write_joined(path, [directory / "part.parquet"], kept=True)
+    write_joined(path, [directory / "part.parquet"], only_kept=True)
     (directory / "collection.json").write_text(json.dumps({"digest": sha256(path)}))
     return path
 

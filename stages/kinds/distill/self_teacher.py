@@ -19,7 +19,7 @@ from parallel.model.kept_logits import HiddenStates
 from parallel.model.policy import TrainedPolicy
 from parallel.sample import Sample
 from stages.data.demonstrations import conversation_index, demonstrate
-from stages.data.problem import ASSISTANT, SPLIT_DIGITS, DomainError, Problem
+from stages.data.problem import ASSISTANT, DomainError, Problem
 from stages.data.prompts import row_of
 from stages.data.settings import GeneratedDemonstrationSettings
 from stages.data.tokenizer import Tokenizer, TokenizerError
@@ -163,8 +163,7 @@ class Contexts:
         if isinstance(settings, GeneratedDemonstrationSettings):
             return demonstrate(problem, worked=True, random=Random(0)).response
         index = conversation_index(settings, problem.domain)
-        rows = np.flatnonzero(index.keys == np.uint64(int(problem.key[:SPLIT_DIGITS], base=16)))
-        for shown, tools in map(index.read, rows.tolist()):
+        for shown, tools in map(index.read, index.rows_of(problem.key).tolist()):
             if tools not in ((), problem.tools):
                 continue  # it may call what this prompt does not offer
             if isinstance(shown, tuple):

@@ -14,7 +14,7 @@ import numpy as np
 
 from parallel.files import sha256
 from parallel.sample import Sample
-from stages.data.demonstrations import conversation_sample, response_sample
+from stages.data.conversations import conversation_sample, response_sample
 from stages.data.index import (
     Order,
     build_index,

@@ -258,7 +258,7 @@ class RejectionSampling:
             total.update(each["dropped"])
         drawn = sum(each["drawn"] for each in counts.values())
         if not any(each["kept"] for each in counts.values()):
-            write_joined(files.all_drawn, parts, kept=False)
+            write_joined(files.all_drawn, parts, only_kept=False)
             left = nothing_left(f"{self._key}.keep", drawn, total, files.all_drawn)
             raise UserError(f"{left}, and rerun with --from {self.job.stage}")
         for name, each in counts.items():
@@ -266,7 +266,7 @@ class RejectionSampling:
                 dropped = listed(each["dropped"])
                 report_notice(f"{self._key}.keep: nothing is left of the domain {name}: {dropped}")
         files.all_drawn.unlink(missing_ok=True)
-        rows = write_joined(files.collected, parts, kept=True)
+        rows = write_joined(files.collected, parts, only_kept=True)
         found = {
             "digest": sha256(files.collected),
             "rows": rows,

@@ -78,9 +78,11 @@ class Channel:
             raise EOFError("the other end has gone")
         return list(json.loads(line))
 
-    def request(self, operation: str, target: int, *arguments: Any, **named: Any) -> Any:
+    def request(
+        self, operation: str, target: int, *arguments: Any, **keyword_arguments: Any
+    ) -> Any:
         """Return the result of `operation` on the other end's `target`, serving its calls."""
-        self.send(["do", operation, target, self.encode(arguments), self.encode(named)])
+        self.send(["do", operation, target, self.encode(arguments), self.encode(keyword_arguments)])
         while True:
             kind, *content = self.receive()
             if kind == "do":
@@ -95,15 +97,17 @@ class Channel:
     def serve(self, content: list[Any]) -> None:
         """Answer a request of the other end."""
         try:
-            operation, target, arguments, named = content
-            arguments, named = self.decode(arguments), self.decode(named)
+            operation, target, arguments, keyword_arguments = content
+            arguments, keyword_arguments = self.decode(arguments), self.decode(keyword_arguments)
             if operation == "call":
-                value = self._objects[target](*arguments, **named)
+                value = self._objects[target](*arguments, **keyword_arguments)
             elif self._open_house:
                 value = OPERATIONS[operation](self._objects[target], *arguments)
             else:
                 raise PermissionError(operation)
-            changed = [each if isinstance(each, MUTABLE) else None for each in arguments]
+            changed = [
+                argument if isinstance(argument, MUTABLE) else None for argument in arguments
+            ]
             answer = ["returned", self.encode(value), self.encode(changed)]
         except Exception as error:
             sys.excepthook(*sys.exc_info())
@@ -182,8 +186,8 @@ class Remote:
         self._channel = channel
         self._number = number
 
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
-        return self._channel.request("call", self._number, *arguments, **named)
+    def __call__(self, *arguments: Any, **keyword_arguments: Any) -> Any:
+        return self._channel.request("call", self._number, *arguments, **keyword_arguments)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -258,7 +262,7 @@ def run_tests() -> None:
     space: dict[str, Any] = {"__name__": "tests"}
     try:
         _, names = channel.receive()
-        space |= _taken(channel.decode(names), tests)
+        space |= _usable_names(channel.decode(names), tests)
     except Exception as error:
         channel.ended = True
         print(f"no test was run: {error!r}", file=sys.stderr)
@@ -303,16 +307,18 @@ def _is_near(value: Any, expected: Any, tolerance: float) -> bool:
     return bool(value == expected)
 
 
-def _taken(names: dict[str, Any], tests: list[Any]) -> dict[str, Any]:
+def _usable_names(names: dict[str, Any], tests: list[Any]) -> dict[str, Any]:
     """Return the program's `names` that the tests may use.
 
     Python's own names are excluded: a program's `abs` or `math` would decide what is equal.
     """
     statements = [test for test in tests if isinstance(test, str)]
     qualifiers = {name for test in statements for name in QUALIFIER.findall(test)}
-    own = {name: __import__(name) for name in qualifiers & sys.stdlib_module_names & names.keys()}
+    standard_modules = {
+        name: __import__(name) for name in qualifiers & sys.stdlib_module_names & names.keys()
+    }
     hidden = {name for name in names if hasattr(builtins, name) or name.startswith("__")}
-    return {name: item for name, item in names.items() if name not in hidden} | own
+    return {name: item for name, item in names.items() if name not in hidden} | standard_modules
 
 
 if __name__ == "__main__":

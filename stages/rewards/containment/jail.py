@@ -137,14 +137,18 @@ def _start_all(
         command = [*python, "-c", START.format(stack=stack)]
         return _start(command, descriptors, request, "program", report)
     nothing = os.open("/dev/null", os.O_RDWR)
-    (asked, asks), (answered, answers) = os.pipe(), os.pipe()
+    (calls_reading, calls_writing), (answers_reading, answers_writing) = os.pipe(), os.pipe()
     common = {0: nothing, 1: nothing, 2: pipes["errors"]}
-    own = {0: tests, 3: answered, 4: asks, 5: pipes["verdicts"]}
-    examiner = _start([*python, EXAMINER, "tests"], common | own, request, "examiner", report)
+    examiner_pipes = {0: tests, 3: answers_reading, 4: calls_writing, 5: pipes["verdicts"]}
+    examiner = _start(
+        [*python, EXAMINER, "tests"], common | examiner_pipes, request, "examiner", report
+    )
     # The program has no descriptor of the tests or of the verdicts.
-    own = {1: pipes["output"], 3: asked, 4: answers}
-    _start([*python, EXAMINER, "program", stack], common | own, request, "program", report)
-    for descriptor in (asked, asks, answered, answers):
+    program_pipes = {1: pipes["output"], 3: calls_reading, 4: answers_writing}
+    _start(
+        [*python, EXAMINER, "program", stack], common | program_pipes, request, "program", report
+    )
+    for descriptor in (calls_reading, calls_writing, answers_reading, answers_writing):
         os.close(descriptor)
     return examiner
 

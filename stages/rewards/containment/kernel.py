@@ -47,10 +47,10 @@ def unmount(target: str) -> None:
 
 def make_read_only(target: str) -> None:
     """Turn the mount at `target` and all below it read-only, with no set-user-id programs."""
-    wanted = struct.pack("QQQQ", _READ_ONLY_ATTRIBUTE | _NO_SETUID_ATTRIBUTE, 0, 0, 0)
+    attributes = struct.pack("QQQQ", _READ_ONLY_ATTRIBUTE | _NO_SETUID_ATTRIBUTE, 0, 0, 0)
     here, tree = ctypes.c_int(_HERE), ctypes.c_uint(_WHOLE_TREE)
-    size = ctypes.c_size_t(len(wanted))
-    _call("syscall", _MOUNT_SETATTR, here, target.encode(), tree, wanted, size)
+    size = ctypes.c_size_t(len(attributes))
+    _call("syscall", _MOUNT_SETATTR, here, target.encode(), tree, attributes, size)
 
 
 def pivot_root(new_root: str, old_root: str) -> None:

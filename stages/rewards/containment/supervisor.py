@@ -49,8 +49,8 @@ def main() -> None:
 def _run(request: dict[str, Any]) -> dict[str, Any]:
     request["users"] = _enter_namespaces()
     ends = {name: os.pipe() for name in ("output", "errors", "verdicts", "report")}
-    first = os.fork()
-    if first == 0:
+    first_process = os.fork()
+    if first_process == 0:
         for reading, _ in ends.values():
             os.close(reading)
         jail.live(request, {name: writing for name, (_, writing) in ends.items()})
@@ -58,8 +58,8 @@ def _run(request: dict[str, Any]) -> dict[str, Any]:
         os.close(writing)
     started = time.monotonic()
     pipes = {reading: name for name, (reading, _) in ends.items()}
-    kept, cause = _watch(request, first, pipes, started)
-    report = kept["report"].decode(errors="replace").splitlines()
+    captured, cause = _watch(request, first_process, pipes, started)
+    report = captured["report"].decode(errors="replace").splitlines()
     for line in report:
         if line.startswith("failed "):
             raise OSError(line.removeprefix("failed "))
@@ -68,9 +68,9 @@ def _run(request: dict[str, Any]) -> dict[str, Any]:
     return {
         "cause": cause,
         "status": os.waitstatus_to_exitcode(int(report[0].split()[1])) if report else None,
-        "output": bytes(kept["output"]),
-        "errors": bytes(kept["errors"][-ERROR_BYTES:]),
-        "verdicts": bytes(kept["verdicts"]),
+        "output": bytes(captured["output"]),
+        "errors": bytes(captured["errors"][-ERROR_BYTES:]),
+        "verdicts": bytes(captured["verdicts"]),
         "seconds": time.monotonic() - started,
     }
 
@@ -81,13 +81,13 @@ def _enter_namespaces() -> dict[str, int]:
     Root may map any user into a namespace, other users only themselves. Root needs no user
     namespace where they are refused.
     """
-    own = os.geteuid()
-    root = own == 0
+    user = os.geteuid()
+    root = user == 0
     ready, go = os.pipe()
     writer = os.fork()
     if writer == 0:  # stays outside, where root has the right to map users
         os.close(go)
-        os._exit(_write_maps(os.getppid(), own, root) if os.read(ready, 1) else 0)
+        os._exit(_write_maps(os.getppid(), user, root) if os.read(ready, 1) else 0)
     os.close(ready)
     try:
         kernel.unshare(kernel.NEW_USERS | NAMESPACES)
@@ -106,7 +106,7 @@ def _enter_namespaces() -> dict[str, int]:
 MAPPED_MANY, MAPPED_ONE, MAPPED_NONE = range(3)
 
 
-def _write_maps(process: int, own: int, root: bool) -> int:
+def _write_maps(process: int, user: int, root: bool) -> int:
     if root:
         many = f"0 0 1\n{EXAMINER} {EXAMINER} 2\n"
         try:
@@ -117,7 +117,7 @@ def _write_maps(process: int, own: int, root: bool) -> int:
             pass
     try:
         _write(f"/proc/{process}/setgroups", "deny")
-        _write(f"/proc/{process}/uid_map", f"0 {own} 1\n")
+        _write(f"/proc/{process}/uid_map", f"0 {user} 1\n")
         _write(f"/proc/{process}/gid_map", f"0 {os.getegid()} 1\n")
     except OSError:
         return MAPPED_NONE
@@ -148,7 +148,7 @@ def _enter_as_root(root: bool, refusal: OSError) -> dict[str, int]:
 
 
 def _watch(
-    request: dict[str, Any], first: int, pipes: dict[int, str], started: float
+    request: dict[str, Any], first_process: int, pipes: dict[int, str], started: float
 ) -> tuple[dict[str, bytearray], str | None]:
     """Read the sandbox's pipes until none of its processes is left; end it at the first limit.
 
@@ -156,7 +156,7 @@ def _watch(
     killed: were it an error of the sandbox, a program could choose to have no reward instead of a
     bad one.
     """
-    kept = {name: bytearray() for name in pipes.values()}
+    captured = {name: bytearray() for name in pipes.values()}
     cause: str | None = None
     poll = select.poll()
     for descriptor in pipes:
@@ -168,7 +168,7 @@ def _watch(
         nonlocal cause
         if cause is None:
             cause = limit
-            os.kill(first, kernel.KILL)
+            os.kill(first_process, kernel.KILL)
 
     looked = started
     try:
@@ -180,15 +180,18 @@ def _watch(
                     os.close(descriptor)
                     del pipes[descriptor]
                 elif cause is None or name == "report":
-                    kept[name] += chunk
-                    if name in ("output", "errors") and len(kept[name]) > request["output_bytes"]:
+                    captured[name] += chunk
+                    if (
+                        name in ("output", "errors")
+                        and len(captured[name]) > request["output_bytes"]
+                    ):
                         end("output")
             now = time.monotonic()
             if now >= started + request["wall_seconds"]:
                 end("timeout")
             if cause is None and now - looked >= WATCH_SECONDS:
                 looked = now
-                processes, memory, seconds = _usage(first)
+                processes, memory, seconds = _usage(first_process)
                 if seconds > request["cpu_seconds"]:
                     end("timeout")
                 elif memory > request["memory_bytes"]:
@@ -196,13 +199,13 @@ def _watch(
                 elif processes > request["processes"] + bool(request["tests"]):
                     end("killed")
     except Exception as error:
-        kept["errors"] += f"\nthe program cannot be watched: {error!r}".encode()
+        captured["errors"] += f"\nthe program cannot be watched: {error!r}".encode()
         end("killed")
-    os.waitpid(first, 0)  # after all others: the kernel makes it wait for them
-    return kept, cause
+    os.waitpid(first_process, 0)  # after all others: the kernel makes it wait for them
+    return captured, cause
 
 
-def _usage(first: int) -> tuple[int, int, float]:
+def _usage(first_process: int) -> tuple[int, int, float]:
     """Return the threads, bytes of memory and seconds of CPU time of all below process `first`.
 
     Pages that a process shares with its parent since a fork count twice. The CPU time of ended
@@ -210,20 +213,22 @@ def _usage(first: int) -> tuple[int, int, float]:
     ignore SIGCHLD, with which the kernel would drop it.
     """
     threads, memory, ticks = 0, 0, 0
-    found, unseen = set(), [first]
+    counted, unseen = set(), [first_process]
     while unseen:
         process = unseen.pop()
         # A process names itself, in any bytes but 0; the name ends at the last parenthesis.
         after_name = _read(f"/proc/{process}/stat").rpartition(b")")[2].split()
-        if process in found or not after_name:
+        if process in counted or not after_name:
             continue
-        found.add(process)
+        counted.add(process)
         ticks += sum(map(int, after_name[11:15]))
         try:
-            tasks = [f"/proc/{process}/task/{each}" for each in os.listdir(f"/proc/{process}/task")]
+            tasks = [
+                f"/proc/{process}/task/{thread}" for thread in os.listdir(f"/proc/{process}/task")
+            ]
         except (FileNotFoundError, ProcessLookupError):  # it has just ended
             continue
-        if process != first:
+        if process != first_process:
             threads += int(after_name[17])
             # A first thread that has ended reports no memory; the other threads do.
             held = (memory_held(_read(f"{task}/status")) for task in tasks)

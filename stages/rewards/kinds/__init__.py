@@ -24,5 +24,5 @@ if TYPE_CHECKING:
     RewardSettings = RewardBase
 else:
     RewardSettings = Annotated[
-        reduce(or_, (each.settings for each in KINDS.values())), Field(discriminator="kind")
+        reduce(or_, (kind.settings for kind in KINDS.values())), Field(discriminator="kind")
     ]

@@ -129,7 +129,7 @@ def make(settings: CodeReward, _directory: Path) -> Reward:
 
 def failed_test(result: sandbox.Score) -> str:
     """Return which test failed first, with the last line of its error output; "" for none."""
-    number = next((n for n, each in enumerate(result.verdicts, 1) if each != "passed"), None)
+    number = next((n for n, verdict in enumerate(result.verdicts, 1) if verdict != "passed"), None)
     if number is None:
         return ""
     passed = f"{result.verdicts.count('passed')} of {len(result.verdicts)} tests passed"

@@ -69,7 +69,9 @@ def make_language(settings: LanguageReward, _directory: Path) -> Reward:
 def _words(text: str) -> Iterator[frozenset[str]]:
     """Yield the scripts of every word. Marks on letters are dropped: they would split words."""
     plain = unicodedata.normalize("NFKC", text)
-    letters = "".join(each for each in plain if not unicodedata.category(each).startswith("M"))
+    letters = "".join(
+        character for character in plain if not unicodedata.category(character).startswith("M")
+    )
     for match in LETTERS.finditer(letters):
         scripts = [_script(letter) for letter in match[0]]
         spaced = [script for script in scripts if script not in WITHOUT_SPACES]
@@ -80,5 +82,5 @@ def _words(text: str) -> Iterator[frozenset[str]]:
 
 @cache
 def _script(letter: str) -> str:
-    first = unicodedata.name(letter, "UNKNOWN").partition(" ")[0]
-    return UNICODE_NAMES.get(first, first.lower())
+    first_word = unicodedata.name(letter, "UNKNOWN").partition(" ")[0]
+    return UNICODE_NAMES.get(first_word, first_word.lower())

@@ -55,8 +55,8 @@ class InstructionReward(AnswerReward):
 
     def row_violation(self, row: Mapping[str, Any], answer: str) -> str | None:
         try:
-            for name, own in _constraints(row):
-                _kept(name, "", own)
+            for name, arguments in _constraints(row):
+                _is_met(name, "", arguments)
         except RewardError as error:
             return str(error)
         return None
@@ -67,10 +67,12 @@ def make(settings: InstructionReward, _directory: Path) -> Reward:
     """Return the reward."""
 
     def reward(problem: Problem, response: Response) -> Explained:
-        asked = _constraints(problem.fields)
-        kept = [_kept(name, response.text, own) for name, own in asked]
-        broken = [name for (name, _), is_kept in zip(asked, kept, strict=True) if not is_kept]
-        score = float(not broken) if settings.credit == "all" else sum(kept) / len(kept)
+        constraints = _constraints(problem.fields)
+        are_met = [_is_met(name, response.text, arguments) for name, arguments in constraints]
+        broken = [
+            name for (name, _), is_met in zip(constraints, are_met, strict=True) if not is_met
+        ]
+        score = float(not broken) if settings.credit == "all" else sum(are_met) / len(are_met)
         return score, f"not followed: {', '.join(broken)}" if broken else ""
 
     return reward
@@ -78,34 +80,36 @@ def make(settings: InstructionReward, _directory: Path) -> Reward:
 
 def _constraints(row: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     """Return a row's instructions with their arguments. Raises RewardError where it has none."""
-    names, given = row.get("instruction_id_list"), row.get("kwargs")
-    if isinstance(names, list) and (given is None or given == []):
-        given = [{} for _ in names]
+    names, kwargs = row.get("instruction_id_list"), row.get("kwargs")
+    if isinstance(names, list) and (kwargs is None or kwargs == []):
+        kwargs = [{} for _ in names]
     if (
         not isinstance(names, list)
-        or not isinstance(given, list)
+        or not isinstance(kwargs, list)
         or not names
-        or len(names) != len(given)
+        or len(names) != len(kwargs)
     ):
         raise RewardError(
             "the problem's fields instruction_id_list and kwargs must be lists of one length,"
-            f" not {names!r} and {given!r}"
+            f" not {names!r} and {kwargs!r}"
         )
     if unknown := [name for name in names if not isinstance(name, str) or name not in CHECKS]:
         raise RewardError(f"unknown instruction {unknown[0]!r}; known are {', '.join(CHECKS)}")
-    asked = [(name, own or {}) for name, own in zip(names, given, strict=True)]
-    if wrong := [(name, own) for name, own in asked if not isinstance(own, dict)]:
-        name, own = wrong[0]
-        raise RewardError(f"the arguments of {name} must be a mapping, not {own!r}")
-    return asked
+    constraints = [(name, arguments or {}) for name, arguments in zip(names, kwargs, strict=True)]
+    if wrong := [
+        (name, arguments) for name, arguments in constraints if not isinstance(arguments, dict)
+    ]:
+        name, arguments = wrong[0]
+        raise RewardError(f"the arguments of {name} must be a mapping, not {arguments!r}")
+    return constraints
 
 
-def _kept(name: str, text: str, arguments: dict[str, Any]) -> bool:
+def _is_met(name: str, text: str, arguments: dict[str, Any]) -> bool:
     # A Parquet row gives each instruction the arguments of all, null where they do not apply.
     stated = {key: _whole(value) for key, value in arguments.items() if value is not None}
     for key, value in stated.items():
-        if wanted := _wanted(key, value):
-            raise RewardError(f"{name}: {key} must be {wanted}, not {value!r}")
+        if requirement := _requirement(key, value):
+            raise RewardError(f"{name}: {key} must be {requirement}, not {value!r}")
     if stated.get("nth_paragraph", 1) > stated.get("num_paragraphs", math.inf):
         raise RewardError(f"{name} does not take {stated!r}: no such paragraph")
     try:
@@ -119,7 +123,7 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _wanted(key: str, value: Any) -> str:
+def _requirement(key: str, value: Any) -> str:
     """Return what an argument of an instruction must be; "" where `value` is that."""
     if key in ("keywords", "forbidden_words"):
         fits = isinstance(value, list) and bool(value) and all(map(_is_text, value))
@@ -145,23 +149,25 @@ def _compare(count: int, relation: str, bound: int) -> bool:
 
 
 def _sentences(text: str, num_sentences: int, relation: str = "at least") -> bool:
-    count = sum(WORD.search(part) is not None for part in re.split(r"[.!?]+", text))
+    count = sum(WORD.search(sentence) is not None for sentence in re.split(r"[.!?]+", text))
     return _compare(count, relation, num_sentences)
 
 
 def _paragraphs(text: str, num_paragraphs: int) -> bool:
     # IFEval's prompts ask for `***` between paragraphs.
-    parts = [part.strip() for part in re.split(r"\s?\*\*\*\s?", text)]
-    return all(parts[1:-1]) and sum(map(bool, parts)) == num_paragraphs
+    paragraphs = [paragraph.strip() for paragraph in re.split(r"\s?\*\*\*\s?", text)]
+    return all(paragraphs[1:-1]) and sum(map(bool, paragraphs)) == num_paragraphs
 
 
 def _first_word(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
     # Empty lines divide these paragraphs.
-    parts = [part.strip() for part in re.split(r"\n\s*\n", text) if part.strip()]
-    if len(parts) != num_paragraphs or nth_paragraph > len(parts):
+    paragraphs = [
+        paragraph.strip() for paragraph in re.split(r"\n\s*\n", text) if paragraph.strip()
+    ]
+    if len(paragraphs) != num_paragraphs or nth_paragraph > len(paragraphs):
         return False
-    first = WORD.search(parts[nth_paragraph - 1])
-    return first is not None and first[0].lower() == first_word.lower()
+    match = WORD.search(paragraphs[nth_paragraph - 1])
+    return match is not None and match[0].lower() == first_word.lower()
 
 
 def _capitals(text: str, capital_frequency: int, capital_relation: str = "at least") -> bool:
@@ -178,8 +184,8 @@ def _json(text: str) -> bool:
 
 
 def _two_responses(text: str) -> bool:
-    parts = [part.strip() for part in text.split("******")]
-    return len(parts) == 2 and all(parts) and parts[0] != parts[1]
+    responses = [response.strip() for response in text.split("******")]
+    return len(responses) == 2 and all(responses) and responses[0] != responses[1]
 
 
 def _quotation(text: str) -> bool:
@@ -189,7 +195,9 @@ def _quotation(text: str) -> bool:
 
 # The parameters beside the text are IFEval's own names of an instruction's arguments.
 CHECKS: dict[str, Callable[..., bool]] = {
-    "keywords:existence": lambda text, keywords: all(_count_of(each, text) for each in keywords),
+    "keywords:existence": lambda text, keywords: all(
+        _count_of(keyword, text) for keyword in keywords
+    ),
     "keywords:forbidden_words": lambda text, forbidden_words: (
         not any(_count_of(word, text) for word in forbidden_words)
     ),
@@ -221,7 +229,7 @@ CHECKS: dict[str, Callable[..., bool]] = {
         len(re.findall(rf"{re.escape(section_spliter)}\s?\d+", text)) >= num_sections
     ),
     "detectable_format:constrained_response": lambda text: any(
-        each in text for each in CONSTRAINED
+        answer in text for answer in CONSTRAINED
     ),
     "detectable_format:title": lambda text: any(
         title.strip() for title in re.findall(r"<<([^<>\n]+)>>", text)

@@ -195,12 +195,12 @@ class Judge:
         name = hashlib.sha256(f"{self._url}\n{text}".encode()).hexdigest()
         file = self._cache / name[:2] / f"{name}.json"
         with suppress(OSError, ValueError, KeyError, TypeError):  # no such file, or a damaged one
-            said = json.loads(file.read_text())["said"]
-            return self._verdict(said), said
-        said = self._ask(text.encode())
-        score = self._verdict(said)
-        write_atomically(file, json.dumps({"request": body, "said": said}))
-        return score, said
+            reply = json.loads(file.read_text())["said"]
+            return self._verdict(reply), reply
+        reply = self._ask(text.encode())
+        score = self._verdict(reply)
+        write_atomically(file, json.dumps({"request": body, "said": reply}))
+        return score, reply
 
     def _ask(self, body: bytes) -> str:
         reason = ""
@@ -228,37 +228,37 @@ class Judge:
         body = answer.read(LONGEST_ANSWER + 1)
         if len(body) > LONGEST_ANSWER:
             raise ValueError(f"its answer is longer than {LONGEST_ANSWER >> 20} MiB")
-        said = json.loads(body)
+        completion = json.loads(body)
         with suppress(KeyError, IndexError, TypeError):
-            if isinstance(content := said["choices"][0]["message"]["content"], str):
+            if isinstance(content := completion["choices"][0]["message"]["content"], str):
                 return self._hide(valid_text(content))
         # Hide the key before cutting the text: half a key would not be found.
-        shown = self._hide(valid_text(json.dumps(said, ensure_ascii=False)))[:SHOWN]
+        shown = self._hide(valid_text(json.dumps(completion, ensure_ascii=False)))[:SHOWN]
         raise ValueError(f"not a chat completion: {shown}")
 
     def _refusal(self, error: urllib.error.HTTPError) -> str:
-        said = ""
+        detail = ""
         if target := error.headers.get("Location"):
-            said = f"it is moved to {target}; state that as base_url"
+            detail = f"it is moved to {target}; state that as base_url"
         else:
             with suppress(OSError, HTTPException):  # it broke off
-                said = error.read(LONGEST_REFUSAL).decode(errors="replace")
-        return f"{error.code} {self._hide(error.reason)[:SHOWN]}: {self._hide(said)[:SHOWN]}"
+                detail = error.read(LONGEST_REFUSAL).decode(errors="replace")
+        return f"{error.code} {self._hide(error.reason)[:SHOWN]}: {self._hide(detail)[:SHOWN]}"
 
     def _hide(self, text: str) -> str:
         return text if self._secret is None else self._secret.sub("[key]", text)
 
-    def _verdict(self, said: str) -> float:
-        found = list(re.finditer(self._settings.verdict, said))
+    def _verdict(self, reply: str) -> float:
+        matches = list(re.finditer(self._settings.verdict, reply))
         lowest, highest = self._settings.lowest, self._settings.highest
         try:
-            value = float(found[-1][1])
+            value = float(matches[-1][1])
         except (IndexError, ValueError, TypeError):
-            raise RewardError(f"the judge gave no score: {said[-SHOWN:]!r}") from None
+            raise RewardError(f"the judge gave no score: {reply[-SHOWN:]!r}") from None
         if not (isfinite(value) and lowest <= value <= highest):
             raise RewardError(
                 f"the judge's score {value:g} is not within {lowest:g} and {highest:g}:"
-                f" {said[-SHOWN:]!r}"
+                f" {reply[-SHOWN:]!r}"
             )
         return (value - lowest) / (highest - lowest)
 
@@ -269,10 +269,10 @@ def _key(settings: JudgeReward) -> str | None:
         where, key = f"api_key_file: {file}", file.read_text(errors="replace").strip()
     elif variable is None:
         return None
-    elif (found := os.environ.get(variable)) is None:
+    elif (unstripped := os.environ.get(variable)) is None:
         raise RewardError(f"{variable} is not set")
     else:
-        where, key = f"api_key_variable: {variable}", found.strip()
+        where, key = f"api_key_variable: {variable}", unstripped.strip()
     if not (key.isascii() and key.isprintable() and key):  # http.client would show it in an error
         raise RewardError(f"{where} holds no key, which is one line of ASCII")
     return key

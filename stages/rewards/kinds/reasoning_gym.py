@@ -60,7 +60,7 @@ def make(settings: ReasoningGymReward, _directory: Path) -> Reward:
         value = scored(problem, response.text)
         if value >= CORRECT:
             return value, ""
-        if _parts(problem, response.text) is not None:
+        if _split_response(problem, response.text) is not None:
             return value, f"expected {problem.answer}" if problem.answer else "not a solution"
         form = "<working>answer" if is_compact(problem) else "an answer in <answer> and </answer>"
         return value, f"not {form}"
@@ -70,8 +70,8 @@ def make(settings: ReasoningGymReward, _directory: Path) -> Reward:
 
 def shows_work(problem: Problem, response: str) -> bool:
     """Return whether the working before the answer has more than white space."""
-    found = _parts(problem, response)
-    return found is not None and bool(found[0].strip())
+    working_and_answer = _split_response(problem, response)
+    return working_and_answer is not None and bool(working_and_answer[0].strip())
 
 
 def exact(problem: Problem, response: str) -> float:
@@ -81,11 +81,11 @@ def exact(problem: Problem, response: str) -> float:
 
 def partial(problem: Problem, response: str) -> float:
     """Return the dataset's score of the answer, within [0, 1]; 0 for a response of another form."""
-    found = _parts(problem, response)
-    return 0.0 if found is None else score(problem, found[1])
+    working_and_answer = _split_response(problem, response)
+    return 0.0 if working_and_answer is None else score(problem, working_and_answer[1])
 
 
-def _parts(problem: Problem, response: str) -> tuple[str, str] | None:
+def _split_response(problem: Problem, response: str) -> tuple[str, str] | None:
     """Return the working and the answer, or None for a response of another form."""
     if not is_compact(problem):
         return tagged_answer(response)

@@ -101,7 +101,7 @@ class ToolCallReward(AnswerReward):
             thoughts = f"{opening}\nI call a tool.\n{closing}\n"
         if self.form == "json":
             return thoughts + json.dumps(calls[0] if len(calls) == 1 else calls)
-        return thoughts + "\n".join(f"{BEGIN}\n{json.dumps(each)}\n{END}" for each in calls)
+        return thoughts + "\n".join(f"{BEGIN}\n{json.dumps(call)}\n{END}" for call in calls)
 
     def expected(self, row: Mapping[str, Any]) -> list[Call] | None:
         """Return the calls that a row expects; None where any valid call is right.
@@ -114,10 +114,10 @@ class ToolCallReward(AnswerReward):
             raise RewardError(f"the problem has no field {field!r}; calls_field: null wants none")
         calls = field_value(row[field])
         if isinstance(calls, list):
-            calls = [_unnested(each, field) for each in calls]
+            calls = [_unnested(call, field) for call in calls]
         if not isinstance(calls, list) or not all(map(_is_call, calls)):
             raise RewardError(f"field {field!r} must be a list of calls: name and arguments")
-        if any(is_deep(each["arguments"]) for each in calls):
+        if any(is_deep(call["arguments"]) for call in calls):
             raise RewardError(f"field {field!r} has arguments nested more than {DEEPEST} deep")
         return calls
 
@@ -156,24 +156,24 @@ def tools_of(row: Mapping[str, Any], field: str) -> dict[str, Any]:
     """
     if field not in row:
         raise RewardError(f"the problem has no field {field!r} with its tools")
-    given = field_value(row[field])
-    if not isinstance(given, list):
+    tools = field_value(row[field])
+    if not isinstance(tools, list):
         raise RewardError(f"field {field!r} must be a list of tools")
-    found = {}
-    for each in given:
-        tool = each.get("function", each) if isinstance(each, dict) else {}
+    schemas = {}
+    for listed in tools:
+        tool = listed.get("function", listed) if isinstance(listed, dict) else {}
         name = tool.get("name") if isinstance(tool, dict) else None
         schema = next((tool[key] for key in SCHEMAS if name and tool.get(key) is not None), None)
         if not isinstance(name, str) or not isinstance(schema, dict | str | None):
-            what = f"a tool without a name or a schema: {reprlib.repr(each)}"
+            what = f"a tool without a name or a schema: {reprlib.repr(listed)}"
             raise RewardError(f"field {field!r} has {what}")
-        if name in found:
+        if name in schemas:
             raise RewardError(f"field {field!r} has two tools of the name {name!r}")
         try:
-            found[name] = field_value(schema or {})
+            schemas[name] = field_value(schema or {})
         except RewardError as error:
             raise RewardError(f"field {field!r}: parameters of {name!r}: {error}") from error
-    return found
+    return schemas
 
 
 def _check(name: str, check: Callable[[Any], object], schema: Any) -> None:
@@ -188,13 +188,13 @@ def read_calls(text: str, form: str) -> list[Call] | str:
     """Return the calls of an answer, or why it has none."""
     pieces = [unfenced(text)]
     if form == "tagged":
-        before, *rest = text.split(BEGIN)
-        pairs = [each.partition(END) for each in rest]
+        before, *call_texts = text.split(BEGIN)
+        pairs = [call_text.partition(END) for call_text in call_texts]
         if not pairs or before.strip() or any(not end or after.strip() for _, end, after in pairs):
             return f"not calls in {BEGIN} and {END} alone"
         pieces = [call for call, _, _ in pairs]
     try:
-        read = [parsed(each) for each in pieces]
+        read = [parsed(piece) for piece in pieces]
     except (ValueError, RecursionError) as error:
         return f"no JSON: {error}"
     calls = read[0] if form == "json" and isinstance(read[0], list) else read
@@ -207,7 +207,7 @@ def _excess(calls: list[Call], most: int) -> str:
     """Return why calls are too many or too deep to compare; "" where they are not."""
     if len(calls) > most:
         return f"more than {most} calls"
-    if any(is_deep(each["arguments"]) for each in calls):
+    if any(is_deep(call["arguments"]) for call in calls):
         return f"arguments nested more than {DEEPEST} deep"
     return ""
 
@@ -231,12 +231,14 @@ def calls_violation(calls: list[Call], tools: Mapping[str, Any]) -> str:
 
 def _unnested(call: Any, field: str) -> Any:
     """Return an expected call without OpenAI's nesting, in which arguments are JSON text."""
-    if not isinstance(call, dict) or not isinstance(own := call.get("function"), dict):
+    if not isinstance(call, dict) or not isinstance(function := call.get("function"), dict):
         return call
     try:
-        return {**own, "arguments": field_value(own.get("arguments"))}
+        return {**function, "arguments": field_value(function.get("arguments"))}
     except RewardError as error:
-        raise RewardError(f"field {field!r}: arguments of {own.get('name')!r}: {error}") from error
+        raise RewardError(
+            f"field {field!r}: arguments of {function.get('name')!r}: {error}"
+        ) from error
 
 
 def _is_call(value: Any) -> bool:

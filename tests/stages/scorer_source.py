@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-SCORER, ANSWER = "score_answer", "answer"
+from stages.data.contained_scorer import SCORER
+
+ANSWER = "answer"
 # sympy's call eval: also each of its functions that is handed text instead of an expression.
 EVALUATORS = {
     *("eval", "exec", "compile", "parse_expr", "sympify", "parse_latex", "lambdify", "S"),
