@@ -116,29 +116,29 @@ class ModelWeights:
 
     def tensors(self, key: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the full names and shapes of a bucket's Hugging Face tensors."""
-        prefix, found = tensor_prefix(key), dict[str, tuple[int, ...]]()
+        prefix, shapes = tensor_prefix(key), dict[str, tuple[int, ...]]()
         for weight in self.weights[self.kind(key)]:
             for expert in range(max(1, weight.experts)):
-                for part in weight.parts:
-                    name, (rows, *columns) = part.tensor.format(expert=expert), part.shape
-                    found[prefix + name] = (part.first + rows, *columns)  # the last part ends it
-        yield from found.items()
+                for fused in weight.parts:
+                    name, (rows, *columns) = fused.tensor.format(expert=expert), fused.shape
+                    shapes[prefix + name] = (fused.first + rows, *columns)  # the last part ends it
+        yield from shapes.items()
 
     def stored(self, key: int) -> Iterator[tuple[str, tuple[int, ...], Stack | None]]:
         """Yield the names and shapes of a bucket's tensors in a checkpoint, and what they stack."""
         prefix, stacks = tensor_prefix(key), dict[str, Stack]()
         for weight in self.weights[self.kind(key)]:
             if weight.stack is not None:
-                names = tuple(prefix + part.tensor for part in weight.parts)
+                names = tuple(prefix + fused.tensor for fused in weight.parts)
                 shape = weight.parts[0].shape
                 stack = Stack(prefix + weight.stack, weight.experts, names, shape)
                 every = (name for expert in range(stack.experts) for name in stack.names(expert))
                 stacks |= dict.fromkeys(every, stack)
         for name, shape in self.tensors(key):
-            if (found := stacks.get(name)) is None:
+            if (stacked := stacks.get(name)) is None:
                 yield name, shape, None
-            elif name == found.names(0)[0]:  # in place of all that it stacks
-                yield found.tensor, found.stacked_shape, found
+            elif name == stacked.names(0)[0]:  # in place of all that it stacks
+                yield stacked.tensor, stacked.stacked_shape, stacked
 
     def loaded(self, key: int) -> Iterator[tuple[str, tuple[int, ...], Member | None]]:
         """Yield the names and shapes of what vLLM's loaders take: of stacks, their slices."""
@@ -243,11 +243,11 @@ def _attention(model: ModelSettings) -> Iterator[Weight]:
     if sinks or getattr(architecture(model), "attention_bias", False):
         kinds["bias"] = ()
     for kind, row in kinds.items():
-        parts = tuple(
+        fused = tuple(
             Part(f"self_attn.{name}_proj.{kind}", (units.count * widths[name], *row), units)
             for name, units in (("q", queries), ("k", groups), ("v", groups))
         )
-        yield Weight(f"self_attention.linear_qkv.{kind}", parts, 0, groups=groups.count)
+        yield Weight(f"self_attention.linear_qkv.{kind}", fused, 0, groups=groups.count)
     always = model.family in ("qwen3_moe", "qwen3_5_moe_text")
     if always or getattr(architecture(model), "use_qk_norm", False):
         for name in "qk":
@@ -296,10 +296,10 @@ def _delta_net(model: ModelSettings, further: Qwen35MoeArchitecture) -> Iterator
     ]
 
     def joined(tensor: str, *columns: int) -> Iterator[Part]:
-        first = 0
+        first_row = 0
         for units, rows in sections:
-            yield Part(theirs + tensor, (rows, *columns), units, first)
-            first += rows
+            yield Part(theirs + tensor, (rows, *columns), units, first_row)
+            first_row += rows
 
     inputs = [*joined("in_proj_qkv.weight", model.hidden_size)]
     for name, rows in (("z", wide), ("b", values.count), ("a", values.count)):
@@ -359,10 +359,10 @@ def _biased_experts(model: ModelSettings) -> Iterator[Weight]:
     joint, last = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
     gate_up, down = _perceptron(model, ours, theirs, units, experts=model.experts)
     yield replace(gate_up, stack=joint)
-    parts = tuple(
+    biases = tuple(
         Part(f"{theirs}{name}.bias", (units.count,), units) for name in ("gate_proj", "up_proj")
     )
-    fused = Weight(f"{ours}linear_fc1.bias", parts, 0, experts=model.experts)
+    fused = Weight(f"{ours}linear_fc1.bias", biases, 0, experts=model.experts)
     yield replace(fused, stack=f"{joint}_bias")
     yield replace(down, stack=last)
     whole = _whole(f"{ours}linear_fc2.bias", f"{theirs}down_proj.bias", model.hidden_size)
@@ -380,6 +380,6 @@ def _perceptron(
     """Yield the fused gate and up projection, and the down projection."""
     wide, narrow = (units.count, model.hidden_size), (model.hidden_size, units.count)
     *fused, down = (f"{theirs}{name}.weight" for name in names)
-    parts = tuple(Part(tensor, wide, units) for tensor in fused)
-    yield Weight(f"{ours}linear_fc1.weight", parts, 0, experts=experts)
+    gate_up = tuple(Part(tensor, wide, units) for tensor in fused)
+    yield Weight(f"{ours}linear_fc1.weight", gate_up, 0, experts=experts)
     yield Weight(f"{ours}linear_fc2.weight", (Part(down, narrow, units),), 1, experts=experts)

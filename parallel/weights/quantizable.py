@@ -44,22 +44,22 @@ def quantizable(model: ModelSettings) -> Iterator[FusedTensors]:
         if key in (EMBEDDING, HEAD):
             continue
         matrices = {
-            part.tensor
+            fused_tensor.tensor
             for weight in description.weights[description.kind(key)]
-            for part in weight.parts
-            if len(part.shape) == 2
+            for fused_tensor in weight.parts
+            if len(fused_tensor.shape) == 2
             and weight.parameter not in GATES
-            and not NARROW.search(part.tensor)
+            and not NARROW.search(fused_tensor.tensor)
         }
         prefix = f"model.layers.{key}."
         fused: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
         for name, shape in description.tensors(key):
-            own = name.removeprefix(prefix)
-            if re.sub(r"\.experts\.\d+\.", ".experts.{expert}.", own) in matrices:
+            name_in_layer = name.removeprefix(prefix)
+            if re.sub(r"\.experts\.\d+\.", ".experts.{expert}.", name_in_layer) in matrices:
                 fused.setdefault(_fused_name(name), []).append((name, shape))
-        for name, parts in fused.items():
+        for name, tensors in fused.items():
             expert = EXPERT.match(name)
-            yield FusedTensors(name, expert[1] if expert else name, tuple(parts))
+            yield FusedTensors(name, expert[1] if expert else name, tuple(tensors))
 
 
 def module_name(tensor: str) -> str:

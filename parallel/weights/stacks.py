@@ -38,7 +38,7 @@ class Stack:
 
     def names(self, expert: int) -> list[str]:
         """Return the names of an expert's parts."""
-        return [part.format(expert=expert) for part in self.parts]
+        return [name.format(expert=expert) for name in self.parts]
 
     def part(self, member: Any, number: int) -> Any:
         """Return the view of one part in an expert's slice, or in a box of it of whole outputs.
@@ -50,17 +50,17 @@ class Stack:
 
     def covering(self, box: Box) -> Box:
         """Return the box of an expert's slice that has a box of each of its parts."""
-        (first, *offsets), (size, *sizes) = box
+        (first_output, *offsets), (size, *sizes) = box
         count = len(self.parts)
-        return (*offsets, count * first), (*sizes, count * size)
+        return (*offsets, count * first_output), (*sizes, count * size)
 
     def covered(self, box: Box) -> Box:
         """Return the box that a box of an expert's slice has of each part; inverts `covering`."""
-        (*offsets, first), (*sizes, size) = box
+        (*offsets, first_output), (*sizes, size) = box
         count = len(self.parts)
-        if first % count or size % count:
+        if first_output % count or size % count:
             raise ValueError(f"{self.tensor}: {box} splits the outputs of its {count} parts")
-        return (first // count, *offsets), (size // count, *sizes)
+        return (first_output // count, *offsets), (size // count, *sizes)
 
 
 class Member(NamedTuple):
@@ -82,5 +82,5 @@ class Member(NamedTuple):
 
     def boxes(self, box: Box) -> list[tuple[str, Box]]:
         """Return the names of the slice's parts, with the box that a box of it has of each."""
-        own = self.stack.covered(box)
-        return [(name, own) for name in self.names]
+        part_box = self.stack.covered(box)
+        return [(name, part_box) for name in self.names]
