@@ -127,10 +127,10 @@ def _cuda_memory(job: EngineJob) -> dict[str, Any]:
         raise UserError("the engine's process sees no GPU; check CUDA_VISIBLE_DEVICES")
     total = min(gpu.total_bytes for gpu in gpus)
     free = min(gpu.free_bytes for gpu in gpus)
-    found = engine_memory(job.model, job.engine, total, free, job.gpu_memory_bytes)
+    memory = engine_memory(job.model, job.engine, total, free, job.gpu_memory_bytes)
     return {
-        "gpu_memory_utilization": found.gpu_memory_utilization,
-        "kv_cache_memory_bytes": found.kv_cache_memory_bytes,
+        "gpu_memory_utilization": memory.gpu_memory_utilization,
+        "kv_cache_memory_bytes": memory.kv_cache_memory_bytes,
     }
 
 

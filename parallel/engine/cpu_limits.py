@@ -32,8 +32,10 @@ def unsupported(model: ModelSettings) -> str | None:
         if model.precision == "fp32":
             return "model.family: vLLM's latent attention has no kernel for fp32"
     elif model.head_dim not in HEAD_DIMS:
-        known = ", ".join(map(str, HEAD_DIMS))
-        return f"model.head_dim = {model.head_dim}: vLLM's attention has kernels for {known} alone"
+        supported = ", ".join(map(str, HEAD_DIMS))
+        return (
+            f"model.head_dim = {model.head_dim}: vLLM's attention has kernels for {supported} alone"
+        )
     if model.family == "gpt_oss" and model.expert_hidden_size % EXPERT_MULTIPLE:
         width = f"model.expert_hidden_size = {model.expert_hidden_size}"
         return f"{width}: vLLM's experts of gpt_oss need a multiple of {EXPERT_MULTIPLE} on a rank"
@@ -49,9 +51,9 @@ def _delta_net_unsupported(model: ModelSettings) -> str | None:
         return "model.family: vLLM's gated delta net has kernels for bf16 alone"
     widths = further.linear_key_head_dim, further.linear_value_head_dim
     if widths[0] != widths[1] or widths[0] not in LINEAR_HEAD_DIMS:
-        shown, known = " and ".join(map(str, widths)), ", ".join(map(str, LINEAR_HEAD_DIMS))
+        shown, supported = " and ".join(map(str, widths)), ", ".join(map(str, LINEAR_HEAD_DIMS))
         return (
             f"model.architecture: linear key and value heads are {shown} wide: vLLM's gated delta"
-            f" net has kernels for equal widths of {known} alone"
+            f" net has kernels for equal widths of {supported} alone"
         )
     return None

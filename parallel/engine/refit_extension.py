@@ -110,21 +110,21 @@ class RefitExtension:
 
     def refit(self, message: bytes) -> bytes:
         """Take all weights, bucket by bucket; return an encoded `RankReport`."""
-        asked = msgspec.msgpack.decode(message, type=Refit)
+        request = msgspec.msgpack.decode(message, type=Refit)
         source = self._inbox
         if source is None:
             raise RuntimeError("the engine has joined no trainer")
         source.start()
-        landed: Landed | None = {} if asked.check else None
+        landed: Landed | None = {} if request.check else None
         try:
-            if asked.shared:
-                source.map(asked.shared)
+            if request.shared:
+                source.map(request.shared)
             with self._bracket():
                 for each in source.buckets:
                     self._load(each, source.take(each), landed)
             # Copies on a GPU are enqueued only: once this answers, the trainer changes its weights.
             synchronize(self._device)
-            if asked.release:
+            if request.release:
                 source.unmap()
         except Exception:
             self.leave()  # so that ranks that wait for this one fail too
@@ -142,8 +142,8 @@ class RefitExtension:
         vLLM's kernels multiply the unused end of a sequence's last block by probabilities of 0.
         """
         for module in self.model_runner.model.modules():
-            found = getattr(module, "kv_cache", None)
-            for cache in [found] if torch.is_tensor(found) else found or ():
+            caches = getattr(module, "kv_cache", None)
+            for cache in [caches] if torch.is_tensor(caches) else caches or ():
                 cache.zero_()
 
     def _load(
@@ -163,8 +163,8 @@ class RefitExtension:
                         dtype = wire_dtype(name, self._settings)
                         written = torch.empty(box[1], dtype=dtype, device=target.device)
                         source.as_seen(written).copy_(target)
-                        for part, own, values in self._parts(name, box, written):
-                            landed[part, own] = fingerprint(part, own, values)
+                        for part_name, part_box, values in self._parts(name, box, written):
+                            landed[part_name, part_box] = fingerprint(part_name, part_box, values)
 
         self._feed(each.key, each.tensors, copy)
         self._load_sinks(each.tensors, copy)
@@ -191,9 +191,9 @@ class RefitExtension:
         """Return the contents of a box that a loader copies, from those of its parts."""
         if (member := self._members.get(name)) is None:
             return contents[name, box]
-        [first, *_] = parts = [contents[part] for part in member.boxes(box)]
+        [first, *_] = part_values = [contents[key] for key in member.boxes(box)]
         joined = torch.empty(box[1], dtype=first.dtype, device=first.device)
-        for number, values in enumerate(parts):
+        for number, values in enumerate(part_values):
             member.stack.part(joined, number).copy_(values)
         return joined
 
@@ -204,8 +204,8 @@ class RefitExtension:
         if (member := self._members.get(name)) is None:
             return [(name, box, values)]
         return [
-            (part, own, member.stack.part(values, number))
-            for number, (part, own) in enumerate(member.boxes(box))
+            (part_name, part_box, member.stack.part(values, number))
+            for number, (part_name, part_box) in enumerate(member.boxes(box))
         ]
 
     def _load_sinks(self, names: list[str], copy: Copy) -> None:
@@ -214,11 +214,11 @@ class RefitExtension:
         vLLM 0.30 copies them itself, to the meta device while it reloads.
         """
         group = get_tp_group()
-        for name in (each for each in names if each.endswith(SINKS)):
+        for name in (tensor for tensor in names if tensor.endswith(SINKS)):
             path = name.removesuffix(SINKS).replace(".self_attn", ".attn")
             sinks = self.model_runner.model.get_submodule(path).sinks
-            first, whole = group.rank_in_group * len(sinks), self._unread(name, copy)
-            sinks.weight_loader(sinks, whole.narrow(0, first, len(sinks)))
+            first_head, whole = group.rank_in_group * len(sinks), self._unread(name, copy)
+            sinks.weight_loader(sinks, whole.narrow(0, first_head, len(sinks)))
 
     def _unread(self, name: str, copy: Copy) -> Unread:
         return Unread.of(name, self._shapes[name], wire_dtype(name, self._settings), copy)
@@ -252,13 +252,13 @@ class RefitExtension:
 
     def _copied(self) -> list[tuple[str, Box]]:
         """Return the boxes that vLLM's loaders copy on this rank; the weights are unchanged."""
-        model, found = self.model_runner.model, []
+        model, boxes = self.model_runner.model, []
 
         def note(target: torch.Tensor, source: Unread) -> None:
             if source.numel():
                 member, box = self._members.get(source.tensor_name), source.box()
-                own = [(source.tensor_name, box)] if member is None else member.boxes(box)
-                found.extend(own)
+                copied = [(source.tensor_name, box)] if member is None else member.boxes(box)
+                boxes.extend(copied)
             copy_nothing(target, source)
 
         with torch.no_grad(), self._default_device():
@@ -278,4 +278,4 @@ class RefitExtension:
                         layerwise._place_kernel_tensors(module, info)
                     info.reset()
                 model._do_torchao_reload = model._original_do_torchao_reload
-        return found
+        return boxes
