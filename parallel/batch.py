@@ -98,8 +98,8 @@ class Responses:
 
     def logprobs(self, temperature: float = 1.0) -> Tensor:
         """Return log pi of every target in nats, renormalised on the batch's kept sets."""
-        targets, kept = self.batch.own_targets, self.batch.kept
-        return self.batch.spread(vocabulary.logprobs(self.logits, targets, temperature, kept))
+        targets, kept_sets = self.batch.own_targets, self.batch.kept
+        return self.batch.spread(vocabulary.logprobs(self.logits, targets, temperature, kept_sets))
 
     def entropy(self, temperature: float = 1.0) -> Tensor:
         """Return the entropy over the batch's kept sets at every response token, in nats."""
@@ -183,12 +183,14 @@ def collate(
         tokens[start : start + sample.length] = [*sample.prompt, *sample.response[:-1]]
         positions[start : start + sample.length] = np.arange(sample.length)
         count, learned = len(sample.response), sample.learned
-        first = start + len(sample.prompt) - 1
-        place[first + learned] = index * responses[1] + learned
+        first_predictor = start + len(sample.prompt) - 1
+        place[first_predictor + learned] = index * responses[1] + learned
         targets[index, :count] = sample.response
         mask[index, learned] = True
-        own = sample.advantages
-        advantages[index, learned] = sample.advantage if own is None else own[learned]
+        token_advantages = sample.advantages
+        advantages[index, learned] = (
+            sample.advantage if token_advantages is None else token_advantages[learned]
+        )
         if sample.logprobs is not None:
             engine_logprobs[index, learned] = sample.logprobs[learned]
     if replay and samples:
@@ -221,7 +223,7 @@ def lay_out(lengths: list[int], place: RankPlace, slot: int | None = None) -> Pa
     if filler:
         slots.append(filler)
     starts = np.concatenate([[0], np.cumsum(slots)])
-    own = own_places(starts, place)
+    local_positions = own_places(starts, place)
     real = np.zeros(starts[-1], bool)
     for start, length in zip(starts, lengths, strict=False):
         real[start : start + length] = True
@@ -233,8 +235,8 @@ def lay_out(lengths: list[int], place: RankPlace, slot: int | None = None) -> Pa
         max_seqlen_q=max(slots),
         max_seqlen_kv=max(slots),
         starts=starts,
-        own=own,
-        real=_moved(real[own]),
+        own=local_positions,
+        real=_moved(real[local_positions]),
     )
 
 
@@ -257,7 +259,10 @@ def _kept(samples: list[Sample], place: np.ndarray, longest: int) -> Tensor | No
     if all(sample.kept is None for sample in samples):
         return None
     tokens = zip(*np.divmod(place, longest), strict=True)
-    sets = [() if (own := samples[index].kept) is None else own[token] for index, token in tokens]
+    sets = [
+        () if (token_sets := samples[index].kept) is None else token_sets[token]
+        for index, token in tokens
+    ]
     padded = np.full((len(sets), max(map(len, sets), default=0)), -1)
     for row, ids in zip(padded, sets, strict=True):
         row[: len(ids)] = ids

@@ -178,15 +178,15 @@ FAMILIES = {
 }
 
 
-def text_configuration(given: dict[str, Any]) -> dict[str, Any]:
+def text_configuration(config_json: dict[str, Any]) -> dict[str, Any]:
     """Return a config.json's keys of the text model, where it is of a vision-language model.
 
     A null that transformers computes has the computed value, or is absent.
     """
-    inner = given.get("text_config")
-    config = given
-    if given.get("model_type") == "qwen3_5_moe" and isinstance(inner, dict):
-        config = {**given, **inner}
+    inner = config_json.get("text_config")
+    config = config_json
+    if config_json.get("model_type") == "qwen3_5_moe" and isinstance(inner, dict):
+        config = {**config_json, **inner}
     nulls = {key: computed for key, computed in _computed(config) if config.get(key, 0) is None}
     stated = {key: value for key, value in config.items() if key not in nulls}
     return stated | {key: value for key, value in nulls.items() if value is not None}
@@ -217,7 +217,7 @@ def fp8_blocks(quantization: Any) -> tuple[int, int] | None:
         return None
     rows, columns = size
     # torch's integers have 64 bits.
-    fit = all(type(each) is int and 0 < each < 1 << 63 for each in size)
+    fit = all(type(length) is int and 0 < length < 1 << 63 for length in size)
     return (rows, columns) if fit else None
 
 
@@ -235,18 +235,18 @@ def architecture(settings: ModelSettings) -> Any:
 def configuration(settings: ModelSettings) -> dict[str, Any]:
     """Return the keys of the family's config.json that decide what the model computes."""
     family = FAMILIES[settings.family]
-    named = {key: getattr(settings, name) for key, name in family.names.items()}
+    from_settings = {key: getattr(settings, name) for key, name in family.names.items()}
     further = architecture(settings)
-    found = {**family.fixed, **further.model_dump(), **named}
+    config = {**family.fixed, **further.model_dump(), **from_settings}
     if isinstance(further, Qwen35MoeArchitecture):
-        del found["full_attention_interval"]
+        del config["full_attention_interval"]
         linear = [is_linear(further, layer) for layer in range(settings.layers)]
         kinds = ("full_attention", "linear_attention")
-        found["layer_types"] = [kinds[each] for each in linear]
+        config["layer_types"] = [kinds[is_delta_net] for is_delta_net in linear]
     if windows := windowed_layers(settings):
         kinds = ("full_attention", "sliding_attention")
-        found["layer_types"] = [kinds[layer in windows] for layer in range(settings.layers)]
-    return found
+        config["layer_types"] = [kinds[layer in windows] for layer in range(settings.layers)]
+    return config
 
 
 def windowed_layers(settings: ModelSettings) -> range:
@@ -277,9 +277,9 @@ def family_violations(settings: ModelSettings, layout: LayoutSettings) -> Iterat
     megatron-core and transformers route alike only within these rules. `model.architecture` must
     have been validated.
     """
-    chosen, heads = settings.experts_per_token, settings.attention_heads
+    per_token, heads = settings.experts_per_token, settings.attention_heads
     epsilon, further = settings.norm_epsilon, architecture(settings)
-    if chosen == 1:
+    if per_token == 1:
         yield "model.experts_per_token", "1 gives the router no gradient; use 2 or more"
     if settings.family == "deepseek_v3" and settings.key_value_heads != heads:
         message = f"must be model.attention_heads = {heads}: multi-latent attention has no groups"
@@ -300,18 +300,18 @@ def family_violations(settings: ModelSettings, layout: LayoutSettings) -> Iterat
         message = f"leave none of model.layers = {settings.layers} with experts"
         yield f"{key}.first_k_dense_replace", f"{dense} dense layers {message}"
     groups, top = further.n_group, further.topk_group
-    if groups > 1 and chosen != 2 * top:
-        yield f"{key}.topk_group", f"{top} must be half of model.experts_per_token = {chosen}"
+    if groups > 1 and per_token != 2 * top:
+        yield f"{key}.topk_group", f"{top} must be half of model.experts_per_token = {per_token}"
     if top > groups:
         yield f"{key}.topk_group", f"{top} is more than n_group = {groups}"
     shared = further.n_shared_experts * settings.expert_hidden_size
-    for name, whole, parts in (
+    for name, whole, divisor in (
         ("n_group", settings.experts, groups),
         ("intermediate_size", further.intermediate_size, layout.tensor),
         ("n_shared_experts", shared, layout.tensor),
     ):
-        if whole % parts:
-            yield f"{key}.{name}", f"{whole} is not a multiple of {parts}"
+        if whole % divisor:
+            yield f"{key}.{name}", f"{whole} is not a multiple of {divisor}"
 
 
 def _gpt_oss_violations(
@@ -334,13 +334,13 @@ def _delta_net_violations(
         message = f"leaves none of model.layers = {settings.layers} with attention"
         yield "model.architecture.full_attention_interval", f"{interval} {message}"
     rotated = settings.head_dim * further.partial_rotary_factor
-    for name, whole, parts in (
+    for name, whole, divisor in (
         ("linear_num_value_heads", values, keys),
         ("linear_num_key_heads", keys, layout.tensor),
         ("shared_expert_intermediate_size", further.shared_expert_intermediate_size, layout.tensor),
     ):
-        if whole % parts:
-            yield f"model.architecture.{name}", f"{whole} is not a multiple of {parts}"
+        if whole % divisor:
+            yield f"model.architecture.{name}", f"{whole} is not a multiple of {divisor}"
     if rotated % 2:
         message = f"rotates {rotated:g} of model.head_dim = {settings.head_dim}; must be even"
         yield "model.architecture.partial_rotary_factor", message

@@ -77,6 +77,6 @@ def own_places(starts: np.ndarray, place: RankPlace) -> np.ndarray:
     pieces, rank = 2 * place.context, place.context_rank
     places = []
     for start, end in pairwise(starts):
-        own = np.arange(start, end).reshape(pieces, -1)[[rank, pieces - 1 - rank]]
-        places.append(own.flatten())
+        local = np.arange(start, end).reshape(pieces, -1)[[rank, pieces - 1 - rank]]
+        places.append(local.flatten())
     return np.concatenate(places)
