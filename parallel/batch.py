@@ -18,12 +18,12 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from torch import Tensor
 
-from parallel import micro_batches
+from parallel import micro_batches, packed_row
 from parallel.machine.device import device
 from parallel.micro_batches import slot_tokens
 from parallel.model import vocabulary
 from parallel.model.vocabulary import HeadLogits, KeptLogits
-from parallel.packed_row import PackedRow, RankPlace, own_places
+from parallel.packed_row import PackedRow, RankPlace
 from parallel.sample import Sample
 
 
@@ -195,12 +195,12 @@ def collate(
             engine_logprobs[index, learned] = sample.logprobs[learned]
     if replay and samples:
         row.routes = _moved(_routes(samples, row))
-    own_place = place[row.own]
+    own_place = place[row.local_positions]
     predicts = np.flatnonzero(own_place >= 0)
     return MicroBatch(
         samples=samples,
-        tokens=_moved(tokens[row.own])[None],
-        positions=_moved(positions[row.own])[None],
+        tokens=_moved(tokens[row.local_positions])[None],
+        positions=_moved(positions[row.local_positions])[None],
         row=row,
         predicts=_moved(predicts),
         place=_moved(own_place[predicts]),
@@ -223,7 +223,7 @@ def lay_out(lengths: list[int], place: RankPlace, slot: int | None = None) -> Pa
     if filler:
         slots.append(filler)
     starts = np.concatenate([[0], np.cumsum(slots)])
-    local_positions = own_places(starts, place)
+    local_positions = packed_row.local_positions(starts, place)
     real = np.zeros(starts[-1], bool)
     for start, length in zip(starts, lengths, strict=False):
         real[start : start + length] = True
@@ -235,7 +235,7 @@ def lay_out(lengths: list[int], place: RankPlace, slot: int | None = None) -> Pa
         max_seqlen_q=max(slots),
         max_seqlen_kv=max(slots),
         starts=starts,
-        own=local_positions,
+        local_positions=local_positions,
         real=_moved(real[local_positions]),
     )
 
@@ -278,4 +278,4 @@ def _routes(samples: list[Sample], row: PackedRow) -> np.ndarray:
     for sample, start in zip(samples, row.starts, strict=False):
         assert sample.routes is not None
         routes[start : start + sample.length] = sample.routes
-    return np.ascontiguousarray(routes[row.own].transpose(1, 0, 2))
+    return np.ascontiguousarray(routes[row.local_positions].transpose(1, 0, 2))

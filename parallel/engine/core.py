@@ -29,7 +29,7 @@ from parallel.engine.wire import (
 from parallel.families import routed_layers
 from parallel.settings import EngineJob
 
-PARTS = {"weights", "kv_cache"}  # of `Wake`
+SLEEP_TAGS = {"weights", "kv_cache"}  # vLLM's names of what sleeps; `Wake` has one
 IDLE_SECONDS = 0.01  # between two agreements of members of which none has requests
 
 
@@ -125,12 +125,12 @@ class Core:
         self.drain()  # steps that were scheduled before; their tokens have the present weights
         self._drained = []  # nobody waits for what ended
         self.weight_version = None
-        if self._asleep == PARTS:
+        if self._asleep == SLEEP_TAGS:
             return
         for tag in self._asleep:  # vLLM does nothing where a part is asleep already
             self._vllm.wake_up([tag])
         self._vllm.sleep(level=2)
-        self._asleep = set(PARTS)
+        self._asleep = set(SLEEP_TAGS)
 
     def wake(self, wake: Wake) -> None:
         """Allocate weights or cache again; requests need a refit first, and both."""

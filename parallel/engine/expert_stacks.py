@@ -22,15 +22,15 @@ from parallel.engine.loaders import Copy, Unread
 class ExpertStack:
     """One projection of the experts of a layer that are on this rank.
 
-    `names` are the Hugging Face tensors in the order of the experts in vLLM's `parameter`, of which
-    `first` is the number of the first, and `everywhere` those of all ranks' experts. `shard` is
+    `names` are the Hugging Face tensors in the order of the experts in vLLM's `parameter`, which
+    begin with number `first_expert`; `everywhere` has those of all ranks' experts. `shard` is
     vLLM's name of the projection.
     """
 
     module: RoutedExperts
     parameter: str
     shard: str
-    first: int
+    first_expert: int
     names: tuple[str, ...]
     everywhere: frozenset[str]
 
@@ -50,7 +50,7 @@ class ExpertStack:
             loaded_weight=Unread.of(self.names[0], (len(self.names), *shape), dtype, copy_each),
             weight_name=f"{self.module.layer_name}.{self.parameter}",
             shard_id=self.shard,
-            expert_id=self.first,
+            expert_id=self.first_expert,
         )
 
 

@@ -29,7 +29,7 @@ from parallel.settings import LayoutSettings, ModelSettings
 from parallel.weights.boxes import Box
 from parallel.weights.executor import Inbox, add_fingerprints, fingerprint, wire_dtype
 from parallel.weights.mapping import host_identity
-from parallel.weights.names import bucket, loaded_tensors
+from parallel.weights.names import bucket_of, loaded_tensors
 from parallel.weights.needs import needed
 from parallel.weights.planner import Bucket, EngineSizes, Hosts, Plan
 
@@ -67,7 +67,7 @@ class RefitExtension:
         self._members = {name: member for name, _, member in taken if member is not None}
         self._stacks: dict[int, list[ExpertStack]] = {}
         for stack in expert_stacks(self.model_runner.model, self._shapes):
-            self._stacks.setdefault(bucket(stack.names[0]), []).append(stack)
+            self._stacks.setdefault(bucket_of(stack.names[0]), []).append(stack)
         self._inbox: Inbox | None = None
         self._device = next(self.model_runner.model.parameters()).device
         copied = set(self._copied())
@@ -120,8 +120,8 @@ class RefitExtension:
             if request.shared:
                 source.map(request.shared)
             with self._bracket():
-                for each in source.buckets:
-                    self._load(each, source.take(each), landed)
+                for bucket in source.buckets:
+                    self._load(bucket, source.take(bucket), landed)
             # Copies on a GPU are enqueued only: once this answers, the trainer changes its weights.
             synchronize(self._device)
             if request.release:
@@ -131,7 +131,7 @@ class RefitExtension:
             raise
         summed: dict[int, int] = {}
         for (name, _), value in (landed or {}).items():
-            summed[bucket(name)] = add_fingerprints(summed.get(bucket(name), 0), value)
+            summed[bucket_of(name)] = add_fingerprints(summed.get(bucket_of(name), 0), value)
         fingerprints = {str(key): str(value) for key, value in summed.items()}
         report = RankReport(source.received_bytes, source.staging_bytes, fingerprints)
         return msgspec.msgpack.encode(report)
@@ -147,7 +147,7 @@ class RefitExtension:
                 cache.zero_()
 
     def _load(
-        self, each: Bucket, contents: dict[tuple[str, Box], torch.Tensor], landed: Landed | None
+        self, bucket: Bucket, contents: dict[tuple[str, Box], torch.Tensor], landed: Landed | None
     ) -> None:
         """Load one bucket, which holds whole modules."""
 
@@ -166,8 +166,8 @@ class RefitExtension:
                         for part_name, part_box, values in self._parts(name, box, written):
                             landed[part_name, part_box] = fingerprint(part_name, part_box, values)
 
-        self._feed(each.key, each.tensors, copy)
-        self._load_sinks(each.tensors, copy)
+        self._feed(bucket.key, bucket.tensors, copy)
+        self._load_sinks(bucket.tensors, copy)
         for module in self.model_runner.model.modules():
             # vLLM counts a vocabulary's padding as missing, and would process the layer at the end.
             info = layerwise.get_layerwise_info(module)
@@ -191,8 +191,8 @@ class RefitExtension:
         """Return the contents of a box that a loader copies, from those of its parts."""
         if (member := self._members.get(name)) is None:
             return contents[name, box]
-        [first, *_] = part_values = [contents[key] for key in member.boxes(box)]
-        joined = torch.empty(box[1], dtype=first.dtype, device=first.device)
+        [example, *_] = part_values = [contents[key] for key in member.boxes(box)]
+        joined = torch.empty(box[1], dtype=example.dtype, device=example.device)
         for number, values in enumerate(part_values):
             member.stack.part(joined, number).copy_(values)
         return joined
@@ -269,7 +269,7 @@ class RefitExtension:
                     for parameter in parameters:
                         if getattr(parameter, "weight_loader", None) is not None:
                             parameter.weight_loader = layerwise._get_original_loader(parameter)
-                for key, names in groupby(self._shapes, key=bucket):
+                for key, names in groupby(self._shapes, key=bucket_of):
                     self._feed(key, list(names), note)
             finally:
                 for module in model.modules():

@@ -64,12 +64,12 @@ class _Entry(NamedTuple):
 
 @dataclass(eq=False)
 class _EngineCall:
-    """A call to an engine: its tasks, and those that are still owed."""
+    """A call to an engine: its tasks by number, and those that it has not answered."""
 
     client: EngineClient
     instance: str | None
-    asked: dict[int, _Entry]
-    owed: dict[int, _Entry]
+    requested: dict[int, _Entry]
+    unanswered: dict[int, _Entry]
     answers: list[tuple[_Entry, Generation, Sample]] = field(default_factory=list)  # not accepted
     open: bool = True
 
@@ -242,7 +242,7 @@ class Scheduler:
         unanswered = {client: list(dealt[client]) for client in live}
         for stream in self._streams:
             if stream.client in unanswered:
-                unanswered[stream.client] += stream.owed.values()
+                unanswered[stream.client] += stream.unanswered.values()
         count = {client: len(entries) for client, entries in unanswered.items()}
         tokens = {c: -sum(entry.minus_expected for entry in unanswered[c]) for c in live}
         sizes = {client: self._engines.descriptions[client].max_sequences for client in live}
@@ -262,7 +262,7 @@ class Scheduler:
             for generation in stream.client.generate(request):
                 if not self._take(stream, generation):
                     return
-            failure: Exception | str = "broke off its answer" if stream.owed else ""
+            failure: Exception | str = "broke off its answer" if stream.unanswered else ""
         except InvalidResponse as error:
             failure = f"sent an invalid response: {error}"
         except EngineError as error:
@@ -284,17 +284,17 @@ class Scheduler:
 
     def _take(self, stream: _EngineCall, generation: Generation) -> bool:
         """Accept an answer once; return False when the call was given up."""
-        entry = stream.asked.get(generation.number)
+        entry = stream.requested.get(generation.number)
         if entry is None:
             raise InvalidResponse(f"an answer to unknown request {generation.number}")
         sample = sample_of(entry.task.question, generation, self._model)
         with self._changed:
-            if not stream.open or entry.number not in stream.owed:
+            if not stream.open or entry.number not in stream.unanswered:
                 self.duplicates += 1
                 return stream.open
-            del stream.owed[entry.number]
+            del stream.unanswered[entry.number]
             stream.answers.append((entry, generation, sample))
-            if not (self._deterministic and stream.owed):
+            if not (self._deterministic and stream.unanswered):
                 for accepted, answer, ended in stream.answers:
                     self._on_end(accepted.task, answer, ended)
                     self._owed.remove(accepted.number)
@@ -329,7 +329,7 @@ class Scheduler:
     def _give_up(self, stream: _EngineCall) -> None:
         stream.open = False
         self._streams.remove(stream)
-        again = [entry for number, entry in stream.asked.items() if number in self._owed]
+        again = [entry for number, entry in stream.requested.items() if number in self._owed]
         self.requeued += len(again)
         for entry in again:
             self._enqueue(entry)

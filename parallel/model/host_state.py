@@ -39,7 +39,7 @@ class HostState:
         offloaded = [
             (chained, parameter)
             for chained in optimizer.chained_optimizers
-            for parameter in _first(chained, share)
+            for parameter in _leading(chained, share)
         ]
         size = sum(_size(chained, parameter) for chained, parameter in offloaded)
         self._memory = HostMemory(size, pinned=device().type == "cuda", mapped=True)
@@ -72,7 +72,7 @@ def allocate(chained: Any, parameter: Tensor) -> None:
             inner.state[parameter][name] = torch.zeros_like(parameter)
 
 
-def _first(chained: Any, share: float) -> Iterator[Tensor]:
+def _leading(chained: Any, share: float) -> Iterator[Tensor]:
     """Yield the first parameters of a part, until they have the share of its elements."""
     parameters = [
         parameter for group in chained.optimizer.param_groups for parameter in group["params"]

@@ -18,7 +18,7 @@ from parallel.model.policy import Policy
 from parallel.settings import LayoutSettings
 from parallel.weights.holdings import held
 from parallel.weights.names import plain_name
-from parallel.weights.quantizable import FusedTensors
+from parallel.weights.quantizable import VllmMatrix
 
 # Of a module: a linear layer's weight, or each expert's where TransformerEngine groups them.
 WEIGHT = re.compile(r"weight\d*")
@@ -29,7 +29,7 @@ Key = tuple[int, str]  # a chunk and the plain name of a parameter in it
 class InputMoments:
     """The sums over tokens of squared inputs, of every matrix of this rank, while it computes."""
 
-    def __init__(self, policy: Policy, matrices: Iterable[FusedTensors]) -> None:
+    def __init__(self, policy: Policy, matrices: Iterable[VllmMatrix]) -> None:
         self._policy = policy
         self._shapes = dict(
             name_and_shape for matrix in matrices for name_and_shape in matrix.tensors

@@ -1,6 +1,6 @@
 """The residence of models on a device that they share with each other and with an engine.
 
-A model's tensors are three parts: weights, gradients and the optimizer's state. A part leaves the
+A model's tensors have three components: weights, gradients, the optimizer's state. One leaves the
 device by emptying its storages (`resize_(0)`), after a copy to the host; gradients are dropped, as
 every update begins with zeros. The tensors stay the same objects, so all views of them, such as the
 parameters in megatron-core's buffers and the optimizer's shards of them, are valid again once the
@@ -23,11 +23,11 @@ from parallel.machine.device import device, forget_error
 from parallel.machine.gpus import wait_for_memory
 from parallel.settings import EngineSettings
 
-Part = Literal["weights", "gradients", "optimizer"]
-ALL: frozenset[Part] = frozenset({"weights", "gradients", "optimizer"})
-WEIGHTS: frozenset[Part] = frozenset({"weights"})
-STATE: frozenset[Part] = frozenset({"weights", "optimizer"})  # of a checkpoint
-NONE: frozenset[Part] = frozenset()
+Component = Literal["weights", "gradients", "optimizer"]
+ALL: frozenset[Component] = frozenset({"weights", "gradients", "optimizer"})
+WEIGHTS: frozenset[Component] = frozenset({"weights"})
+STATE: frozenset[Component] = frozenset({"weights", "optimizer"})  # of a checkpoint
+NONE: frozenset[Component] = frozenset()
 
 ALIGNMENT = 256  # bytes, of a storage's copy
 HOST_REGISTER_MAPPED = 2  # CUDA's cudaHostRegisterMapped
@@ -87,7 +87,7 @@ class HostMemory:
 
 @dataclass
 class _Parked:
-    """The storages of one part, away from the device or to be sent away again, and their copy."""
+    """The storages of one component, away from the device or to leave it again, and their copy."""
 
     storages: list[torch.UntypedStorage] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
@@ -141,7 +141,7 @@ class _Parked:
 
 
 class Residency:
-    """The parts of one model that are on the device, at first all of them.
+    """The components of one model that are on the device, at first all of them.
 
     Without an active `share` nothing moves, and every call returns at once.
     """
@@ -162,11 +162,11 @@ class Residency:
         self.trains = optimizer is not None
         self.keeps_copy = True  # False: whoever needs the model fills its weights again
         self.share = DeviceShare()
-        self._parked: dict[Part, _Parked] = {component: _Parked() for component in ALL}
+        self._parked: dict[Component, _Parked] = {component: _Parked() for component in ALL}
 
     @property
-    def on_device(self) -> frozenset[Part]:
-        """The parts that are on the device; a model that does not train has weights only."""
+    def on_device(self) -> frozenset[Component]:
+        """The components that are on the device; a model that does not train has weights only."""
         mine = ALL if self.trains else WEIGHTS
         return frozenset(component for component in mine if not self._parked[component].away)
 
@@ -175,8 +175,8 @@ class Residency:
         """True where the model leaves the device for others."""
         return self in self.share.movable
 
-    def hold(self, components: Collection[Part] = WEIGHTS) -> None:
-        """Bring parts to the device, for a pass or an update, as `DeviceShare.hold`."""
+    def hold(self, components: Collection[Component] = WEIGHTS) -> None:
+        """Bring components to the device, for a pass or an update, as `DeviceShare.hold`."""
         if self.share.active:
             self.share.hold(self, components)
 
@@ -184,8 +184,8 @@ class Residency:
         """Note that the weights changed since they were copied to the host."""
         self._parked["weights"].current = False
 
-    def place(self, components: Collection[Part]) -> None:
-        """Have exactly these parts on the device; raise UserError where they find no room."""
+    def place(self, components: Collection[Component]) -> None:
+        """Have exactly these components on the device; raise UserError where they find no room."""
         parked = self._parked
         before = self.on_device
         if gone := [component for component in sorted(before) if component not in components]:
@@ -202,19 +202,19 @@ class Residency:
             # The weights of a model that trains change with every update, others' by `written`.
             parked[component].current = not self.trains
 
-    def bytes_on_device(self) -> dict[Part, int]:
-        """Return the bytes of each part that are on the device."""
+    def bytes_on_device(self) -> dict[Component, int]:
+        """Return the bytes of each component that are on the device."""
         sets = self._storages()
         return {
             component: sum(storage.nbytes() for storage in sets[component])
             for component in sorted(sets)
         }
 
-    def _copies(self, component: Part) -> bool:
+    def _copies(self, component: Component) -> bool:
         return self.keeps_copy and component != "gradients"
 
-    def _storages(self) -> dict[Part, list[torch.UntypedStorage]]:
-        """Return the device's storages of every part; a storage of two parts is of the first.
+    def _storages(self) -> dict[Component, list[torch.UntypedStorage]]:
+        """Return the device's storages by component; a storage of two belongs to the first.
 
         An fp32 weight is its own master in the optimizer.
         """
@@ -222,7 +222,7 @@ class Residency:
         if self._on_host is not None:
             seen.add(self._on_host.untyped_storage()._cdata)
 
-        def own(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
+        def unseen(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
             storages = []
             for tensor in tensors:
                 storage = tensor.untyped_storage()
@@ -240,9 +240,9 @@ class Residency:
         ]
         weights += [buffer.param_data for buffer in buffers if buffer.param_data is not None]
         return {
-            "weights": own(weights),
-            "gradients": own(buffer.grad_data for buffer in buffers),
-            "optimizer": own(_state(self._optimizer)),
+            "weights": unseen(weights),
+            "gradients": unseen(buffer.grad_data for buffer in buffers),
+            "optimizer": unseen(_state(self._optimizer)),
         }
 
 
@@ -282,8 +282,8 @@ class DeviceShare:
             self.movable.append(model)
             self._place(model, NONE)
 
-    def hold(self, model: Residency, components: Collection[Part]) -> None:
-        """Bring at least `parts` of a model to the device; others make room.
+    def hold(self, model: Residency, components: Collection[Component]) -> None:
+        """Bring at least `components` of a model to the device; others make room.
 
         Gradients are worth nothing between an update and the next, so a forward pass of any model
         may take their room. Where the optimizer is needed, an update follows, and all other models
@@ -304,8 +304,10 @@ class DeviceShare:
             keeps = model.on_device if updates else model.on_device - {"gradients"}
             self._place(model, keeps | set(components))
 
-    def only(self, model: Residency | None = None, components: Collection[Part] = WEIGHTS) -> None:
-        """Have only these parts of one model beside an engine, or none, and free the cache."""
+    def only(
+        self, model: Residency | None = None, components: Collection[Component] = WEIGHTS
+    ) -> None:
+        """Have only these components of one model beside an engine; free the cache."""
         if not self.engine:
             return
         for other in self.movable:
@@ -316,8 +318,10 @@ class DeviceShare:
         release_cache()
 
     @contextmanager
-    def together(self, models: Iterable[Residency], components: Collection[Part]) -> Iterator[None]:
-        """Have these parts of several models on the device within, as a checkpoint needs them."""
+    def together(
+        self, models: Iterable[Residency], components: Collection[Component]
+    ) -> Iterator[None]:
+        """Have these components of several models on the device, as a checkpoint needs them."""
         if not self.active:
             yield
             return
@@ -339,7 +343,7 @@ class DeviceShare:
         spent, self.seconds = self.seconds, 0.0
         return spent
 
-    def _place(self, model: Residency, components: Collection[Part]) -> None:
+    def _place(self, model: Residency, components: Collection[Component]) -> None:
         if model.on_device == frozenset(components):
             return
         start = time.perf_counter()

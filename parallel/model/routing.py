@@ -43,13 +43,13 @@ class WatchedReplay(RouterReplay):
     """
 
     watched = False
-    own: Tensor | None = None  # int64 [tokens, K], of the last pass
+    own_choice: Tensor | None = None  # int64 [tokens, K], of the last pass
 
     def get_replay_topk(self, scores: Tensor, topk: int, *options: Any) -> tuple[Tensor, Tensor]:
         """Return the values and indices, [tokens, K] each, that the pass uses."""
         *groups, select = options
         if self.watched and self.router_replay_action == RouterReplayAction.REPLAY_FORWARD:
-            _, self.own = select(scores.detach(), topk, *groups)
+            _, self.own_choice = select(scores.detach(), topk, *groups)
         return super().get_replay_topk(scores, topk, *options)
 
 
@@ -72,7 +72,7 @@ class Router(TopKRouter):
         row, replay = self.row, self.router_replay
         assert row is not None and replay is not None
         replay.clear_indices()
-        routes = None if row.routes is None else self._own(row.routes[self.place])
+        routes = None if row.routes is None else self._local(row.routes[self.place])
         if routes is None:
             replay.clear_router_replay_action()
         else:
@@ -80,14 +80,14 @@ class Router(TopKRouter):
             replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
         gates, choice = super().routing(logits, padding_mask)
         if self.agreement is not None and routes is not None:
-            self.agreement.see(self, routes, self._own(row.real))
+            self.agreement.see(self, routes, self._local(row.real))
         if self.memory is not None:
             self.memory.see(self, _scores(self, logits.flatten(0, -2).float()), choice)
         if self.losses is not None and self.training:
-            gates = self.losses.attach(self, gates, choice, logits, self._own(row.real))
+            gates = self.losses.attach(self, gates, choice, logits, self._local(row.real))
         return gates, choice
 
-    def _own(self, values: Tensor) -> Tensor:
+    def _local(self, values: Tensor) -> Tensor:
         """Return this rank's sequence-parallel share of a context-parallel rank's tokens."""
         if not self.config.sequence_parallel:
             return values
@@ -124,7 +124,7 @@ def router_inputs(router: Router) -> Iterator[list[Tensor]]:
     def keep(_: Router, arguments: tuple[Any, ...]) -> None:
         assert router.row is not None
         hidden = arguments[0].detach().flatten(0, -2)
-        inputs.append(hidden[router._own(router.row.real)])
+        inputs.append(hidden[router._local(router.row.real)])
 
     hook = router.register_forward_pre_hook(keep)
     try:
@@ -241,9 +241,11 @@ class RouterAgreement:
     def see(self, router: Router, replayed: Tensor, real: Tensor) -> None:
         """Count one layer's pass: the experts used, int64 [tokens, K], and the real tokens."""
         replay = router.router_replay
-        if not replay.watched or replay.own is None:
+        if not replay.watched or replay.own_choice is None:
             return
-        choice = replayed.new_zeros(len(replayed), router.num_experts).scatter_(1, replay.own, 1)
+        choice = replayed.new_zeros(len(replayed), router.num_experts).scatter_(
+            1, replay.own_choice, 1
+        )
         agree = choice.gather(1, replayed)[real]
         self._counts[router.place, 0] += agree.sum()
         self._counts[router.place, 1] += agree.numel()
@@ -264,7 +266,7 @@ class RouterAgreement:
 
     def _watch(self, watched: bool) -> None:
         for replay in self._replays:
-            replay.watched, replay.own = watched, None
+            replay.watched, replay.own_choice = watched, None
 
 
 class RouterMemory:

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 from parallel.layout_rules import chunk_layers
 from parallel.settings import LayoutSettings, ModelSettings
 from parallel.weights.boxes import Box, along
-from parallel.weights.names import EMBEDDING, HEAD, ModelWeights, Part, Weight, tensor_prefix
+from parallel.weights.names import EMBEDDING, HEAD, FusedTensor, ModelWeights, Weight, tensor_prefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,14 +153,16 @@ def owners(model: ModelSettings, layout: LayoutSettings) -> dict[str, list[tuple
     return owned_boxes
 
 
-def _cuts(weight: Weight, ranks: int, rank: int) -> Iterator[tuple[Part, Box, tuple[int, ...]]]:
+def _cuts(
+    weight: Weight, ranks: int, rank: int
+) -> Iterator[tuple[FusedTensor, Box, tuple[int, ...]]]:
     """Yield one of `ranks` parts of a weight as boxes of its tensors, with offsets in the part.
 
     A KV group's queries are followed by its key and value. Gate and up projection are split
     separately, as if every rank were a group.
     """
     if weight.dimension is None:
-        [fused] = weight.parts
+        [fused] = weight.tensors
         start = (0,) * len(fused.shape)
         yield fused, (start, fused.shape), start
         return
@@ -168,9 +170,9 @@ def _cuts(weight: Weight, ranks: int, rank: int) -> Iterator[tuple[Part, Box, tu
     groups_per_rank = groups // ranks
     position = 0
     for group in range(rank * groups_per_rank, (rank + 1) * groups_per_rank):
-        for fused in weight.parts:
+        for fused in weight.tensors:
             size = fused.shape[weight.dimension] // groups
-            begin = fused.first + group * size
+            begin = fused.first_row + group * size
             box = along(fused.shape, weight.dimension, begin, size)
             yield fused, box, along(fused.shape, weight.dimension, position, size)[0]
             position += size

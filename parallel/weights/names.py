@@ -36,16 +36,16 @@ class Units:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """A Hugging Face tensor, named within its bucket; `units` count its split dimension.
+class FusedTensor:
+    """A Hugging Face tensor of a weight, named in its bucket; `units` count its split dimension.
 
-    Or the rows of one from `first`, where a tensor joins what megatron-core's parameter mixes.
+    Or its rows from `first_row`, where a tensor joins what megatron-core's parameter mixes.
     """
 
     tensor: str
     shape: tuple[int, ...]
     units: Units | None = None
-    first: int = 0
+    first_row: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +53,15 @@ class Weight:
     """A parameter of megatron-core, named within its bucket, and the tensors fused into it.
 
     Tensor parallelism splits `dimension`; None replicates the weight on every rank. Along it the
-    parts alternate in `groups`; None means one group per rank. With `experts` there is a weight per
-    expert, with {expert} in the names; parameters count experts from 0 on every rank. Those that go
-    `with_experts` are whole on every rank of an engine whose ranks share the tokens of a layer. A
-    weight that an engine adds `once` to what its ranks sum is only on the first of them. A
-    checkpoint may `stack` the parts of all experts.
+    tensors alternate in `groups`; None means one group per rank. With `experts` there is a weight
+    per expert, with {expert} in the names; parameters count experts from 0 on every rank. Those
+    that go `with_experts` are whole on every rank of an engine whose ranks share the tokens of a
+    layer. A weight that an engine adds `once` to what its ranks sum is only on the first of them.
+    A checkpoint may `stack` the tensors of all experts.
     """
 
     parameter: str
-    parts: tuple[Part, ...]
+    tensors: tuple[FusedTensor, ...]
     dimension: int | None = None
     groups: int | None = None
     experts: int = 0
@@ -119,9 +119,10 @@ class ModelWeights:
         prefix, shapes = tensor_prefix(key), dict[str, tuple[int, ...]]()
         for weight in self.weights[self.kind(key)]:
             for expert in range(max(1, weight.experts)):
-                for fused in weight.parts:
+                for fused in weight.tensors:
                     name, (rows, *columns) = fused.tensor.format(expert=expert), fused.shape
-                    shapes[prefix + name] = (fused.first + rows, *columns)  # the last part ends it
+                    # Of several ranges of rows the last ends the tensor.
+                    shapes[prefix + name] = (fused.first_row + rows, *columns)
         yield from shapes.items()
 
     def stored(self, key: int) -> Iterator[tuple[str, tuple[int, ...], Stack | None]]:
@@ -129,8 +130,8 @@ class ModelWeights:
         prefix, stacks = tensor_prefix(key), dict[str, Stack]()
         for weight in self.weights[self.kind(key)]:
             if weight.stack is not None:
-                names = tuple(prefix + fused.tensor for fused in weight.parts)
-                shape = weight.parts[0].shape
+                names = tuple(prefix + fused.tensor for fused in weight.tensors)
+                shape = weight.tensors[0].shape
                 stack = Stack(prefix + weight.stack, weight.experts, names, shape)
                 every = (name for expert in range(stack.experts) for name in stack.names(expert))
                 stacks |= dict.fromkeys(every, stack)
@@ -171,7 +172,7 @@ def loaded_tensors(model: ModelSettings) -> Iterator[tuple[str, tuple[int, ...],
         yield from description.loaded(key)
 
 
-def bucket(tensor: str) -> int:
+def bucket_of(tensor: str) -> int:
     """Return the bucket of a Hugging Face tensor; keys are in the model's order."""
     if layer := LAYER.match(tensor):
         return int(layer[1])
@@ -220,13 +221,13 @@ def plain_name(parameter: str, latent: bool) -> str:
 
 
 def _whole(parameter: str, tensor: str, *shape: int) -> Weight:
-    return Weight(parameter, (Part(tensor, shape),))
+    return Weight(parameter, (FusedTensor(tensor, shape),))
 
 
 def _split(
     parameter: str, tensor: str, shape: tuple[int, ...], dimension: int, units: Units
 ) -> Weight:
-    return Weight(parameter, (Part(tensor, shape, units),), dimension)
+    return Weight(parameter, (FusedTensor(tensor, shape, units),), dimension)
 
 
 def _attention(model: ModelSettings) -> Iterator[Weight]:
@@ -244,7 +245,7 @@ def _attention(model: ModelSettings) -> Iterator[Weight]:
         kinds["bias"] = ()
     for kind, row in kinds.items():
         fused = tuple(
-            Part(f"self_attn.{name}_proj.{kind}", (units.count * widths[name], *row), units)
+            FusedTensor(f"self_attn.{name}_proj.{kind}", (units.count * widths[name], *row), units)
             for name, units in (("q", queries), ("k", groups), ("v", groups))
         )
         yield Weight(f"self_attention.linear_qkv.{kind}", fused, 0, groups=groups.count)
@@ -295,15 +296,17 @@ def _delta_net(model: ModelSettings, further: Qwen35MoeArchitecture) -> Iterator
         (values, wide),
     ]
 
-    def joined(tensor: str, *columns: int) -> Iterator[Part]:
+    def joined(tensor: str, *columns: int) -> Iterator[FusedTensor]:
         first_row = 0
         for units, rows in sections:
-            yield Part(theirs + tensor, (rows, *columns), units, first_row)
+            yield FusedTensor(theirs + tensor, (rows, *columns), units, first_row)
             first_row += rows
 
     inputs = [*joined("in_proj_qkv.weight", model.hidden_size)]
     for name, rows in (("z", wide), ("b", values.count), ("a", values.count)):
-        inputs.append(Part(f"{theirs}in_proj_{name}.weight", (rows, model.hidden_size), values))
+        inputs.append(
+            FusedTensor(f"{theirs}in_proj_{name}.weight", (rows, model.hidden_size), values)
+        )
     yield Weight(f"{ours}in_proj.weight", tuple(inputs), 0, groups=keys.count)
     filters = tuple(joined("conv1d.weight", 1, further.linear_conv_kernel_dim))
     yield Weight(f"{ours}conv_weight", filters, 0, groups=keys.count)
@@ -360,7 +363,8 @@ def _biased_experts(model: ModelSettings) -> Iterator[Weight]:
     gate_up, down = _perceptron(model, ours, theirs, units, experts=model.experts)
     yield replace(gate_up, stack=joint)
     biases = tuple(
-        Part(f"{theirs}{name}.bias", (units.count,), units) for name in ("gate_proj", "up_proj")
+        FusedTensor(f"{theirs}{name}.bias", (units.count,), units)
+        for name in ("gate_proj", "up_proj")
     )
     fused = Weight(f"{ours}linear_fc1.bias", biases, 0, experts=model.experts)
     yield replace(fused, stack=f"{joint}_bias")
@@ -380,6 +384,8 @@ def _perceptron(
     """Yield the fused gate and up projection, and the down projection."""
     wide, narrow = (units.count, model.hidden_size), (model.hidden_size, units.count)
     *fused, down = (f"{theirs}{name}.weight" for name in names)
-    gate_up = tuple(Part(tensor, wide, units) for tensor in fused)
+    gate_up = tuple(FusedTensor(tensor, wide, units) for tensor in fused)
     yield Weight(f"{ours}linear_fc1.weight", gate_up, 0, experts=experts)
-    yield Weight(f"{ours}linear_fc2.weight", (Part(down, narrow, units),), 1, experts=experts)
+    yield Weight(
+        f"{ours}linear_fc2.weight", (FusedTensor(down, narrow, units),), 1, experts=experts
+    )

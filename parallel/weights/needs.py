@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from parallel.layout_rules import divisors, one_of
 from parallel.settings import ModelSettings
 from parallel.weights.boxes import Box, along
-from parallel.weights.names import ModelWeights, Part, Units, Weight, tensor_prefix
+from parallel.weights.names import FusedTensor, ModelWeights, Units, Weight, tensor_prefix
 
 
 def engine_violations(
@@ -30,7 +30,7 @@ def engine_violations(
             )
             violations.append(("engine.data", f"{message} {_any_of(divisors(width))}"))
         weights = [weight for weight in weights if not weight.experts]
-    split = dict.fromkeys(fused.units for weight in weights for fused in weight.parts)
+    split = dict.fromkeys(fused.units for weight in weights for fused in weight.tensors)
     units = [unit for unit in split if unit is not None]
     # The vocabulary and the attention heads are never repeated, so their divisors are candidates.
     common = math.gcd(*(_padded(unit) for unit in units if not unit.repeated))
@@ -86,10 +86,10 @@ def needed_of(
             split = (1, 0)
         if weight.once and split[1] > 0:
             continue
-        boxes = [_box(fused, weight.dimension, *split) for fused in weight.parts]
+        boxes = [_box(fused, weight.dimension, *split) for fused in weight.tensors]
         experts = range(max(1, weight.experts))
-        for expert in _own(weight.experts, ranks, rank) if whole else experts:
-            for fused, box in zip(weight.parts, boxes, strict=True):
+        for expert in _linear_placement(weight.experts, ranks, rank) if whole else experts:
+            for fused, box in zip(weight.tensors, boxes, strict=True):
                 if all(box[1]):
                     yield fused.tensor.format(expert=expert), box
 
@@ -98,14 +98,14 @@ def _any_of(sizes: list[int]) -> str:
     return one_of(sizes).removeprefix("use ")
 
 
-def _own(experts: int, ranks: int, rank: int) -> range:
+def _linear_placement(experts: int, ranks: int, rank: int) -> range:
     """Return the experts of a rank in vLLM's linear placement: the first ranks have one more."""
     per_rank, remainder = divmod(experts, ranks)
     first_expert = rank * per_rank + min(rank, remainder)
     return range(first_expert, first_expert + per_rank + (rank < remainder))
 
 
-def _box(fused: Part, dimension: int | None, ranks: int, rank: int) -> Box:
+def _box(fused: FusedTensor, dimension: int | None, ranks: int, rank: int) -> Box:
     if dimension is None or fused.units is None:
         return (0,) * len(fused.shape), fused.shape
     units = fused.units
@@ -115,7 +115,7 @@ def _box(fused: Part, dimension: int | None, ranks: int, rank: int) -> Box:
     last_unit = min(first_unit + per_place, units.count)
     size = fused.shape[dimension] // units.count
     return along(
-        fused.shape, dimension, fused.first + first_unit * size, (last_unit - first_unit) * size
+        fused.shape, dimension, fused.first_row + first_unit * size, (last_unit - first_unit) * size
     )
 
 

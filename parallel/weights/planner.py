@@ -265,7 +265,7 @@ class Plan:
                 boxes.setdefault(near, []).extend(items)
                 continue
             line = self._line(kind, shard, ranks)
-            start, total, share_count = line[place], line[-1], _parts(line, holders)
+            start, total, share_count = line[place], line[-1], _share_count(line, holders)
             first_share, last_share = (
                 _share(start + at, total, share_count) for at in (0, needed_items.elements - 1)
             )
@@ -297,7 +297,7 @@ class Plan:
                     if items := self._shared(kind, shard, ranks, place).items:
                         sent.setdefault(first_rank + place, []).extend(items)
                 line = self._line(kind, shard, ranks)
-                total, share_count = line[-1], _parts(line, holders)
+                total, share_count = line[-1], _share_count(line, holders)
                 turn = (self._position[key] + engine) * share_count
                 share = (holders.index(rank) - turn) % len(holders)
                 if not total or share >= share_count:
@@ -363,7 +363,7 @@ def _share(position: int, total: int, share_count: int) -> int:
     return ((position + 1) * share_count - 1) // total
 
 
-def _parts(line: list[int], holders: range) -> int:
+def _share_count(line: list[int], holders: range) -> int:
     """Return the number of ranks that share the sending of a shard."""
     return min(len(holders), max(1, line[-1] // GRAIN))
 

@@ -39,7 +39,7 @@ MUTANTS = [
     Mutant(
         "a stack of experts begins with expert 0 on every rank",
         "parallel/engine/expert_stacks.py",
-        "expert_id=self.first",
+        "expert_id=self.first_expert",
         "expert_id=0",
         "tests/engine/test_needs.py",
     ),

@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import Field
 
 from parallel.settings import Count, ModelSettings
-from parallel.weights.quantizable import FusedTensors, quantizable
+from parallel.weights.quantizable import VllmMatrix, quantizable
 from stages.guards.settings import LossGateSettings
 from stages.kinds.kind import MODEL, Found, RunBlocks, StageKind, StageSettings, register
 
@@ -92,14 +92,14 @@ class QuantizeSettings(StageSettings):
                 )
                 break
 
-    def quantized(self, model: ModelSettings) -> list[FusedTensors]:
+    def quantized(self, model: ModelSettings) -> list[VllmMatrix]:
         """Return the matrices that are quantized, in the model's order."""
         return [each for each in quantizable(model) if not self._excludes(each.tensors[0][0])]
 
     def _excludes(self, tensor: str) -> bool:
         return any(fnmatchcase(tensor, pattern) for pattern in self.exclude)
 
-    def _torn(self, matrices: Sequence[FusedTensors]) -> tuple[str, str] | None:
+    def _torn(self, matrices: Sequence[VllmMatrix]) -> tuple[str, str] | None:
         """Return a module of vLLM that would be quantized in part, and a tensor of it that is."""
         excluded: dict[str, dict[bool, str]] = {}
         for matrix in matrices if self.exclude else ():
