@@ -1,9 +1,13 @@
-"""The model families: keys of each config.json, as fields of ModelSettings; never imports torch."""
+"""The model families: the keys of each config.json, and what differs in the model. No torch.
+
+Other files ask for a trait (`traits(model).sinks`) and never for a family by its name: a new family
+states here what it has.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -108,19 +112,66 @@ class Qwen35MoeArchitecture(Settings):
 
 @dataclass(frozen=True)
 class Family:
-    """A family in the terms of its config.json.
+    """A family: its config.json in ModelSettings' terms, and its traits.
 
-    `names` maps its keys to fields of ModelSettings and `fixed` to the only value that runs here;
-    `further` are the keys that model.architecture sets. Published checkpoints of a family that
-    `drafts` have layers for multi-token prediction. `transformers` is the oldest version whose
-    reading of an export is compared with the settings.
+    A trait's default is what most families have.
+
+    Example: gpt-oss' head has a learned sink, so `FAMILIES["gpt_oss"].sinks` is true.
+
+        >>> [name for name, family in FAMILIES.items() if family.biased_experts]
+        ['gpt_oss']
+        >>> FAMILIES["qwen3_moe"].names["num_experts"]  # a key of config.json, a field of the model
+        'experts'
     """
 
+    # Keys of config.json, to fields of ModelSettings, and to the only value that runs here.
     names: dict[str, str]
     fixed: dict[str, Any]
+    # The keys that model.architecture sets.
     further: type[Settings] = NothingFurther
-    drafts: bool = False
+    # Keys that vLLM reads and transformers' configuration of the family does not have.
+    unlisted: dict[str, Any] = field(default_factory=dict)
+    # The oldest transformers whose reading of an export is compared with the settings.
     transformers: str = "4.57"
+    # Published checkpoints have layers for multi-token prediction.
+    drafts: bool = False
+
+    # Attention is multi-latent: keys and values are compressed, and heads have no groups.
+    latent_attention: bool = False
+    # Each head's query and key are normalised, always; GLM-4-MoE sets `use_qk_norm`.
+    qk_norm: bool = False
+    # Every second layer attends to a window of tokens.
+    windows: bool = False
+    # Each head has a learned attention sink, and the projections of attention have biases.
+    sinks: bool = False
+    # Most layers are gated delta nets instead of attention.
+    delta_nets: bool = False
+    # The first layers are dense.
+    dense_layers: bool = False
+    # Routed layers have a shared expert, or several.
+    shared_experts: bool = False
+    # The router adds a correction bias to its scores before it selects.
+    correction_bias: bool = False
+    # The router and the experts have biases, and a checkpoint stacks the experts.
+    biased_experts: bool = False
+    # The only epsilon that all of transformers, vLLM and megatron-core compute with, and why.
+    epsilon: tuple[float, str] | None = None
+
+    # megatron-core 0.16.1: rotary embeddings have a fused kernel. The one for latent attention it
+    # calls experimental.
+    fuses_rope: bool = True
+    # megatron-core 0.16.1: bias and dropout are fused; grouped experts with biases refuse it.
+    fuses_bias_dropout: bool = True
+    # Why `quantize` has no scheme for it.
+    unquantized: str | None = None
+
+    # vLLM 0.30: the class is in a module that imports the family's vision model too.
+    beside_vision: bool = False
+    # vLLM 0.30 on a CPU: a cached prefix may be continued. Not the states of delta nets, which are
+    # cached at the chunks of a prefill alone.
+    prefix_caching_on_cpu: bool = True
+    # vLLM 0.30 on a CPU: an expert's width on a rank must be a multiple; elsewhere vLLM pads it.
+    expert_multiple_on_cpu: int = 1
 
 
 ATTENTION = {
@@ -149,33 +200,73 @@ FAMILIES = {
             "attention_bias": False,
             "sliding_window": None,
         },
+        qk_norm=True,
     ),
     "mixtral": Family(
         names={**EVERY, "num_local_experts": "experts", "intermediate_size": "expert_hidden_size"},
         fixed={**FIXED, "sliding_window": None},
     ),
     "glm4_moe": Family(
-        names={**EVERY, **ROUTED}, fixed=NORMALISED, further=Glm4MoeArchitecture, drafts=True
+        names={**EVERY, **ROUTED},
+        fixed=NORMALISED,
+        further=Glm4MoeArchitecture,
+        drafts=True,
+        dense_layers=True,
+        shared_experts=True,
+        correction_bias=True,
     ),
     "deepseek_v3": Family(
         names={**ATTENTION, **ROUTED, "qk_rope_head_dim": "head_dim"},
         fixed={**NORMALISED, "attention_bias": False, "rope_interleave": True},
         further=DeepseekV3Architecture,
+        # Without them vLLM creates no correction bias, and routes by a softmax.
+        unlisted={"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
         drafts=True,
+        latent_attention=True,
+        dense_layers=True,
+        shared_experts=True,
+        correction_bias=True,
+        # transformers builds the norms of compressed queries, keys and values without rms_norm_eps,
+        # vLLM and megatron-core with it.
+        epsilon=(1e-6, "must be 1e-06, which transformers hard-codes in some norms of this family"),
+        fuses_rope=False,
     ),
     "gpt_oss": Family(
         names={**EVERY, "num_local_experts": "experts", "intermediate_size": "expert_hidden_size"},
         fixed={**FIXED, "attention_bias": True, "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
         further=GptOssArchitecture,
+        windows=True,
+        sinks=True,
+        biased_experts=True,
+        epsilon=(1e-5, "must be 1e-05, which vLLM hard-codes in the norms of this family"),
+        fuses_bias_dropout=False,
+        unquantized="its checkpoints stack the experts with their biases",
+        expert_multiple_on_cpu=32,
     ),
     "qwen3_5_moe_text": Family(
         names={**EVERY, "num_experts": "experts", "moe_intermediate_size": "expert_hidden_size"},
         fixed={**FIXED, "attention_bias": False},
         further=Qwen35MoeArchitecture,
-        drafts=True,
         transformers="5.2",
+        drafts=True,
+        qk_norm=True,
+        delta_nets=True,
+        shared_experts=True,
+        unquantized="no engine has loaded delta nets quantized",
+        beside_vision=True,
+        prefix_caching_on_cpu=False,
     ),
 }
+
+
+def traits(settings: ModelSettings) -> Family:
+    """Return the family of a model, whose fields say what differs in it."""
+    return FAMILIES[settings.family]
+
+
+def families_with(trait: str) -> list[str]:
+    """Return the names of the families that have a trait, for messages."""
+    return [name for name, family in FAMILIES.items() if getattr(family, trait)]
 
 
 def text_configuration(config_json: dict[str, Any]) -> dict[str, Any]:
@@ -229,12 +320,12 @@ def is_readable(quantization: Any) -> bool:
 
 def architecture(settings: ModelSettings) -> Any:
     """Return `model.architecture` as the family's settings; raise pydantic's ValidationError."""
-    return FAMILIES[settings.family].further.model_validate(settings.architecture, strict=True)
+    return traits(settings).further.model_validate(settings.architecture, strict=True)
 
 
 def configuration(settings: ModelSettings) -> dict[str, Any]:
     """Return the keys of the family's config.json that decide what the model computes."""
-    family = FAMILIES[settings.family]
+    family = traits(settings)
     from_settings = {key: getattr(settings, name) for key, name in family.names.items()}
     further = architecture(settings)
     config = {**family.fixed, **further.model_dump(), **from_settings}
@@ -251,7 +342,7 @@ def configuration(settings: ModelSettings) -> dict[str, Any]:
 
 def windowed_layers(settings: ModelSettings) -> range:
     """Return the layers that attend to a window of tokens, counted from 0."""
-    return range(0, settings.layers if settings.family == "gpt_oss" else 0, 2)
+    return range(0, settings.layers if traits(settings).windows else 0, 2)
 
 
 def is_linear(further: Any, layer: int) -> bool:
@@ -278,21 +369,20 @@ def family_violations(settings: ModelSettings, layout: LayoutSettings) -> Iterat
     have been validated.
     """
     per_token, heads = settings.experts_per_token, settings.attention_heads
-    epsilon, further = settings.norm_epsilon, architecture(settings)
+    family, further = traits(settings), architecture(settings)
     if per_token == 1:
         yield "model.experts_per_token", "1 gives the router no gradient; use 2 or more"
-    if settings.family == "deepseek_v3" and settings.key_value_heads != heads:
+    if family.latent_attention and settings.key_value_heads != heads:
         message = f"must be model.attention_heads = {heads}: multi-latent attention has no groups"
         yield "model.key_value_heads", f"{settings.key_value_heads} {message}"
-    if settings.family == "deepseek_v3" and epsilon != 1e-6:
-        # transformers builds the norms of compressed queries, keys and values without rms_norm_eps,
-        # vLLM and megatron-core with it.
-        message = "must be 1e-06, which transformers hard-codes in some norms of this family"
-        yield "model.norm_epsilon", f"{epsilon:g} {message}"
+    if family.epsilon is not None and settings.norm_epsilon != family.epsilon[0]:
+        yield "model.norm_epsilon", f"{settings.norm_epsilon:g} {family.epsilon[1]}"
     if isinstance(further, Qwen35MoeArchitecture):
         yield from _delta_net_violations(settings, further, layout)
-    if isinstance(further, GptOssArchitecture):
-        yield from _gpt_oss_violations(settings, layout)
+    if family.biased_experts and layout.expert_tensor > 1:
+        # Every rank would add the bias of an expert's output, and the ranks' outputs are summed.
+        message = "must be 1: megatron-core does not split experts with biases; use layout.expert"
+        yield "layout.expert_tensor", f"{layout.expert_tensor} {message}"
     if isinstance(further, NothingFurther | GptOssArchitecture | Qwen35MoeArchitecture):
         return
     key = "model.architecture"
@@ -312,18 +402,6 @@ def family_violations(settings: ModelSettings, layout: LayoutSettings) -> Iterat
     ):
         if whole % divisor:
             yield f"{key}.{name}", f"{whole} is not a multiple of {divisor}"
-
-
-def _gpt_oss_violations(
-    settings: ModelSettings, layout: LayoutSettings
-) -> Iterator[tuple[str, str]]:
-    if settings.norm_epsilon != 1e-5:
-        message = "must be 1e-05, which vLLM hard-codes in the norms of this family"
-        yield "model.norm_epsilon", f"{settings.norm_epsilon:g} {message}"
-    if layout.expert_tensor > 1:
-        # Every rank would add the bias of an expert's output, and the ranks' outputs are summed.
-        message = "must be 1: megatron-core does not split experts with biases; use layout.expert"
-        yield "layout.expert_tensor", f"{layout.expert_tensor} {message}"
 
 
 def _delta_net_violations(

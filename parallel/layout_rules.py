@@ -11,6 +11,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import get_args
 
+from parallel.families import families_with, traits
 from parallel.settings import LayoutSettings, ModelSettings, OptimizerSettings, RecomputeModule
 
 SHOWN_SIZES = 20  # sizes to choose from that a message lists
@@ -131,12 +132,15 @@ def _recompute_violations(
         yield key, f"must name modules with layout.recompute: selective; any of {names}"
     if repeated := sorted({name for name in modules if modules.count(name) > 1}):
         yield key, f"{', '.join(repeated)} named twice"
-    if "mla_up_proj" in modules and model.family != "deepseek_v3":
-        yield key, f"mla_up_proj is of deepseek_v3's attention, not of {model.family}'s"
-    for name in ("mlp", "shared_experts"):
-        having = ["deepseek_v3", "glm4_moe"] + ["qwen3_5_moe_text"] * (name == "shared_experts")
-        if name in modules and model.family not in having:
-            what = "dense layers" if name == "mlp" else "shared experts"
+    family = traits(model)
+    if "mla_up_proj" in modules and not family.latent_attention:
+        owner = " or ".join(families_with("latent_attention"))
+        yield key, f"mla_up_proj is of {owner}'s attention, not of {model.family}'s"
+    for name, has_module, what in (
+        ("mlp", family.dense_layers, "dense layers"),
+        ("shared_experts", family.shared_experts, "shared experts"),
+    ):
+        if name in modules and not has_module:
             yield key, f"{name}: {model.family} has no {what}; use moe"
     inside = {"moe_act", "shared_experts"} & set(modules)
     if "moe" in modules and inside:

@@ -10,7 +10,13 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from parallel.families import Qwen35MoeArchitecture, architecture, is_linear, routed_layers
+from parallel.families import (
+    Qwen35MoeArchitecture,
+    architecture,
+    is_linear,
+    routed_layers,
+    traits,
+)
 from parallel.settings import ModelSettings
 from parallel.weights.stacks import Member, Stack
 
@@ -231,17 +237,17 @@ def _split(
 
 
 def _attention(model: ModelSettings) -> Iterator[Weight]:
-    if model.family == "deepseek_v3":
+    family = traits(model)
+    if family.latent_attention:
         yield from _latent_attention(model)
         return
     queries = Units("model.attention_heads", model.attention_heads)
-    sinks = model.family == "gpt_oss"
     # vLLM's gpt-oss has no rank without a key-value head of its own.
-    groups = Units("model.key_value_heads", model.key_value_heads, repeated=not sinks)
+    groups = Units("model.key_value_heads", model.key_value_heads, repeated=not family.sinks)
     gated = isinstance(architecture(model), Qwen35MoeArchitecture)  # a head's query, then its gate
     widths = {"q": model.head_dim * (2 if gated else 1), "k": model.head_dim, "v": model.head_dim}
     kinds: dict[str, tuple[int, ...]] = {"weight": (model.hidden_size,)}
-    if sinks or getattr(architecture(model), "attention_bias", False):
+    if family.sinks or getattr(architecture(model), "attention_bias", False):
         kinds["bias"] = ()
     for kind, row in kinds.items():
         fused = tuple(
@@ -249,13 +255,12 @@ def _attention(model: ModelSettings) -> Iterator[Weight]:
             for name, units in (("q", queries), ("k", groups), ("v", groups))
         )
         yield Weight(f"self_attention.linear_qkv.{kind}", fused, 0, groups=groups.count)
-    always = model.family in ("qwen3_moe", "qwen3_5_moe_text")
-    if always or getattr(architecture(model), "use_qk_norm", False):
+    if family.qk_norm or getattr(architecture(model), "use_qk_norm", False):
         for name in "qk":
             names = f"self_attention.{name}_layernorm.weight", f"self_attn.{name}_norm.weight"
             yield _whole(*names, model.head_dim)
     yield _projection(model, queries, model.head_dim)
-    if sinks:
+    if family.sinks:
         names = "self_attention.linear_proj.bias", "self_attn.o_proj.bias"
         yield _whole(*names, model.hidden_size)
         names = "self_attention.core_attention.softmax_offset", "self_attn.sinks"
@@ -323,14 +328,14 @@ def _projection(model: ModelSettings, heads: Units, head_dim: int) -> Weight:
 
 
 def _experts(model: ModelSettings) -> Iterator[Weight]:
-    if model.family == "gpt_oss":
+    if traits(model).biased_experts:
         yield from _biased_experts(model)
         return
     further, mixtral = architecture(model), model.family == "mixtral"
     theirs = "block_sparse_moe." if mixtral else "mlp."
     names = f"{theirs}gate.weight", model.experts, model.hidden_size
     yield _whole("mlp.router.weight", *names)
-    if model.family in ("glm4_moe", "deepseek_v3"):
+    if traits(model).correction_bias:
         bias = "mlp.gate.e_score_correction_bias"
         yield _whole("mlp.router.expert_bias", bias, model.experts)
         width = further.n_shared_experts * model.expert_hidden_size
