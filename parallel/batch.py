@@ -18,12 +18,12 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from torch import Tensor
 
-from parallel import micro_batches
+from parallel import micro_batches, packed_row
 from parallel.machine.device import device
 from parallel.micro_batches import slot_tokens
 from parallel.model import vocabulary
 from parallel.model.vocabulary import HeadLogits, KeptLogits
-from parallel.packed_row import PackedRow, RankPlace, own_places
+from parallel.packed_row import PackedRow, RankPlace
 from parallel.sample import Sample
 
 
@@ -98,8 +98,8 @@ class Responses:
 
     def logprobs(self, temperature: float = 1.0) -> Tensor:
         """Return log pi of every target in nats, renormalised on the batch's kept sets."""
-        targets, kept = self.batch.own_targets, self.batch.kept
-        return self.batch.spread(vocabulary.logprobs(self.logits, targets, temperature, kept))
+        targets, kept_sets = self.batch.own_targets, self.batch.kept
+        return self.batch.spread(vocabulary.logprobs(self.logits, targets, temperature, kept_sets))
 
     def entropy(self, temperature: float = 1.0) -> Tensor:
         """Return the entropy over the batch's kept sets at every response token, in nats."""
@@ -183,22 +183,24 @@ def collate(
         tokens[start : start + sample.length] = [*sample.prompt, *sample.response[:-1]]
         positions[start : start + sample.length] = np.arange(sample.length)
         count, learned = len(sample.response), sample.learned
-        first = start + len(sample.prompt) - 1
-        place[first + learned] = index * responses[1] + learned
+        first_predictor = start + len(sample.prompt) - 1
+        place[first_predictor + learned] = index * responses[1] + learned
         targets[index, :count] = sample.response
         mask[index, learned] = True
-        own = sample.advantages
-        advantages[index, learned] = sample.advantage if own is None else own[learned]
+        token_advantages = sample.advantages
+        advantages[index, learned] = (
+            sample.advantage if token_advantages is None else token_advantages[learned]
+        )
         if sample.logprobs is not None:
             engine_logprobs[index, learned] = sample.logprobs[learned]
     if replay and samples:
         row.routes = _moved(_routes(samples, row))
-    own_place = place[row.own]
+    own_place = place[row.local_positions]
     predicts = np.flatnonzero(own_place >= 0)
     return MicroBatch(
         samples=samples,
-        tokens=_moved(tokens[row.own])[None],
-        positions=_moved(positions[row.own])[None],
+        tokens=_moved(tokens[row.local_positions])[None],
+        positions=_moved(positions[row.local_positions])[None],
         row=row,
         predicts=_moved(predicts),
         place=_moved(own_place[predicts]),
@@ -221,7 +223,7 @@ def lay_out(lengths: list[int], place: RankPlace, slot: int | None = None) -> Pa
     if filler:
         slots.append(filler)
     starts = np.concatenate([[0], np.cumsum(slots)])
-    own = own_places(starts, place)
+    local_positions = packed_row.local_positions(starts, place)
     real = np.zeros(starts[-1], bool)
     for start, length in zip(starts, lengths, strict=False):
         real[start : start + length] = True
@@ -233,8 +235,8 @@ def lay_out(lengths: list[int], place: RankPlace, slot: int | None = None) -> Pa
         max_seqlen_q=max(slots),
         max_seqlen_kv=max(slots),
         starts=starts,
-        own=own,
-        real=_moved(real[own]),
+        local_positions=local_positions,
+        real=_moved(real[local_positions]),
     )
 
 
@@ -257,7 +259,10 @@ def _kept(samples: list[Sample], place: np.ndarray, longest: int) -> Tensor | No
     if all(sample.kept is None for sample in samples):
         return None
     tokens = zip(*np.divmod(place, longest), strict=True)
-    sets = [() if (own := samples[index].kept) is None else own[token] for index, token in tokens]
+    sets = [
+        () if (token_sets := samples[index].kept) is None else token_sets[token]
+        for index, token in tokens
+    ]
     padded = np.full((len(sets), max(map(len, sets), default=0)), -1)
     for row, ids in zip(padded, sets, strict=True):
         row[: len(ids)] = ids
@@ -273,4 +278,4 @@ def _routes(samples: list[Sample], row: PackedRow) -> np.ndarray:
     for sample, start in zip(samples, row.starts, strict=False):
         assert sample.routes is not None
         routes[start : start + sample.length] = sample.routes
-    return np.ascontiguousarray(routes[row.own].transpose(1, 0, 2))
+    return np.ascontiguousarray(routes[row.local_positions].transpose(1, 0, 2))

@@ -174,19 +174,22 @@ def scatter(make: Callable[[int], Any], key: int) -> Any:
     is called on the main rank only.
     """
     keys = gather(key)
-    ranks = {each: [rank for rank, other in enumerate(keys) if other == each] for each in set(keys)}
+    ranks = {
+        shared_key: [rank for rank, other in enumerate(keys) if other == shared_key]
+        for shared_key in set(keys)
+    }
     if is_main():
-        own = payload = None
-        for each, (first, *_) in sorted(ranks.items()):
-            value = make(each)
-            if first == 0:
-                own = value
-                payload = _pickled(value) if len(ranks[each]) > 1 else None
+        main_value = payload = None
+        for shared_key, (receiver, *_) in sorted(ranks.items()):
+            value = make(shared_key)
+            if receiver == 0:
+                main_value = value
+                payload = _pickled(value) if len(ranks[shared_key]) > 1 else None
             else:
-                _send(_pickled(value), first)
+                _send(_pickled(value), receiver)
         if payload is not None:
             _relay(payload, ranks[key])
-        return own
+        return main_value
     members = ranks[key]
     place = members.index(dist.get_rank())
     source = members[place - (1 << (place.bit_length() - 1))] if place else 0

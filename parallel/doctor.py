@@ -25,15 +25,15 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     for name, probe in PROBES.items():
         print(json.dumps({"package": name}), file=answers)
-        found: Found = {"missing": True}
+        finding: Found = {"missing": True}
         if util.find_spec(name) is not None:
             try:
-                found = probe()
+                finding = probe()
             except Exception as error:
                 first_line = (str(error).strip() or "no reason given").splitlines()[0]
-                found = {"error": f"{type(error).__name__}: {first_line}"}
-        print(json.dumps({"package": name, "found": found}), file=answers)
-        if name == "torch" and found.keys() & {"missing", "error"}:
+                finding = {"error": f"{type(error).__name__}: {first_line}"}
+        print(json.dumps({"package": name, "found": finding}), file=answers)
+        if name == "torch" and finding.keys() & {"missing", "error"}:
             return
 
 

@@ -39,9 +39,9 @@ class UserError(Exception):
     exit_code = 1
 
 
-def hint(name: str, known: Iterable[str]) -> str:
+def hint(name: str, choices: Iterable[str]) -> str:
     """Return the end of a message about an unknown name: the nearest known one, or all."""
-    names = list(known)
+    names = list(choices)
     # A name may look like a known one and have a Cyrillic or Greek letter.
     other = "" if name.isascii() else f"{name!a} has non-ASCII letters; "
     if near := nearest_name(name, names):
@@ -49,9 +49,9 @@ def hint(name: str, known: Iterable[str]) -> str:
     return f"{other}known: {', '.join(names)}" if names else f"{other}none is defined"
 
 
-def nearest_name(name: str, known: Iterable[str]) -> str | None:
+def nearest_name(name: str, choices: Iterable[str]) -> str | None:
     """Return the question whether the nearest known name was meant; None where none is near."""
-    near = difflib.get_close_matches(name, list(known), n=1)
+    near = difflib.get_close_matches(name, list(choices), n=1)
     return f'did you mean "{near[0]}"?' if near else None
 
 
@@ -66,7 +66,7 @@ def valid_text(text: str) -> str:
 
 def is_lost_peer(text: str) -> bool:
     """Return whether an error or a line of a log says that another rank is gone."""
-    return any(part in text for part in LOST_PEER)
+    return any(phrase in text for phrase in LOST_PEER)
 
 
 def report_error(reason: str) -> None:

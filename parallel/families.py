@@ -1,9 +1,13 @@
-"""The model families: keys of each config.json, as fields of ModelSettings; never imports torch."""
+"""The model families: the keys of each config.json, and what differs in the model. No torch.
+
+Other files ask for a trait (`traits(model).sinks`) and never for a family by its name: a new family
+states here what it has.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -108,19 +112,66 @@ class Qwen35MoeArchitecture(Settings):
 
 @dataclass(frozen=True)
 class Family:
-    """A family in the terms of its config.json.
+    """A family: its config.json in ModelSettings' terms, and its traits.
 
-    `names` maps its keys to fields of ModelSettings and `fixed` to the only value that runs here;
-    `further` are the keys that model.architecture sets. Published checkpoints of a family that
-    `drafts` have layers for multi-token prediction. `transformers` is the oldest version whose
-    reading of an export is compared with the settings.
+    A trait's default is what most families have.
+
+    Example: gpt-oss' head has a learned sink, so `FAMILIES["gpt_oss"].sinks` is true.
+
+        >>> [name for name, family in FAMILIES.items() if family.biased_experts]
+        ['gpt_oss']
+        >>> FAMILIES["qwen3_moe"].names["num_experts"]  # a key of config.json, a field of the model
+        'experts'
     """
 
+    # Keys of config.json, to fields of ModelSettings, and to the only value that runs here.
     names: dict[str, str]
     fixed: dict[str, Any]
+    # The keys that model.architecture sets.
     further: type[Settings] = NothingFurther
-    drafts: bool = False
+    # Keys that vLLM reads and transformers' configuration of the family does not have.
+    unlisted: dict[str, Any] = field(default_factory=dict)
+    # The oldest transformers whose reading of an export is compared with the settings.
     transformers: str = "4.57"
+    # Published checkpoints have layers for multi-token prediction.
+    drafts: bool = False
+
+    # Attention is multi-latent: keys and values are compressed, and heads have no groups.
+    latent_attention: bool = False
+    # Each head's query and key are normalised, always; GLM-4-MoE sets `use_qk_norm`.
+    qk_norm: bool = False
+    # Every second layer attends to a window of tokens.
+    windows: bool = False
+    # Each head has a learned attention sink, and the projections of attention have biases.
+    sinks: bool = False
+    # Most layers are gated delta nets instead of attention.
+    delta_nets: bool = False
+    # The first layers are dense.
+    dense_layers: bool = False
+    # Routed layers have a shared expert, or several.
+    shared_experts: bool = False
+    # The router adds a correction bias to its scores before it selects.
+    correction_bias: bool = False
+    # The router and the experts have biases, and a checkpoint stacks the experts.
+    biased_experts: bool = False
+    # The only epsilon that all of transformers, vLLM and megatron-core compute with, and why.
+    epsilon: tuple[float, str] | None = None
+
+    # megatron-core 0.16.1: rotary embeddings have a fused kernel. The one for latent attention it
+    # calls experimental.
+    fuses_rope: bool = True
+    # megatron-core 0.16.1: bias and dropout are fused; grouped experts with biases refuse it.
+    fuses_bias_dropout: bool = True
+    # Why `quantize` has no scheme for it.
+    unquantized: str | None = None
+
+    # vLLM 0.30: the class is in a module that imports the family's vision model too.
+    beside_vision: bool = False
+    # vLLM 0.30 on a CPU: a cached prefix may be continued. Not the states of delta nets, which are
+    # cached at the chunks of a prefill alone.
+    prefix_caching_on_cpu: bool = True
+    # vLLM 0.30 on a CPU: an expert's width on a rank must be a multiple; elsewhere vLLM pads it.
+    expert_multiple_on_cpu: int = 1
 
 
 ATTENTION = {
@@ -149,44 +200,84 @@ FAMILIES = {
             "attention_bias": False,
             "sliding_window": None,
         },
+        qk_norm=True,
     ),
     "mixtral": Family(
         names={**EVERY, "num_local_experts": "experts", "intermediate_size": "expert_hidden_size"},
         fixed={**FIXED, "sliding_window": None},
     ),
     "glm4_moe": Family(
-        names={**EVERY, **ROUTED}, fixed=NORMALISED, further=Glm4MoeArchitecture, drafts=True
+        names={**EVERY, **ROUTED},
+        fixed=NORMALISED,
+        further=Glm4MoeArchitecture,
+        drafts=True,
+        dense_layers=True,
+        shared_experts=True,
+        correction_bias=True,
     ),
     "deepseek_v3": Family(
         names={**ATTENTION, **ROUTED, "qk_rope_head_dim": "head_dim"},
         fixed={**NORMALISED, "attention_bias": False, "rope_interleave": True},
         further=DeepseekV3Architecture,
+        # Without them vLLM creates no correction bias, and routes by a softmax.
+        unlisted={"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
         drafts=True,
+        latent_attention=True,
+        dense_layers=True,
+        shared_experts=True,
+        correction_bias=True,
+        # transformers builds the norms of compressed queries, keys and values without rms_norm_eps,
+        # vLLM and megatron-core with it.
+        epsilon=(1e-6, "must be 1e-06, which transformers hard-codes in some norms of this family"),
+        fuses_rope=False,
     ),
     "gpt_oss": Family(
         names={**EVERY, "num_local_experts": "experts", "intermediate_size": "expert_hidden_size"},
         fixed={**FIXED, "attention_bias": True, "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
         further=GptOssArchitecture,
+        windows=True,
+        sinks=True,
+        biased_experts=True,
+        epsilon=(1e-5, "must be 1e-05, which vLLM hard-codes in the norms of this family"),
+        fuses_bias_dropout=False,
+        unquantized="its checkpoints stack the experts with their biases",
+        expert_multiple_on_cpu=32,
     ),
     "qwen3_5_moe_text": Family(
         names={**EVERY, "num_experts": "experts", "moe_intermediate_size": "expert_hidden_size"},
         fixed={**FIXED, "attention_bias": False},
         further=Qwen35MoeArchitecture,
-        drafts=True,
         transformers="5.2",
+        drafts=True,
+        qk_norm=True,
+        delta_nets=True,
+        shared_experts=True,
+        unquantized="no engine has loaded delta nets quantized",
+        beside_vision=True,
+        prefix_caching_on_cpu=False,
     ),
 }
 
 
-def text_configuration(given: dict[str, Any]) -> dict[str, Any]:
+def traits(settings: ModelSettings) -> Family:
+    """Return the family of a model, whose fields say what differs in it."""
+    return FAMILIES[settings.family]
+
+
+def families_with(trait: str) -> list[str]:
+    """Return the names of the families that have a trait, for messages."""
+    return [name for name, family in FAMILIES.items() if getattr(family, trait)]
+
+
+def text_configuration(config_json: dict[str, Any]) -> dict[str, Any]:
     """Return a config.json's keys of the text model, where it is of a vision-language model.
 
     A null that transformers computes has the computed value, or is absent.
     """
-    inner = given.get("text_config")
-    config = given
-    if given.get("model_type") == "qwen3_5_moe" and isinstance(inner, dict):
-        config = {**given, **inner}
+    inner = config_json.get("text_config")
+    config = config_json
+    if config_json.get("model_type") == "qwen3_5_moe" and isinstance(inner, dict):
+        config = {**config_json, **inner}
     nulls = {key: computed for key, computed in _computed(config) if config.get(key, 0) is None}
     stated = {key: value for key, value in config.items() if key not in nulls}
     return stated | {key: value for key, value in nulls.items() if value is not None}
@@ -217,7 +308,7 @@ def fp8_blocks(quantization: Any) -> tuple[int, int] | None:
         return None
     rows, columns = size
     # torch's integers have 64 bits.
-    fit = all(type(each) is int and 0 < each < 1 << 63 for each in size)
+    fit = all(type(length) is int and 0 < length < 1 << 63 for length in size)
     return (rows, columns) if fit else None
 
 
@@ -229,29 +320,29 @@ def is_readable(quantization: Any) -> bool:
 
 def architecture(settings: ModelSettings) -> Any:
     """Return `model.architecture` as the family's settings; raise pydantic's ValidationError."""
-    return FAMILIES[settings.family].further.model_validate(settings.architecture, strict=True)
+    return traits(settings).further.model_validate(settings.architecture, strict=True)
 
 
 def configuration(settings: ModelSettings) -> dict[str, Any]:
     """Return the keys of the family's config.json that decide what the model computes."""
-    family = FAMILIES[settings.family]
-    named = {key: getattr(settings, name) for key, name in family.names.items()}
+    family = traits(settings)
+    from_settings = {key: getattr(settings, name) for key, name in family.names.items()}
     further = architecture(settings)
-    found = {**family.fixed, **further.model_dump(), **named}
+    config = {**family.fixed, **further.model_dump(), **from_settings}
     if isinstance(further, Qwen35MoeArchitecture):
-        del found["full_attention_interval"]
+        del config["full_attention_interval"]
         linear = [is_linear(further, layer) for layer in range(settings.layers)]
         kinds = ("full_attention", "linear_attention")
-        found["layer_types"] = [kinds[each] for each in linear]
+        config["layer_types"] = [kinds[is_delta_net] for is_delta_net in linear]
     if windows := windowed_layers(settings):
         kinds = ("full_attention", "sliding_attention")
-        found["layer_types"] = [kinds[layer in windows] for layer in range(settings.layers)]
-    return found
+        config["layer_types"] = [kinds[layer in windows] for layer in range(settings.layers)]
+    return config
 
 
 def windowed_layers(settings: ModelSettings) -> range:
     """Return the layers that attend to a window of tokens, counted from 0."""
-    return range(0, settings.layers if settings.family == "gpt_oss" else 0, 2)
+    return range(0, settings.layers if traits(settings).windows else 0, 2)
 
 
 def is_linear(further: Any, layer: int) -> bool:
@@ -277,22 +368,21 @@ def family_violations(settings: ModelSettings, layout: LayoutSettings) -> Iterat
     megatron-core and transformers route alike only within these rules. `model.architecture` must
     have been validated.
     """
-    chosen, heads = settings.experts_per_token, settings.attention_heads
-    epsilon, further = settings.norm_epsilon, architecture(settings)
-    if chosen == 1:
+    per_token, heads = settings.experts_per_token, settings.attention_heads
+    family, further = traits(settings), architecture(settings)
+    if per_token == 1:
         yield "model.experts_per_token", "1 gives the router no gradient; use 2 or more"
-    if settings.family == "deepseek_v3" and settings.key_value_heads != heads:
+    if family.latent_attention and settings.key_value_heads != heads:
         message = f"must be model.attention_heads = {heads}: multi-latent attention has no groups"
         yield "model.key_value_heads", f"{settings.key_value_heads} {message}"
-    if settings.family == "deepseek_v3" and epsilon != 1e-6:
-        # transformers builds the norms of compressed queries, keys and values without rms_norm_eps,
-        # vLLM and megatron-core with it.
-        message = "must be 1e-06, which transformers hard-codes in some norms of this family"
-        yield "model.norm_epsilon", f"{epsilon:g} {message}"
+    if family.epsilon is not None and settings.norm_epsilon != family.epsilon[0]:
+        yield "model.norm_epsilon", f"{settings.norm_epsilon:g} {family.epsilon[1]}"
     if isinstance(further, Qwen35MoeArchitecture):
         yield from _delta_net_violations(settings, further, layout)
-    if isinstance(further, GptOssArchitecture):
-        yield from _gpt_oss_violations(settings, layout)
+    if family.biased_experts and layout.expert_tensor > 1:
+        # Every rank would add the bias of an expert's output, and the ranks' outputs are summed.
+        message = "must be 1: megatron-core does not split experts with biases; use layout.expert"
+        yield "layout.expert_tensor", f"{layout.expert_tensor} {message}"
     if isinstance(further, NothingFurther | GptOssArchitecture | Qwen35MoeArchitecture):
         return
     key = "model.architecture"
@@ -300,30 +390,18 @@ def family_violations(settings: ModelSettings, layout: LayoutSettings) -> Iterat
         message = f"leave none of model.layers = {settings.layers} with experts"
         yield f"{key}.first_k_dense_replace", f"{dense} dense layers {message}"
     groups, top = further.n_group, further.topk_group
-    if groups > 1 and chosen != 2 * top:
-        yield f"{key}.topk_group", f"{top} must be half of model.experts_per_token = {chosen}"
+    if groups > 1 and per_token != 2 * top:
+        yield f"{key}.topk_group", f"{top} must be half of model.experts_per_token = {per_token}"
     if top > groups:
         yield f"{key}.topk_group", f"{top} is more than n_group = {groups}"
     shared = further.n_shared_experts * settings.expert_hidden_size
-    for name, whole, parts in (
+    for name, whole, divisor in (
         ("n_group", settings.experts, groups),
         ("intermediate_size", further.intermediate_size, layout.tensor),
         ("n_shared_experts", shared, layout.tensor),
     ):
-        if whole % parts:
-            yield f"{key}.{name}", f"{whole} is not a multiple of {parts}"
-
-
-def _gpt_oss_violations(
-    settings: ModelSettings, layout: LayoutSettings
-) -> Iterator[tuple[str, str]]:
-    if settings.norm_epsilon != 1e-5:
-        message = "must be 1e-05, which vLLM hard-codes in the norms of this family"
-        yield "model.norm_epsilon", f"{settings.norm_epsilon:g} {message}"
-    if layout.expert_tensor > 1:
-        # Every rank would add the bias of an expert's output, and the ranks' outputs are summed.
-        message = "must be 1: megatron-core does not split experts with biases; use layout.expert"
-        yield "layout.expert_tensor", f"{layout.expert_tensor} {message}"
+        if whole % divisor:
+            yield f"{key}.{name}", f"{whole} is not a multiple of {divisor}"
 
 
 def _delta_net_violations(
@@ -334,13 +412,13 @@ def _delta_net_violations(
         message = f"leaves none of model.layers = {settings.layers} with attention"
         yield "model.architecture.full_attention_interval", f"{interval} {message}"
     rotated = settings.head_dim * further.partial_rotary_factor
-    for name, whole, parts in (
+    for name, whole, divisor in (
         ("linear_num_value_heads", values, keys),
         ("linear_num_key_heads", keys, layout.tensor),
         ("shared_expert_intermediate_size", further.shared_expert_intermediate_size, layout.tensor),
     ):
-        if whole % parts:
-            yield f"model.architecture.{name}", f"{whole} is not a multiple of {parts}"
+        if whole % divisor:
+            yield f"model.architecture.{name}", f"{whole} is not a multiple of {divisor}"
     if rotated % 2:
         message = f"rotates {rotated:g} of model.head_dim = {settings.head_dim}; must be even"
         yield "model.architecture.partial_rotary_factor", message

@@ -237,8 +237,8 @@ def numbered(directory: Path, prefix: str) -> list[tuple[int, str]]:
             names = [entry.name for entry in entries if entry.name.startswith(prefix)]
     except (FileNotFoundError, NotADirectoryError):
         return []
-    found = ((name.removeprefix(prefix), name) for name in names)
-    return sorted((int(number), name) for number, name in found if number.isdecimal())
+    numbered_names = ((name.removeprefix(prefix), name) for name in names)
+    return sorted((int(number), name) for number, name in numbered_names if number.isdecimal())
 
 
 def whole_checkpoints(directory: Path) -> list[Checkpoint]:
@@ -248,8 +248,8 @@ def whole_checkpoints(directory: Path) -> list[Checkpoint]:
 
 def newest_whole(directory: Path) -> Checkpoint | None:
     """Return the whole checkpoint of the highest step, or raise its UnreadableCheckpoint."""
-    found = map(read_checkpoint, reversed(checkpoint_directories(directory)))
-    return next(filter(None, found), None)
+    checkpoints = map(read_checkpoint, reversed(checkpoint_directories(directory)))
+    return next(filter(None, checkpoints), None)
 
 
 def read_checkpoint(path: Path) -> Checkpoint | None:
@@ -326,13 +326,13 @@ def files_digest(files: Iterable[Path], whole: bool = False) -> str | None:
 @lru_cache(maxsize=4096)
 def _file_digest(file: Path, size: int, changed: int, whole: bool) -> str:
     """Return a file's digest; `size` in bytes and the time it `changed` key the cache."""
-    found = hashlib.sha256(str(size).encode())
+    digest = hashlib.sha256(str(size).encode())
     with file.open("rb") as content:
         if whole or size <= WHOLE_BYTES:
-            while part := content.read(WHOLE_BYTES):
-                found.update(part)
+            while block := content.read(WHOLE_BYTES):
+                digest.update(block)
         else:
-            found.update(content.read(END_BYTES))
+            digest.update(content.read(END_BYTES))
             content.seek(size - END_BYTES)
-            found.update(content.read())
-    return found.hexdigest()
+            digest.update(content.read())
+    return digest.hexdigest()

@@ -55,7 +55,7 @@ def micro_batch_count(
     """
     lengths = [[sum(unit) for unit in share] for share in shares]
     slots = [
-        [sum(slot_tokens(each, context) for each in unit) for unit in share] for share in shares
+        [sum(slot_tokens(length, context) for length in unit) for unit in share] for share in shares
     ]
     limit = most_row_tokens(device_tokens, context, max(map(max, filter(None, slots)), default=1))
     fullest = max(map(sum, lengths))

@@ -102,11 +102,11 @@ def mismatch_bounds(precision: str, weights: str = "model") -> MismatchBounds:
 def bounds_of(model: ModelSettings, engine: EngineSettings) -> MismatchBounds:
     """Return the bounds of a run: the defaults of its precision under the engine's settings."""
     default = mismatch_bounds(model.precision, engine.weights)
-    given = {name: getattr(engine, key) for name, key in KEYS.items()}
+    overrides = {name: getattr(engine, key) for name, key in KEYS.items()}
     return MismatchBounds(
         **{
             name: getattr(default, name) if value is None else value
-            for name, value in given.items()
+            for name, value in overrides.items()
         }
     )
 

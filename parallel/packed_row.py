@@ -55,7 +55,8 @@ class PackedRow(PackedSeqParams):
     """One row of T tokens, in the form that Megatron's layers take."""
 
     starts: np.ndarray  # int64, the position of every slot in the row, and T
-    own: np.ndarray  # int64 [T / C], the positions of this context-parallel rank's tokens, in order
+    # int64 [T / C], the positions in the row of this context-parallel rank's tokens, in order.
+    local_positions: np.ndarray
     real: Tensor  # bool [T / C], false on padding
     # The experts to replay, int64 [routed layers, T / C, experts_per_token].
     routes: Tensor | None = None
@@ -70,13 +71,13 @@ class PackedRow(PackedSeqParams):
         return int(self.starts[-1])
 
 
-def own_places(starts: np.ndarray, place: RankPlace) -> np.ndarray:
+def local_positions(starts: np.ndarray, place: RankPlace) -> np.ndarray:
     """Return the positions, int64 [T / C], that a context-parallel rank holds, in its order."""
     if place.context == 1:
         return np.arange(starts[-1])
     pieces, rank = 2 * place.context, place.context_rank
     places = []
     for start, end in pairwise(starts):
-        own = np.arange(start, end).reshape(pieces, -1)[[rank, pieces - 1 - rank]]
-        places.append(own.flatten())
+        local = np.arange(start, end).reshape(pieces, -1)[[rank, pieces - 1 - rank]]
+        places.append(local.flatten())
     return np.concatenate(places)

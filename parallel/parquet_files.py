@@ -205,7 +205,9 @@ def _dictionaries(array: pyarrow.Array) -> Iterator[pyarrow.DictionaryArray]:
 
 def _longest(array: pyarrow.Array) -> int:
     """Return the bytes of the longest text in a column's dictionaries."""
-    lengths = (compute.max(compute.binary_length(each.dictionary)) for each in _dictionaries(array))
+    lengths = (
+        compute.max(compute.binary_length(texts.dictionary)) for texts in _dictionaries(array)
+    )
     return max((length.as_py() or 0 for length in lengths), default=0)
 
 

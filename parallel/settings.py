@@ -293,7 +293,9 @@ class EngineSettings(Settings):
     def members(self) -> list[str]:
         """The names of all engines' members, each a process; of an engine's one, its own."""
         numbers = product(range(self.count), range(self.data))
-        return [f"{engine}.{each}" if self.data > 1 else f"{engine}" for engine, each in numbers]
+        return [
+            f"{engine}.{member}" if self.data > 1 else f"{engine}" for engine, member in numbers
+        ]
 
     @property
     def start_seconds(self) -> int:

@@ -96,7 +96,7 @@ def empty_devices(job: StageJob) -> None:
     if job.kind != "preview" and KINDS[job.kind].samples and KINDS[job.kind].trains:
         check_turns(job.settings)
     found = job.engine_addresses or job.idle_engines
-    on_main(lambda: put_to_sleep(found, engine, wanted=bool(job.engine_addresses)))
+    on_main(lambda: put_to_sleep(found, engine, needed=bool(job.engine_addresses)))
 
 
 def record_memory(job: StageJob) -> None:

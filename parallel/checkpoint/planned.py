@@ -199,7 +199,7 @@ def _hugging_face_reads(policy: Policy, directory: Path) -> Iterator[PlannedRead
             name = stack.tensor
             box = hugging_face_weights.of_member(stack.covering(tensor_box), expert)
             target = (target.t() if target.ndim == 2 else target)[None]
-            step = len(stack.parts)
+            step = len(stack.part_names)
         stored = files.stored[name]
         source = StoredTensor(stored.file, stored.start, DTYPES[stored.dtype], stored.shape)
         yield PlannedRead(source, box, target, number, step)

@@ -21,7 +21,7 @@ from megatron.core.transformer.utils import (
 from torch import Tensor
 from torch.nn import functional
 
-from parallel.packed_row import PackedRow, RankPlace, own_places
+from parallel.packed_row import PackedRow, RankPlace, local_positions
 
 SMALLEST_GRID = 64  # sequences up to this long share one call; longer ones wait for their like
 
@@ -187,10 +187,12 @@ def _grids(
 ) -> tuple[list[SequenceGrid], Tensor]:
     starts, slots = row.starts[:-1], np.diff(row.starts)
     # Where a place of the row is after the gathering, which puts one rank's tokens after another's.
-    places = [own_places(row.starts, replace(here, context_rank=r)) for r in range(here.context)]
+    places = [
+        local_positions(row.starts, replace(here, context_rank=r)) for r in range(here.context)
+    ]
     gathered = np.argsort(np.concatenate(places))
     own_starts = starts // here.context
-    back = np.zeros(len(row.own), np.int64)
+    back = np.zeros(len(row.local_positions), np.int64)
     grids, offset = [], 0
     widths = np.maximum(SMALLEST_GRID, 2 ** np.ceil(np.log2(slots)).astype(int))
     for width in np.unique(widths):
@@ -203,7 +205,7 @@ def _grids(
             begin, count = own_starts[index], own_slots[line]
             back[begin : begin + count] = offset + line * own_length + np.arange(count)
         # What fills a line up sees the first token, since a softmax over nothing is NaN.
-        places = np.clip(row.own[queries] - starts[sequences][:, None], 0, length - 1)
+        places = np.clip(row.local_positions[queries] - starts[sequences][:, None], 0, length - 1)
         query_index, key_index, positions = (
             torch.from_numpy(array).to(device) for array in (queries, gathered[keys], places)
         )

@@ -19,6 +19,7 @@ from parallel.engine.lockstep import member_environment
 from parallel.engine.nodes import meeting_point, node_rank
 from parallel.errors import UserError
 from parallel.estimates.engine_memory import BATCHED_TOKENS, CACHE_BLOCK, cache_bytes, engine_memory
+from parallel.families import traits
 from parallel.machine.determinism import engine_environment
 from parallel.machine.gpus import Gpu, visible_gpus
 from parallel.machine.network import address_of
@@ -76,7 +77,7 @@ def _on_cpu(job: EngineJob) -> dict[str, Any]:
             "engine.expert_parallel needs a GPU, and this engine runs on a CPU; set it to false"
         )
     # Of a delta net vLLM would only miss the kernel at the first prompt of several tokens.
-    if job.model.family == "qwen3_5_moe_text" and (why := unsupported(job.model)) is not None:
+    if traits(job.model).delta_nets and (why := unsupported(job.model)) is not None:
         raise UserError(why)
     return {
         "enforce_eager": True,
@@ -86,8 +87,7 @@ def _on_cpu(job: EngineJob) -> dict[str, Any]:
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(job.engine.max_model_tokens, BATCHED_TOKENS),
         "block_size": CACHE_BLOCK,
-        # States of delta nets are cached at the chunks of a prefill.
-        "enable_prefix_caching": job.model.family != "qwen3_5_moe_text",
+        "enable_prefix_caching": traits(job.model).prefix_caching_on_cpu,
         "kv_cache_memory_bytes": cache_bytes(job.model, job.engine),
     }
 
@@ -127,10 +127,10 @@ def _cuda_memory(job: EngineJob) -> dict[str, Any]:
         raise UserError("the engine's process sees no GPU; check CUDA_VISIBLE_DEVICES")
     total = min(gpu.total_bytes for gpu in gpus)
     free = min(gpu.free_bytes for gpu in gpus)
-    found = engine_memory(job.model, job.engine, total, free, job.gpu_memory_bytes)
+    memory = engine_memory(job.model, job.engine, total, free, job.gpu_memory_bytes)
     return {
-        "gpu_memory_utilization": found.gpu_memory_utilization,
-        "kv_cache_memory_bytes": found.kv_cache_memory_bytes,
+        "gpu_memory_utilization": memory.gpu_memory_utilization,
+        "kv_cache_memory_bytes": memory.kv_cache_memory_bytes,
     }
 
 
@@ -159,7 +159,7 @@ def configuration(job: EngineJob) -> Iterator[Any]:
     with tempfile.TemporaryDirectory(prefix="braid-engine-") as directory:
         hugging_face_config(job.model).save_pretrained(directory)
         cuda = current_platform.is_cuda()
-        if job.model.family == "qwen3_5_moe_text" and not cuda:
+        if traits(job.model).beside_vision and not cuda:
             vllm_vision.provide()
         arguments = engine_arguments(job, directory, cuda=cuda)
         config = EngineArgs(**arguments).create_engine_config()

@@ -85,10 +85,10 @@ class EngineClient:
         missing = f"{late}: {self.address_file} is missing"
         deadline = time.monotonic() + wait
         while time.monotonic() < deadline:
-            if (found := self.newcomer()) is None:
+            if (address := self.newcomer()) is None:
                 time.sleep(POLL_SECONDS)
                 continue
-            self.address = found
+            self.address = address
             try:
                 return self._describe_patiently()
             except EngineRefused:
@@ -120,14 +120,18 @@ class EngineClient:
 
     def newcomer(self) -> Address | None:
         """Return the published address if it is of another process than the last known one."""
-        found, known = self._read_address(), self.address
-        return found if found and (known is None or found.instance != known.instance) else None
+        address, last_known = self._read_address(), self.address
+        return (
+            address
+            if address and (last_known is None or address.instance != last_known.instance)
+            else None
+        )
 
     def give_up(self, reason: str) -> None:
         """Ask the launcher to restart this engine; the next `connect` waits for the new process."""
         assert self.address is not None, "connect first"
-        found = self._read_address()
-        if found and found.instance == self.address.instance:  # not yet replaced
+        address = self._read_address()
+        if address and address.instance == self.address.instance:  # not yet replaced
             write_atomically(self.address_file.with_name(RESTART_REQUEST), f"{reason}\n")
 
     def healthy(self) -> bool:
@@ -159,9 +163,9 @@ class EngineClient:
         """Have the engine drop its requests, its weights and its cache, and free their memory."""
         self._call("sleep", None, None, self.settings.hang_timeout_seconds)
 
-    def wake(self, part: Wake) -> None:
+    def wake(self, request: Wake) -> None:
         """Have a sleeping engine allocate its weights, or its cache, again."""
-        self._call("wake", part, None, self.settings.hang_timeout_seconds)
+        self._call("wake", request, None, self.settings.hang_timeout_seconds)
 
     def generate(self, request: Generate) -> Iterator[Generation]:
         """Yield responses as they end; end early only by raising EngineError."""

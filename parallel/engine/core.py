@@ -29,7 +29,7 @@ from parallel.engine.wire import (
 from parallel.families import routed_layers
 from parallel.settings import EngineJob
 
-PARTS = {"weights", "kv_cache"}  # of `Wake`
+SLEEP_TAGS = {"weights", "kv_cache"}  # vLLM's names of what sleeps; `Wake` has one
 IDLE_SECONDS = 0.01  # between two agreements of members of which none has requests
 
 
@@ -72,7 +72,7 @@ class Core:
         """
         self._on_every_rank("prepare", self.model.model_dump_json())
         places = self._on_every_rank("place")
-        self.places = [msgspec.msgpack.decode(each, type=EnginePlace) for each in places]
+        self.places = [msgspec.msgpack.decode(encoded, type=EnginePlace) for encoded in places]
         # What still reads it is a check that would reject requests without a top_k.
         self._model_config.return_sampling_mask = False
         self.weight_version = 0
@@ -125,12 +125,12 @@ class Core:
         self.drain()  # steps that were scheduled before; their tokens have the present weights
         self._drained = []  # nobody waits for what ended
         self.weight_version = None
-        if self._asleep == PARTS:
+        if self._asleep == SLEEP_TAGS:
             return
-        for part in self._asleep:  # vLLM does nothing where a part is asleep already
-            self._vllm.wake_up([part])
+        for tag in self._asleep:  # vLLM does nothing where a part is asleep already
+            self._vllm.wake_up([tag])
         self._vllm.sleep(level=2)
-        self._asleep = set(PARTS)
+        self._asleep = set(SLEEP_TAGS)
 
     def wake(self, wake: Wake) -> None:
         """Allocate weights or cache again; requests need a refit first, and both."""
@@ -141,7 +141,7 @@ class Core:
             if wake.part == "kv_cache":
                 self._on_every_rank("clear_cache")
 
-    def admit(self, asked: Generate) -> list[str]:
+    def admit(self, request: Generate) -> list[str]:
         """Add a request for every prompt; return the requests' names.
 
         All of them reach the scheduler between two steps, so that the same call makes the same
@@ -155,13 +155,13 @@ class Core:
             raise NoWeights("the engine sleeps; wake its cache first")
         names: list[str] = []
         try:
-            for prompt in asked.prompts:
+            for prompt in request.prompts:
                 self._count += 1
                 name = str(self._count)
-                parameters = self._parameters(asked.sampling, prompt.seed)
+                parameters = self._parameters(request.sampling, prompt.seed)
                 tokens = tokens_input(prompt.tokens)
                 inside = self._vllm.add_request(name, tokens, parameters, priority=prompt.priority)
-                self._requests[name] = _RunningRequest(prompt.number, asked.sampling, inside)
+                self._requests[name] = _RunningRequest(prompt.number, request.sampling, inside)
                 names.append(name)
         except Exception:
             self.abort(names)
@@ -273,11 +273,11 @@ class Core:
     def _generation(self, request: _RunningRequest, completion: Any) -> Generation:
         sampling = request.sampling
         tokens = np.asarray(completion.token_ids, np.int32)
-        drawn = list(zip(tokens.tolist(), completion.logprobs, strict=True))
-        logprobs = np.asarray([entry[token].logprob for token, entry in drawn], np.float32)
+        sampled = list(zip(tokens.tolist(), completion.logprobs, strict=True))
+        logprobs = np.asarray([entry[token].logprob for token, entry in sampled], np.float32)
         # vLLM has entries for all layers; those of the leading dense layers are empty.
         routes = completion.routed_experts[:, self._first_routed_layer :].astype(np.uint16)
-        kept = kept_sets(completion, sampling, self.model.vocabulary_size)
+        sets = kept_sets(completion, sampling, self.model.vocabulary_size)
         return Generation(
             number=request.number,
             tokens=tokens.tobytes(),
@@ -287,8 +287,8 @@ class Core:
             finished=bool(len(tokens)) and int(tokens[-1]) in sampling.end_tokens,
             # vLLM may have sampled one token more.
             versions=np.asarray(request.versions[: len(tokens)], np.int32).tobytes(),
-            kept=b"".join(each.tobytes() for each in kept),
-            kept_sizes=np.asarray([len(each) for each in kept], np.int32).tobytes(),
+            kept=b"".join(ids.tobytes() for ids in sets),
+            kept_sizes=np.asarray([len(ids) for ids in sets], np.int32).tobytes(),
         )
 
 

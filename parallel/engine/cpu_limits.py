@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from parallel.errors import UserError
-from parallel.families import Qwen35MoeArchitecture, architecture
+from parallel.families import architecture, traits
 from parallel.settings import ModelSettings
 
 HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM 0.30's attention
-# Of experts' widths on an engine's rank; vLLM pads them in other families.
-EXPERT_MULTIPLE = 32
 LINEAR_HEAD_DIMS = (64, 128)  # of its chunked delta rule
 
 
@@ -28,30 +26,34 @@ def unsupported(model: ModelSettings) -> str | None:
     """Return the known reason why vLLM cannot run the model on a CPU, or None."""
     if (why := _delta_net_unsupported(model)) is not None:
         return why
-    if model.family == "deepseek_v3":
+    family = traits(model)
+    if family.latent_attention:
         if model.precision == "fp32":
             return "model.family: vLLM's latent attention has no kernel for fp32"
     elif model.head_dim not in HEAD_DIMS:
-        known = ", ".join(map(str, HEAD_DIMS))
-        return f"model.head_dim = {model.head_dim}: vLLM's attention has kernels for {known} alone"
-    if model.family == "gpt_oss" and model.expert_hidden_size % EXPERT_MULTIPLE:
+        supported = ", ".join(map(str, HEAD_DIMS))
+        return (
+            f"model.head_dim = {model.head_dim}: vLLM's attention has kernels for {supported} alone"
+        )
+    if model.expert_hidden_size % (multiple := family.expert_multiple_on_cpu):
         width = f"model.expert_hidden_size = {model.expert_hidden_size}"
-        return f"{width}: vLLM's experts of gpt_oss need a multiple of {EXPERT_MULTIPLE} on a rank"
+        needs = f"need a multiple of {multiple} on a rank"
+        return f"{width}: vLLM's experts of {model.family} {needs}"
     return None
 
 
 def _delta_net_unsupported(model: ModelSettings) -> str | None:
     """Return the reason why vLLM cannot run the model's gated delta nets on a CPU, or None."""
-    further = architecture(model)
-    if not isinstance(further, Qwen35MoeArchitecture):
+    if not traits(model).delta_nets:
         return None
+    further = architecture(model)
     if model.precision == "fp32":
         return "model.family: vLLM's gated delta net has kernels for bf16 alone"
     widths = further.linear_key_head_dim, further.linear_value_head_dim
     if widths[0] != widths[1] or widths[0] not in LINEAR_HEAD_DIMS:
-        shown, known = " and ".join(map(str, widths)), ", ".join(map(str, LINEAR_HEAD_DIMS))
+        shown, supported = " and ".join(map(str, widths)), ", ".join(map(str, LINEAR_HEAD_DIMS))
         return (
             f"model.architecture: linear key and value heads are {shown} wide: vLLM's gated delta"
-            f" net has kernels for equal widths of {known} alone"
+            f" net has kernels for equal widths of {supported} alone"
         )
     return None

@@ -22,15 +22,15 @@ from parallel.engine.loaders import Copy, Unread
 class ExpertStack:
     """One projection of the experts of a layer that are on this rank.
 
-    `names` are the Hugging Face tensors in the order of the experts in vLLM's `parameter`, of which
-    `first` is the number of the first, and `everywhere` those of all ranks' experts. `shard` is
+    `names` are the Hugging Face tensors in the order of the experts in vLLM's `parameter`, which
+    begin with number `first_expert`; `everywhere` has those of all ranks' experts. `shard` is
     vLLM's name of the projection.
     """
 
     module: RoutedExperts
     parameter: str
     shard: str
-    first: int
+    first_expert: int
     names: tuple[str, ...]
     everywhere: frozenset[str]
 
@@ -41,8 +41,8 @@ class ExpertStack:
             whole = torch.empty(shape, dtype=dtype, device="meta")
             size, stride = source.seen.shape[1:], source.seen.stride()[1:]
             seen = whole.as_strided(size, stride, source.seen.storage_offset())
-            for name, part in zip(self.names, target.unbind(), strict=True):
-                copy(part, Unread(name, seen, whole, copy))
+            for name, expert_target in zip(self.names, target.unbind(), strict=True):
+                copy(expert_target, Unread(name, seen, whole, copy))
 
         parameter = getattr(self.module, self.parameter)
         parameter.weight_loader(
@@ -50,25 +50,27 @@ class ExpertStack:
             loaded_weight=Unread.of(self.names[0], (len(self.names), *shape), dtype, copy_each),
             weight_name=f"{self.module.layer_name}.{self.parameter}",
             shard_id=self.shard,
-            expert_id=self.first,
+            expert_id=self.first_expert,
         )
 
 
 def expert_stacks(model: nn.Module, names: Iterable[str]) -> Iterator[ExpertStack]:
     """Yield the stacks of a model, of the Hugging Face tensors `names` that are an expert's."""
-    known = set(names)
+    tensor_names = set(names)
     for module in model.modules():
         if not isinstance(module, RoutedExperts):
             continue
         numbers = range(module.moe_config.num_logical_experts)
-        local = {module._map_global_expert_id_to_local_expert_id(each): each for each in numbers}
+        local = {
+            module._map_global_expert_id_to_local_expert_id(expert): expert for expert in numbers
+        }
         local.pop(-1, None)
-        experts = [each for _, each in sorted(local.items())]
+        experts = [expert for _, expert in sorted(local.items())]
         for parameter, weight, _, shard in module.get_expert_mapping():
-            if not (found := re.match(r"experts\.0\.(.*)", weight)):
+            if not (match := re.match(r"experts\.0\.(.*)", weight)):
                 continue
-            name = f"{module.layer_name}.{{}}.{found[1]}weight"
+            name = f"{module.layer_name}.{{}}.{match[1]}weight"
             everywhere = frozenset(map(name.format, numbers))
-            if everywhere <= known:
+            if everywhere <= tensor_names:
                 attribute, ours = f"{parameter.split('.')[-1]}weight", map(name.format, experts)
                 yield ExpertStack(module, attribute, shard, experts[0], tuple(ours), everywhere)

@@ -99,8 +99,8 @@ class Fleet:
 
     def _members_of(self, client: EngineClient) -> list[EngineClient]:
         """Return the clients of all members of a client's engine."""
-        first = self._clients.index(client) // self.settings.data * self.settings.data
-        return self._clients[first : first + self.settings.data]
+        first_member = self._clients.index(client) // self.settings.data * self.settings.data
+        return self._clients[first_member : first_member + self.settings.data]
 
     def await_engines(self, make_room: Callable[[], None]) -> None:
         """Connect to the engines that a refit is to have, where they sleep. Collective.
@@ -146,8 +146,8 @@ class Fleet:
         self.reports = answers
         if self.settings.check_refit:
             assert self._outbox is not None
-            given = gather(self._outbox.fingerprints())
-            on_main(lambda: self._check_fingerprints(given))
+            fingerprints = gather(self._outbox.fingerprints())
+            on_main(lambda: self._check_fingerprints(fingerprints))
         ranks = [rank for answer in answers for rank in answer.ranks]
         return on_main(
             lambda: {
@@ -175,8 +175,8 @@ class Fleet:
 
         def call() -> bool:
             with ThreadPoolExecutor(max(1, len(self.descriptions))) as pool:
-                asked = {client: pool.submit(ask, client) for client in self.descriptions}
-            failed = {client: each.exception() for client, each in asked.items()}
+                futures = {client: pool.submit(ask, client) for client in self.descriptions}
+            failed = {client: future.exception() for client, future in futures.items()}
             for client, error in failed.items():
                 if isinstance(error, EngineError):
                     self.lost(client, str(error))
@@ -209,10 +209,10 @@ class Fleet:
                     " launcher that owns it, then resume"
                 )
             for key in ("expert_parallel", "data"):
-                if (found := getattr(described, key)) != getattr(self.settings, key):
+                if (actual := getattr(described, key)) != getattr(self.settings, key):
                     raise EngineError(
-                        f"{client.name} was started with engine.{key} = {found}, unlike this stage;"
-                        " stop the launcher that owns it, then resume"
+                        f"{client.name} was started with engine.{key} = {actual}, unlike this"
+                        " stage; stop the launcher that owns it, then resume"
                     )
             self.descriptions[client] = described
 
@@ -243,7 +243,7 @@ class Fleet:
     def _restarted(self, client: EngineClient) -> bool:
         """Return whether all members of a client's engine are new, or already connected."""
         members = self._members_of(client)
-        return all(each in self.descriptions or each.newcomer() for each in members)
+        return all(member in self.descriptions or member.newcomer() for member in members)
 
     def _topology(self) -> Topology:
         """Return the places of all ranks. Main rank only."""
@@ -253,7 +253,7 @@ class Fleet:
             for client, places in described.items()
             for rank in range(len(places))
         ]
-        places = [place for each in described.values() for place in each]
+        places = [place for engine_places in described.values() for place in engine_places]
         return Topology(self._ranks, places, names)
 
     def _meet(self, hosts: Hosts | None) -> list[Meeting]:
@@ -280,11 +280,11 @@ class Fleet:
         self._meetings = meetings = on_main(lambda: self._meet(hosts)) if meet else []
         layout, data = self.layout.model_dump(), sizes.data
         tensor = [self.descriptions[client].tensor for client in self._joined]
-        first = dict(zip(self._joined, accumulate(tensor, initial=0), strict=False))
+        first_ranks = dict(zip(self._joined, accumulate(tensor, initial=0), strict=False))
         numbers = hosts and (list(hosts.trainers), list(hosts.engines))
 
         def ask(client: EngineClient) -> None:
-            fleet, whole, place = list(sizes.engines), sizes.expert_parallel, first[client]
+            fleet, whole, place = list(sizes.engines), sizes.expert_parallel, first_ranks[client]
             planned = layout, fleet, whole, sizes.forwarding, data, place, numbers
             client.join(Join(*planned, meetings, JOIN_SECONDS))
 
@@ -299,8 +299,8 @@ class Fleet:
         self._outbox.parameters = parameters
         handles = self._share(parameters)
         # Engines that map a GPU's memory would keep the trainer from freeing it for their turn.
-        asked = Refit(version, self.settings.check_refit, handles, release=self.sleeps)
-        return self._exchange(lambda client: client.refit(asked), self._outbox.send)
+        request = Refit(version, self.settings.check_refit, handles, release=self.sleeps)
+        return self._exchange(lambda client: client.refit(request), self._outbox.send)
 
     def _share(self, parameters: dict[str, torch.Tensor]) -> dict[int, SharedMemory]:
         """Return what engines have to map, by trainer rank; {} where they have it. Collective.
@@ -314,9 +314,9 @@ class Fleet:
             return {}
         rank = dist.get_rank()
         mapped = any(hosts.map(rank, message.engine_rank) for message in self._plan.send(rank))
-        found = gather(share(parameters) if mapped else None)
+        memories = gather(share(parameters) if mapped else None)
         self._shared_at = addresses(parameters)
-        return {rank: shared for rank, shared in enumerate(found) if shared is not None}
+        return {rank: shared for rank, shared in enumerate(memories) if shared is not None}
 
     def _leave(self) -> None:
         """Leave the engines' groups; they map nothing any more."""
@@ -324,9 +324,9 @@ class Fleet:
             self._outbox.close()
         self._outbox = self._shared_at = None
 
-    def _report_loss(self, asked: Future[Any]) -> None:
+    def _report_loss(self, future: Future[Any]) -> None:
         """End the waiting of ranks that would not notice that an engine failed."""
-        if asked.exception() is not None:
+        if future.exception() is not None:
             for meeting in self._meetings:
                 with suppress(RuntimeError):
                     meeting.report_loss()
@@ -341,8 +341,8 @@ class Fleet:
         """
         failed = False
         with ThreadPoolExecutor(max(1, len(self._joined))) as pool:
-            asked = {client: pool.submit(ask, client) for client in self._joined}
-            for future in asked.values():
+            futures = {client: pool.submit(ask, client) for client in self._joined}
+            for future in futures.values():
                 future.add_done_callback(self._report_loss)
             try:
                 take_part()
@@ -350,7 +350,7 @@ class Fleet:
                 failed = True
                 self._leave()  # so that all other members fail too
                 print(f"rank {dist.get_rank()}: {error}", flush=True)
-            for client, future in asked.items():
+            for client, future in futures.items():
                 reason = future.exception()
                 if reason is None:
                     continue
@@ -364,14 +364,14 @@ class Fleet:
         if any_rank(failed)[0]:
             self._leave()
             return None
-        return [future.result() for future in asked.values()]
+        return [future.result() for future in futures.values()]
 
-    def _check_fingerprints(self, given: list[dict[str, int]]) -> None:
+    def _check_fingerprints(self, fingerprints: list[dict[str, int]]) -> None:
         """Compare every engine rank's fingerprints with the trainer's `given` ones, by rank."""
         assert self._plan is not None
         expected: dict[str, int] = {}
-        for found in given:
-            for key, value in found.items():
+        for rank_fingerprints in fingerprints:
+            for key, value in rank_fingerprints.items():
                 expected[key] = add_fingerprints(expected.get(key, 0), value)
         names = {EMBEDDING: "the embedding", HEAD: "the head"}
         place = 0
@@ -392,7 +392,7 @@ class Fleet:
                     )
 
 
-def put_to_sleep(addresses: list[Path], settings: EngineSettings, wanted: bool) -> None:
+def put_to_sleep(addresses: list[Path], settings: EngineSettings, needed: bool) -> None:
     """Put engines to sleep, so that a stage can build its models on their devices.
 
     They may be awake since a killed stage. Where the stage wants them, wait until all have started,
@@ -402,20 +402,20 @@ def put_to_sleep(addresses: list[Path], settings: EngineSettings, wanted: bool) 
     clients = [EngineClient(address, settings) for address in addresses]
     engines = [clients[at : at + settings.data] for at in range(0, len(clients), settings.data)]
     with ThreadPoolExecutor(max(1, len(engines))) as pool:
-        for asked in [pool.submit(_put_to_sleep, members, wanted) for members in engines]:
-            asked.result()
+        for future in [pool.submit(_put_to_sleep, members, needed) for members in engines]:
+            future.result()
 
 
-def _put_to_sleep(members: list[EngineClient], wanted: bool) -> None:
+def _put_to_sleep(members: list[EngineClient], needed: bool) -> None:
     """Put all members of one engine to sleep."""
-    if wanted:
+    if needed:
         _connect_all(members)
         if failed := _asked_to_sleep(members):
             client, error = failed
             client.give_up(str(error))
             _connect_all(members)  # an engine sleeps when it starts
-    elif all(found := [client.newcomer() for client in members]):
-        for client, address in zip(members, found, strict=True):
+    elif all(newcomers := [client.newcomer() for client in members]):
+        for client, address in zip(members, newcomers, strict=True):
             client.address = address
         if failed := _asked_to_sleep(members):
             # Where it holds the memory, the trainer will say so.
@@ -425,15 +425,15 @@ def _put_to_sleep(members: list[EngineClient], wanted: bool) -> None:
 
 def _connect_all(members: list[EngineClient]) -> None:
     with ThreadPoolExecutor(len(members)) as pool:
-        for asked in [pool.submit(client.connect) for client in members]:
-            asked.result()
+        for future in [pool.submit(client.connect) for client in members]:
+            future.result()
 
 
 def _asked_to_sleep(members: list[EngineClient]) -> tuple[EngineClient, EngineError] | None:
     """Put all members of an engine to sleep, at once; return the first that does not, and why."""
     with ThreadPoolExecutor(len(members)) as pool:
-        asked = {client: pool.submit(client.sleep) for client in members}
-    failed = {client: error for client, each in asked.items() if (error := each.exception())}
+        futures = {client: pool.submit(client.sleep) for client in members}
+    failed = {client: error for client, future in futures.items() if (error := future.exception())}
     for client, error in failed.items():
         if not isinstance(error, EngineError):
             raise error
@@ -444,5 +444,5 @@ def _asked_to_sleep(members: list[EngineClient]) -> tuple[EngineClient, EngineEr
 def _place(parameters: dict[str, torch.Tensor]) -> TrainerPlace:
     """Return this rank's place."""
     weights, index = sum(tensor.nbytes for tensor in parameters.values()), device().index
-    [gpu] = [uuid for uuid, each in gpu_ordinals().items() if each == index] or [""]
+    [gpu] = [uuid for uuid, ordinal in gpu_ordinals().items() if ordinal == index] or [""]
     return TrainerPlace(host_identity(), gpu, weights, shared_memory_room())

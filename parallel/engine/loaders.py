@@ -51,9 +51,9 @@ class Unread(Tensor):
     @staticmethod
     def __new__(cls, name: str, seen: Tensor, whole: Tensor, fill: Copy) -> Unread:
         cpu = torch.device("cpu")
-        made = Tensor._make_wrapper_subclass(cls, seen.shape, dtype=seen.dtype, device=cpu)
-        made.tensor_name, made.seen, made.whole, made.fill = name, seen, whole, fill
-        return made
+        view = Tensor._make_wrapper_subclass(cls, seen.shape, dtype=seen.dtype, device=cpu)
+        view.tensor_name, view.seen, view.whole, view.fill = name, seen, whole, fill
+        return view
 
     @classmethod
     def of(cls, name: str, shape: tuple[int, ...], dtype: torch.dtype, fill: Copy) -> Unread:
@@ -63,14 +63,14 @@ class Unread(Tensor):
 
     def box(self) -> Box:
         """Return the box of the whole tensor that this view shows; raise ValueError without one."""
-        first = last = self.seen.storage_offset()
+        lowest = highest = self.seen.storage_offset()
         for size, stride in zip(self.seen.shape, self.seen.stride(), strict=True):
-            last += (size - 1) * stride
+            highest += (size - 1) * stride
         low, high = [], []
         for stride in self.whole.stride():
-            low.append(first // stride)
-            high.append(last // stride)
-            first, last = first % stride, last % stride
+            low.append(lowest // stride)
+            high.append(highest // stride)
+            lowest, highest = lowest % stride, highest % stride
         sizes = tuple(end - start + 1 for start, end in zip(low, high, strict=True))
         if prod(sizes) != self.seen.numel():
             raise ValueError(
@@ -88,15 +88,16 @@ class Unread(Tensor):
         shape, strides = tuple(self.seen.shape), []
         # By a dimension's size and stride in the whole tensor, the first in case of a tie.
         inner = zip(contents.shape, self.whole.stride(), contents.stride(), strict=True)
-        known = {(size, stride): ours for size, stride, ours in reversed([*inner])}
+        contents_strides = {(size, stride): ours for size, stride, ours in reversed([*inner])}
         for size, stride in zip(shape, self.seen.stride(), strict=True):
-            if size > 1 and (size, stride) not in known:  # contents with gaps have no such view
+            # Contents with gaps have no such view.
+            if size > 1 and (size, stride) not in contents_strides:
                 name = self.tensor_name
                 raise ValueError(
                     f"{name}: a weight loader merges or splits dimensions of"
                     f" {tuple(self.whole.shape)} to {shape}; have it use narrow and transpose"
                 )
-            strides.append(known[size, stride] if size > 1 else 0)
+            strides.append(contents_strides[size, stride] if size > 1 else 0)
         return contents.as_strided(shape, strides, contents.storage_offset())
 
     @classmethod

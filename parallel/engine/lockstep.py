@@ -86,7 +86,7 @@ class Lockstep:
             self._group.allreduce([sums]).wait()
         except RuntimeError as error:
             raise RuntimeError(f"another member of this engine is gone: {error}") from error
-        return [int(each) for each in sums]
+        return [int(total) for total in sums]
 
 
 def step_or_join(vllm: Any) -> list[Any]:
@@ -98,11 +98,11 @@ def step_or_join(vllm: Any) -> list[Any]:
     from vllm.v1.engine import EngineCoreOutputs
 
     core = vllm.engine_core.engine_core
-    given, computed = core.step_fn()
+    outputs_by_client, computed = core.step_fn()
     core.post_step(model_executed=computed)
     if not computed:
         core.execute_dummy_batch()
-    outputs = (given or {}).get(0) or EngineCoreOutputs()
+    outputs = (outputs_by_client or {}).get(0) or EngineCoreOutputs()
     processed = vllm.output_processor.process_outputs(
         outputs.outputs, engine_core_timestamp=outputs.timestamp, iteration_stats=None
     )
@@ -146,15 +146,15 @@ def _free_ports(address: str) -> int:
     """Return the first of PORTS consecutive TCP ports that are free now."""
     for _ in range(TRIES):
         with ExitStack() as probes:
-            first = 0
+            first_port = 0
             try:
                 for offset in range(PORTS):
                     probe = probes.enter_context(socket.socket())
-                    probe.bind((address, first and first + offset))
-                    first = first or int(probe.getsockname()[1])
+                    probe.bind((address, first_port and first_port + offset))
+                    first_port = first_port or int(probe.getsockname()[1])
             except (OSError, OverflowError):
                 continue
-            return first
+            return first_port
     raise UserError(
         f"no {PORTS} consecutive TCP ports are free on {address}; a restart may find some"
     )

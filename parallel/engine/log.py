@@ -85,16 +85,16 @@ class RolloutLog:
         """Start at a weight version; keep the answers of later versions where `later` is set."""
         self.cover(version - 1)
         if not later:
-            self._remove(lambda each: each > version)
+            self._remove(lambda logged: logged > version)
 
     def cover(self, version: int) -> None:
         """Remove this version and earlier ones: a whole checkpoint covers them."""
         self._covered = max(self._covered, version)
-        self._remove(lambda each: each <= version)
+        self._remove(lambda logged: logged <= version)
 
     def forget(self, version: int) -> bool:
         """Remove this version and later ones; return whether any of its answers was replayed."""
-        self._remove(lambda each: each >= version)
+        self._remove(lambda logged: logged >= version)
         used = version in self._used
         self._used.discard(version)
         return used
@@ -104,13 +104,15 @@ class RolloutLog:
         with self._lock:
             if not (version in self._open or self._path(version).exists()):
                 return [None] * len(questions)
-            known = self._of(version)
-            same = [known.answers.get(each.seed, (None,))[0] == each for each in questions]
-            if not any(same) or (self._deterministic and not (known.whole and all(same))):
+            logged = self._of(version)
+            same = [
+                logged.answers.get(question.seed, (None,))[0] == question for question in questions
+            ]
+            if not any(same) or (self._deterministic and not (logged.whole and all(same))):
                 return [None] * len(questions)
             self._used.add(version)
             return [
-                sample_of(*known.answers.pop(question.seed), self._model) if is_same else None
+                sample_of(*logged.answers.pop(question.seed), self._model) if is_same else None
                 for question, is_same in zip(questions, same, strict=True)
             ]
 
@@ -131,8 +133,8 @@ class RolloutLog:
     def close(self) -> None:
         """Close the files."""
         with self._lock:
-            for each in self._open.values():
-                each.file.close()
+            for opened in self._open.values():
+                opened.file.close()
             self._open.clear()
 
     def _append(self, version: int, entry: Entry) -> None:
@@ -226,8 +228,8 @@ def frames(file: BinaryIO) -> Iterator[bytes]:
     A frame that the file ends within is dropped.
     """
     while len(header := file.read(HEADER.size)) == HEADER.size:
-        length, checksum, own = HEADER.unpack(header)
-        if crc32(header[:8]) != own:
+        length, checksum, header_checksum = HEADER.unpack(header)
+        if crc32(header[:8]) != header_checksum:
             raise Damaged(f"damaged at byte {file.tell() - HEADER.size}")
         data = file.read(length)
         if len(data) < length:

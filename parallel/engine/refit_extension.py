@@ -29,7 +29,7 @@ from parallel.settings import LayoutSettings, ModelSettings
 from parallel.weights.boxes import Box
 from parallel.weights.executor import Inbox, add_fingerprints, fingerprint, wire_dtype
 from parallel.weights.mapping import host_identity
-from parallel.weights.names import bucket, loaded_tensors
+from parallel.weights.names import bucket_of, loaded_tensors
 from parallel.weights.needs import needed
 from parallel.weights.planner import Bucket, EngineSizes, Hosts, Plan
 
@@ -67,7 +67,7 @@ class RefitExtension:
         self._members = {name: member for name, _, member in taken if member is not None}
         self._stacks: dict[int, list[ExpertStack]] = {}
         for stack in expert_stacks(self.model_runner.model, self._shapes):
-            self._stacks.setdefault(bucket(stack.names[0]), []).append(stack)
+            self._stacks.setdefault(bucket_of(stack.names[0]), []).append(stack)
         self._inbox: Inbox | None = None
         self._device = next(self.model_runner.model.parameters()).device
         copied = set(self._copied())
@@ -110,28 +110,28 @@ class RefitExtension:
 
     def refit(self, message: bytes) -> bytes:
         """Take all weights, bucket by bucket; return an encoded `RankReport`."""
-        asked = msgspec.msgpack.decode(message, type=Refit)
+        request = msgspec.msgpack.decode(message, type=Refit)
         source = self._inbox
         if source is None:
             raise RuntimeError("the engine has joined no trainer")
         source.start()
-        landed: Landed | None = {} if asked.check else None
+        landed: Landed | None = {} if request.check else None
         try:
-            if asked.shared:
-                source.map(asked.shared)
+            if request.shared:
+                source.map(request.shared)
             with self._bracket():
-                for each in source.buckets:
-                    self._load(each, source.take(each), landed)
+                for bucket in source.buckets:
+                    self._load(bucket, source.take(bucket), landed)
             # Copies on a GPU are enqueued only: once this answers, the trainer changes its weights.
             synchronize(self._device)
-            if asked.release:
+            if request.release:
                 source.unmap()
         except Exception:
             self.leave()  # so that ranks that wait for this one fail too
             raise
         summed: dict[int, int] = {}
         for (name, _), value in (landed or {}).items():
-            summed[bucket(name)] = add_fingerprints(summed.get(bucket(name), 0), value)
+            summed[bucket_of(name)] = add_fingerprints(summed.get(bucket_of(name), 0), value)
         fingerprints = {str(key): str(value) for key, value in summed.items()}
         report = RankReport(source.received_bytes, source.staging_bytes, fingerprints)
         return msgspec.msgpack.encode(report)
@@ -142,12 +142,12 @@ class RefitExtension:
         vLLM's kernels multiply the unused end of a sequence's last block by probabilities of 0.
         """
         for module in self.model_runner.model.modules():
-            found = getattr(module, "kv_cache", None)
-            for cache in [found] if torch.is_tensor(found) else found or ():
+            caches = getattr(module, "kv_cache", None)
+            for cache in [caches] if torch.is_tensor(caches) else caches or ():
                 cache.zero_()
 
     def _load(
-        self, each: Bucket, contents: dict[tuple[str, Box], torch.Tensor], landed: Landed | None
+        self, bucket: Bucket, contents: dict[tuple[str, Box], torch.Tensor], landed: Landed | None
     ) -> None:
         """Load one bucket, which holds whole modules."""
 
@@ -163,11 +163,11 @@ class RefitExtension:
                         dtype = wire_dtype(name, self._settings)
                         written = torch.empty(box[1], dtype=dtype, device=target.device)
                         source.as_seen(written).copy_(target)
-                        for part, own, values in self._parts(name, box, written):
-                            landed[part, own] = fingerprint(part, own, values)
+                        for part_name, part_box, values in self._parts(name, box, written):
+                            landed[part_name, part_box] = fingerprint(part_name, part_box, values)
 
-        self._feed(each.key, each.tensors, copy)
-        self._load_sinks(each.tensors, copy)
+        self._feed(bucket.key, bucket.tensors, copy)
+        self._load_sinks(bucket.tensors, copy)
         for module in self.model_runner.model.modules():
             # vLLM counts a vocabulary's padding as missing, and would process the layer at the end.
             info = layerwise.get_layerwise_info(module)
@@ -191,9 +191,9 @@ class RefitExtension:
         """Return the contents of a box that a loader copies, from those of its parts."""
         if (member := self._members.get(name)) is None:
             return contents[name, box]
-        [first, *_] = parts = [contents[part] for part in member.boxes(box)]
-        joined = torch.empty(box[1], dtype=first.dtype, device=first.device)
-        for number, values in enumerate(parts):
+        [example, *_] = part_values = [contents[key] for key in member.boxes(box)]
+        joined = torch.empty(box[1], dtype=example.dtype, device=example.device)
+        for number, values in enumerate(part_values):
             member.stack.part(joined, number).copy_(values)
         return joined
 
@@ -204,8 +204,8 @@ class RefitExtension:
         if (member := self._members.get(name)) is None:
             return [(name, box, values)]
         return [
-            (part, own, member.stack.part(values, number))
-            for number, (part, own) in enumerate(member.boxes(box))
+            (part_name, part_box, member.stack.part(values, number))
+            for number, (part_name, part_box) in enumerate(member.boxes(box))
         ]
 
     def _load_sinks(self, names: list[str], copy: Copy) -> None:
@@ -214,11 +214,11 @@ class RefitExtension:
         vLLM 0.30 copies them itself, to the meta device while it reloads.
         """
         group = get_tp_group()
-        for name in (each for each in names if each.endswith(SINKS)):
+        for name in (tensor for tensor in names if tensor.endswith(SINKS)):
             path = name.removesuffix(SINKS).replace(".self_attn", ".attn")
             sinks = self.model_runner.model.get_submodule(path).sinks
-            first, whole = group.rank_in_group * len(sinks), self._unread(name, copy)
-            sinks.weight_loader(sinks, whole.narrow(0, first, len(sinks)))
+            first_head, whole = group.rank_in_group * len(sinks), self._unread(name, copy)
+            sinks.weight_loader(sinks, whole.narrow(0, first_head, len(sinks)))
 
     def _unread(self, name: str, copy: Copy) -> Unread:
         return Unread.of(name, self._shapes[name], wire_dtype(name, self._settings), copy)
@@ -252,13 +252,13 @@ class RefitExtension:
 
     def _copied(self) -> list[tuple[str, Box]]:
         """Return the boxes that vLLM's loaders copy on this rank; the weights are unchanged."""
-        model, found = self.model_runner.model, []
+        model, boxes = self.model_runner.model, []
 
         def note(target: torch.Tensor, source: Unread) -> None:
             if source.numel():
                 member, box = self._members.get(source.tensor_name), source.box()
-                own = [(source.tensor_name, box)] if member is None else member.boxes(box)
-                found.extend(own)
+                copied = [(source.tensor_name, box)] if member is None else member.boxes(box)
+                boxes.extend(copied)
             copy_nothing(target, source)
 
         with torch.no_grad(), self._default_device():
@@ -269,7 +269,7 @@ class RefitExtension:
                     for parameter in parameters:
                         if getattr(parameter, "weight_loader", None) is not None:
                             parameter.weight_loader = layerwise._get_original_loader(parameter)
-                for key, names in groupby(self._shapes, key=bucket):
+                for key, names in groupby(self._shapes, key=bucket_of):
                     self._feed(key, list(names), note)
             finally:
                 for module in model.modules():
@@ -278,4 +278,4 @@ class RefitExtension:
                         layerwise._place_kernel_tensors(module, info)
                     info.reset()
                 model._do_torchao_reload = model._original_do_torchao_reload
-        return found
+        return boxes

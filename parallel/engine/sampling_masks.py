@@ -26,7 +26,10 @@ def kept_sets(completion: Any, sampling: Sampling, vocabulary: int) -> list[np.n
     if completion.sampling_mask is not None:
         masks, whole = completion.sampling_mask.token_ids, range(vocabulary)
         return [np.asarray(ids or whole, np.int32) for ids in masks]
-    finite = ([t for t, each in e.items() if isfinite(each.logprob)] for e in completion.logprobs)
+    finite = (
+        [t for t, candidate in e.items() if isfinite(candidate.logprob)]
+        for e in completion.logprobs
+    )
     return [np.asarray(ids, np.int32) for ids in finite]
 
 

@@ -64,12 +64,12 @@ class _Entry(NamedTuple):
 
 @dataclass(eq=False)
 class _EngineCall:
-    """A call to an engine: its tasks, and those that are still owed."""
+    """A call to an engine: its tasks by number, and those that it has not answered."""
 
     client: EngineClient
     instance: str | None
-    asked: dict[int, _Entry]
-    owed: dict[int, _Entry]
+    requested: dict[int, _Entry]
+    unanswered: dict[int, _Entry]
     answers: list[tuple[_Entry, Generation, Sample]] = field(default_factory=list)  # not accepted
     open: bool = True
 
@@ -183,7 +183,7 @@ class Scheduler:
                     if stream.open:
                         self._lose(stream, reason)
                 live = {self._instance(client) for client in self._engines.live()}
-                for stream in [each for each in self._streams if each.instance not in live]:
+                for stream in [call for call in self._streams if call.instance not in live]:
                     self._give_up(stream)
                 self._deal()
 
@@ -209,7 +209,7 @@ class Scheduler:
         if self._held or not (self._queue or self._immediate) or not (live := self._engines.live()):
             return
         dealt: dict[EngineClient, list[_Entry]] = defaultdict(list)
-        immediate, self._immediate = sorted(self._immediate, key=lambda each: each.number), []
+        immediate, self._immediate = sorted(self._immediate, key=lambda entry: entry.number), []
         for index, entry in enumerate(immediate):
             dealt[live[index % len(live)]].append(entry)
         self._deal_by_length(live, dealt)
@@ -217,18 +217,19 @@ class Scheduler:
             by_sampling: dict[Sampling, list[_Entry]] = defaultdict(list)
             for entry in entries:
                 by_sampling[entry.task.question.sampling].append(entry)
-            first = -self._engines.descriptions[client].max_model_tokens  # before any response
+            # Below every expected length: such requests start before all others.
+            foremost = -self._engines.descriptions[client].max_model_tokens
             for sampling, alike in by_sampling.items():
                 prompts = []
                 for minus_expected, number, task, at_once in alike:
-                    priority = first if at_once else round(minus_expected)
+                    priority = foremost if at_once else round(minus_expected)
                     question = task.question
                     prompts.append(Prompt(number, question.prompt, question.seed, priority))
-                asked = {entry.number: entry for entry in alike}
-                stream = _EngineCall(client, self._instance(client), asked, dict(asked))
+                requested = {entry.number: entry for entry in alike}
+                stream = _EngineCall(client, self._instance(client), requested, dict(requested))
                 self._streams.append(stream)
-                given = stream, Generate(prompts, sampling)
-                threading.Thread(target=self._read, args=given, daemon=True).start()
+                arguments = stream, Generate(prompts, sampling)
+                threading.Thread(target=self._read, args=arguments, daemon=True).start()
 
     def _deal_by_length(
         self, live: list[EngineClient], dealt: dict[EngineClient, list[_Entry]]
@@ -238,16 +239,16 @@ class Scheduler:
         An engine gets more only when it owes no more than it runs at once, and then several, so
         that calls are few.
         """
-        owed = {client: list(dealt[client]) for client in live}
+        unanswered = {client: list(dealt[client]) for client in live}
         for stream in self._streams:
-            if stream.client in owed:
-                owed[stream.client] += stream.owed.values()
-        count = {client: len(entries) for client, entries in owed.items()}
-        tokens = {c: -sum(entry.minus_expected for entry in owed[c]) for c in live}
+            if stream.client in unanswered:
+                unanswered[stream.client] += stream.unanswered.values()
+        count = {client: len(entries) for client, entries in unanswered.items()}
+        tokens = {c: -sum(entry.minus_expected for entry in unanswered[c]) for c in live}
         sizes = {client: self._engines.descriptions[client].max_sequences for client in live}
         open_to = [client for client in live if count[client] <= sizes[client]]
         while self._queue and open_to:
-            client = min(open_to, key=lambda each: tokens[each])
+            client = min(open_to, key=lambda engine: tokens[engine])
             entry = heapq.heappop(self._queue)
             dealt[client].append(entry)
             count[client] += 1
@@ -261,7 +262,7 @@ class Scheduler:
             for generation in stream.client.generate(request):
                 if not self._take(stream, generation):
                     return
-            failure: Exception | str = "broke off its answer" if stream.owed else ""
+            failure: Exception | str = "broke off its answer" if stream.unanswered else ""
         except InvalidResponse as error:
             failure = f"sent an invalid response: {error}"
         except EngineError as error:
@@ -283,17 +284,17 @@ class Scheduler:
 
     def _take(self, stream: _EngineCall, generation: Generation) -> bool:
         """Accept an answer once; return False when the call was given up."""
-        entry = stream.asked.get(generation.number)
+        entry = stream.requested.get(generation.number)
         if entry is None:
             raise InvalidResponse(f"an answer to unknown request {generation.number}")
         sample = sample_of(entry.task.question, generation, self._model)
         with self._changed:
-            if not stream.open or entry.number not in stream.owed:
+            if not stream.open or entry.number not in stream.unanswered:
                 self.duplicates += 1
                 return stream.open
-            del stream.owed[entry.number]
+            del stream.unanswered[entry.number]
             stream.answers.append((entry, generation, sample))
-            if not (self._deterministic and stream.owed):
+            if not (self._deterministic and stream.unanswered):
                 for accepted, answer, ended in stream.answers:
                     self._on_end(accepted.task, answer, ended)
                     self._owed.remove(accepted.number)
@@ -312,8 +313,8 @@ class Scheduler:
 
     def _expected(self, question: GenerationRequest) -> float:
         """Return the mean for the domain and prompt length, else the domain, else `max_tokens`."""
-        known = (self._means[key][0] for key in _keys(question) if key in self._means)
-        return next(known, float(question.sampling.max_tokens))
+        means = (self._means[key][0] for key in _keys(question) if key in self._means)
+        return next(means, float(question.sampling.max_tokens))
 
     def _lose(self, stream: _EngineCall, reason: str) -> None:
         """Report the call's engine as lost and give up all calls to that process."""
@@ -322,13 +323,13 @@ class Scheduler:
             return
         if self._instance(stream.client) == stream.instance:
             self._engines.lost(stream.client, reason)
-        for each in [each for each in self._streams if each.instance == stream.instance]:
-            self._give_up(each)
+        for call in [call for call in self._streams if call.instance == stream.instance]:
+            self._give_up(call)
 
     def _give_up(self, stream: _EngineCall) -> None:
         stream.open = False
         self._streams.remove(stream)
-        again = [entry for number, entry in stream.asked.items() if number in self._owed]
+        again = [entry for number, entry in stream.requested.items() if number in self._owed]
         self.requeued += len(again)
         for entry in again:
             self._enqueue(entry)

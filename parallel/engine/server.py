@@ -116,7 +116,7 @@ class Engine:
             raise RuntimeError("a process of vLLM has ended")
         return True
 
-    async def generate(self, asked: Generate) -> AsyncIterator[Generation | None]:
+    async def generate(self, request: Generate) -> AsyncIterator[Generation | None]:
         """Return a stream of the responses to all prompts; None is a heartbeat.
 
         Raises:
@@ -124,8 +124,8 @@ class Engine:
             ValueError: a prompt is empty, too long, or has an unknown token.
         """
         most, vocabulary = self.settings.max_model_tokens, self.model.vocabulary_size
-        for prompt in asked.prompts:  # before any is admitted
-            length, further = len(prompt.tokens), asked.sampling.max_tokens
+        for prompt in request.prompts:  # before any is admitted
+            length, further = len(prompt.tokens), request.sampling.max_tokens
             if length == 0:
                 raise ValueError(f"prompt {prompt.number} has no tokens")
             if length + further > most:
@@ -139,7 +139,7 @@ class Engine:
                     f"prompt {prompt.number} has a token outside model.vocabulary_size ="
                     f" {vocabulary}"
                 )
-        names = await self.ask(self.core.admit, asked)
+        names = await self.ask(self.core.admit, request)
         stream: asyncio.Queue[Handed] = asyncio.Queue()
         self._streams.update(dict.fromkeys(names, stream))
         self.draw()
@@ -182,10 +182,10 @@ class Engine:
                 stream.put_nowait(self.failure)
 
     async def _responses(
-        self, owed: set[str], stream: asyncio.Queue[Handed]
+        self, unanswered: set[str], stream: asyncio.Queue[Handed]
     ) -> AsyncIterator[Generation | None]:
         try:
-            while owed:
+            while unanswered:
                 try:
                     handed = await asyncio.wait_for(stream.get(), BEAT_SECONDS)
                 except TimeoutError:
@@ -193,15 +193,15 @@ class Engine:
                     yield None
                     continue
                 if isinstance(handed, StepFailed):
-                    owed = set()  # there is nothing left to abort
+                    unanswered = set()  # there is nothing left to abort
                     raise handed
-                owed.remove(handed[0])
+                unanswered.remove(handed[0])
                 yield handed[1]
         finally:
-            if owed:  # the client went away
-                for name in owed:
+            if unanswered:  # the client went away
+                for name in unanswered:
                     self._streams.pop(name, None)
-                await self.ask(self.core.abort, owed)
+                await self.ask(self.core.abort, unanswered)
 
 
 class EngineServer:
@@ -242,8 +242,8 @@ class EngineServer:
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         """Stream responses; the requests of a client that disconnects are aborted."""
-        asked = msgspec.msgpack.decode(await request.read(), type=Generate)
-        responses = await self.engine.generate(asked)
+        message = msgspec.msgpack.decode(await request.read(), type=Generate)
+        responses = await self.engine.generate(message)
         stream = web.StreamResponse()
         await stream.prepare(request)
         try:
@@ -256,10 +256,10 @@ class EngineServer:
 
     async def _refit(self, request: web.Request) -> web.StreamResponse:
         """Send the answer, and heartbeats until then: the trainer's ranks may take long."""
-        asked = msgspec.msgpack.decode(await request.read(), type=Refit)
+        message = msgspec.msgpack.decode(await request.read(), type=Refit)
         stream = web.StreamResponse()
         await stream.prepare(request)
-        refit = asyncio.ensure_future(self.engine.ask(self.engine.core.refit, asked))
+        refit = asyncio.ensure_future(self.engine.ask(self.engine.core.refit, message))
         refit.add_done_callback(_print_error)  # also when the client has disconnected
         with phase("weight sync", waits_for="the trainer"):
             while not (await asyncio.wait({refit}, timeout=BEAT_SECONDS))[0]:

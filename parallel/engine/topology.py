@@ -36,7 +36,7 @@ class Topology:
     @property
     def local(self) -> bool:
         """True if one host runs all ranks."""
-        hosts = {each.host for each in self.trainers} | {each.host for each in self.engines}
+        hosts = {place.host for place in self.trainers} | {place.host for place in self.engines}
         return len(hosts) == 1
 
     def hosts(self, transport: str) -> Hosts | None:
@@ -61,7 +61,9 @@ class Topology:
         if all(obstacles):
             return None
         numbers: dict[str, int] = {}
-        trainers = tuple(numbers.setdefault(each.host, len(numbers)) for each in self.trainers)
+        trainers = tuple(
+            numbers.setdefault(trainer.host, len(numbers)) for trainer in self.trainers
+        )
         engines = zip(self.engines, obstacles, strict=True)
         return Hosts(trainers, tuple(-1 if why else numbers[at.host] for at, why in engines))
 
@@ -76,11 +78,11 @@ class Topology:
         """
         count = len(self.trainers)
         places = list(enumerate(self.engines, start=count))
-        used = {each.gpu for each in self.trainers if each.gpu}
+        used = {trainer.gpu for trainer in self.trainers if trainer.gpu}
         if not any(place.gpus[:1] and place.gpus[0] in used for _, place in places):
             return [list(range(count + len(places)))]
         for (rank, place), name in zip(places, self.names, strict=True):
-            near = any(each.host == place.host for each in self.trainers)
+            near = any(trainer.host == place.host for trainer in self.trainers)
             if near and (hosts is None or hosts.engines[rank - count] < 0):
                 why = self._obstacle(place) or "engine.transport is messages; set it to auto"
                 raise EngineError(
@@ -89,7 +91,7 @@ class Topology:
                 )
         return [
             [
-                *(rank for rank, each in enumerate(self.trainers) if each.host != host),
+                *(rank for rank, trainer in enumerate(self.trainers) if trainer.host != host),
                 *(rank for rank, place in places if place.host == host),
             ]
             for host in dict.fromkeys(place.host for place in self.engines)
@@ -101,15 +103,18 @@ class Topology:
 
     def _obstacle(self, place: EnginePlace) -> str:
         """Return why an engine rank cannot map its host's trainer ranks, "" where it can."""
-        near = [each for each in self.trainers if each.host == place.host]
+        near = [trainer for trainer in self.trainers if trainer.host == place.host]
         if not near:
             return "no rank of the trainer is on its host"
-        if hidden := {each.gpu for each in near if each.gpu}.difference(place.gpus):
+        if hidden := {trainer.gpu for trainer in near if trainer.gpu}.difference(place.gpus):
             return (
                 f"the trainer's GPUs {', '.join(sorted(hidden))} are not visible to it; add them to"
                 " the end of its CUDA_VISIBLE_DEVICES"
             )
-        needed, room = sum(each.weights for each in near), min(each.room for each in near)
+        needed, room = (
+            sum(trainer.weights for trainer in near),
+            min(trainer.room for trainer in near),
+        )
         if not near[0].gpu and needed > room:
             return f"the weights need {needed >> 20} MiB of /dev/shm, {room >> 20} MiB available"
         return ""

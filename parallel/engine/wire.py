@@ -262,7 +262,7 @@ def sample_of(question: GenerationRequest, answer: Generation, model: ModelSetti
     Raises:
         InvalidResponse: lengths do not match, or a value is out of range.
     """
-    tokens, versions, kept, sizes = (
+    tokens, versions, kept_ids, sizes = (
         _array(getattr(answer, name), np.dtype("<i4"), name)
         for name in ("tokens", "versions", "kept", "kept_sizes")
     )
@@ -286,8 +286,10 @@ def sample_of(question: GenerationRequest, answer: Generation, model: ModelSetti
     _check(answer.finished or len(tokens) == most, "a response truncated before the limit")
     if len(sizes):
         _check(len(sizes) == len(tokens) and bool((sizes > 0).all()), "a token without a kept set")
-        _check(int(sizes.sum()) == len(kept), "kept sets that contradict their sizes")
-        _check(_within(kept, 0, model.vocabulary_size - 1), "a kept token outside the vocabulary")
+        _check(int(sizes.sum()) == len(kept_ids), "kept sets that contradict their sizes")
+        _check(
+            _within(kept_ids, 0, model.vocabulary_size - 1), "a kept token outside the vocabulary"
+        )
     return Sample(
         domain=question.domain,
         prompt=np.asarray(question.prompt, np.int32),
@@ -295,7 +297,7 @@ def sample_of(question: GenerationRequest, answer: Generation, model: ModelSetti
         logprobs=logprobs,
         routes=routes.reshape(shape),
         versions=versions,
-        kept=np.split(kept, np.cumsum(sizes)[:-1]) if len(sizes) else None,
+        kept=np.split(kept_ids, np.cumsum(sizes)[:-1]) if len(sizes) else None,
         finished=answer.finished,
     )
 

@@ -219,7 +219,7 @@ def _weight_bytes(
     weight: Weight, model: ModelSettings, engine: EngineSettings, in_layer: bool
 ) -> int:
     if weight.experts:
-        whole = sum(math.prod(part.shape) for part in weight.parts) * weight.experts
+        whole = sum(math.prod(part.shape) for part in weight.tensors) * weight.experts
         shares = 1 if weight.once and not engine.expert_parallel else engine.ranks
         return whole // shares * _bytes_of(weight, model, engine, in_layer)
     boxes = needed_of((weight,), engine.ranks, 0, engine.expert_parallel, engine.data)
@@ -229,10 +229,10 @@ def _weight_bytes(
 
 def _bytes_of(weight: Weight, model: ModelSettings, engine: EngineSettings, in_layer: bool) -> int:
     """Return the bytes of an element; in fp8 vLLM keeps routers, norms, biases and tables."""
-    [tensor, *_] = (part.tensor for part in weight.parts)
+    [tensor, *_] = (part.tensor for part in weight.tensors)
     if is_precise(tensor):
         return FP32
-    matrix = len(weight.parts[0].shape) == 2 and not tensor.endswith(".gate.weight")
+    matrix = len(weight.tensors[0].shape) == 2 and not tensor.endswith(".gate.weight")
     quantised = engine.weights == "fp8" and in_layer and matrix
     return 1 if quantised else BYTES[model.precision]
 

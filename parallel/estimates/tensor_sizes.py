@@ -15,6 +15,7 @@ from parallel.families import (
     full_attention_layers,
     is_linear,
     routed_layers,
+    traits,
 )
 from parallel.layout_rules import chunk_layers
 from parallel.settings import LayoutSettings, ModelSettings
@@ -95,13 +96,13 @@ def _chunk(model: ModelSettings, layout: LayoutSettings, number: int, values: bo
 def expert_tensors(model: ModelSettings) -> list[int]:
     """Return the elements of each tensor of an expert."""
     hidden, width = model.hidden_size, model.expert_hidden_size
-    biases = [2 * width, hidden] if model.family == "gpt_oss" else []
+    biases = [2 * width, hidden] if traits(model).biased_experts else []
     return [2 * width * hidden, width * hidden, *biases]
 
 
 def router_tensors(model: ModelSettings) -> list[int]:
     """Return the elements of each trained tensor of a router."""
-    biases = [model.experts] if model.family == "gpt_oss" else []
+    biases = [model.experts] if traits(model).biased_experts else []
     return [model.experts * model.hidden_size, *biases]
 
 
@@ -179,6 +180,6 @@ def _attention_elements(model: ModelSettings, tensor: int) -> list[int]:
     glm = isinstance(further, Glm4MoeArchitecture)
     if glm and further.attention_bias:
         sizes.append((queries + 2 * keys) // tensor)
-    if further.use_qk_norm if glm else (gated or model.family == "qwen3_moe"):
+    if further.use_qk_norm if glm else traits(model).qk_norm:
         sizes += [model.head_dim] * 2
     return sizes

@@ -14,6 +14,7 @@ from parallel.families import (
     architecture,
     configuration,
     text_configuration,
+    traits,
 )
 from parallel.hugging_face.stored import mtp_pattern
 from parallel.machine.device import DTYPES
@@ -43,9 +44,8 @@ def hugging_face_config(settings: ModelSettings) -> PretrainedConfig:
     )
     if hasattr(config, "num_mtp_layers"):
         config.num_mtp_layers = 0  # Braid builds none; `export` counts those that it keeps
-    if settings.family == "deepseek_v3":
-        config.topk_method = "noaux_tc"  # without it vLLM creates no correction bias
-        config.scoring_func = "sigmoid"  # without it vLLM routes by a softmax
+    for key, value in traits(settings).unlisted.items():
+        setattr(config, key, value)
     config.architectures = [_model_class(config).__name__]
     # transformers 5 keeps these in rope_parameters; mbridge 0.15.1 reads them from the config.
     for key in ("rope_theta", "partial_rotary_factor"):

@@ -21,7 +21,7 @@ from torch import Tensor
 from parallel.hugging_face.config import TensorSpec
 from parallel.hugging_face.files import WeightFiles
 from parallel.weights.boxes import Box, within
-from parallel.weights.quantizable import FusedTensors, module_name
+from parallel.weights.quantizable import VllmMatrix, module_name
 
 Format = Literal["fp8", "nvfp4", "int8", "int4"]
 Stored = dict[str, Tensor]  # by the last part of the names: weight_packed, weight_scale ...
@@ -176,7 +176,7 @@ class Scheme:
 
 def quantized(
     stream: Iterable[tuple[str, Tensor]],
-    matrices: Iterable[FusedTensors],
+    matrices: Iterable[VllmMatrix],
     scheme: Scheme,
     moments: Mapping[str, Tensor],
 ) -> Iterator[tuple[str, Tensor]]:
@@ -203,7 +203,7 @@ def quantized(
 class QuantizedFiles(WeightFiles):
     """The files of a quantized checkpoint, whose weights are read as what they stand for."""
 
-    def __init__(self, directory: Path, scheme: Scheme, matrices: Iterable[FusedTensors]) -> None:
+    def __init__(self, directory: Path, scheme: Scheme, matrices: Iterable[VllmMatrix]) -> None:
         super().__init__(directory)
         self._scheme = scheme
         self._shapes = dict(

@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from parallel.errors import UserError
+from parallel.families import traits
 from parallel.settings import LayoutSettings, ModelSettings, OptimizerSettings
 
 # Modules that megatron-core 0.16.1 recomputes with TransformerEngine alone, and what to use without
@@ -64,11 +65,9 @@ def transformer_flags(
     fused = machine.fuses(model)
     return {
         "moe_grouped_gemm": machine.transformer_engine,
-        # megatron-core calls its kernel for latent attention experimental.
-        "apply_rope_fusion": fused and model.family != "deepseek_v3",
+        "apply_rope_fusion": fused and traits(model).fuses_rope,
         "bias_activation_fusion": fused,
-        # megatron-core's grouped experts add their own biases, and refuse it.
-        "bias_dropout_fusion": fused and model.family != "gpt_oss",
+        "bias_dropout_fusion": fused and traits(model).fuses_bias_dropout,
         "moe_permute_fusion": fused,
         # The fused router does not ask RouterReplay for the experts to take.
         "moe_router_fusion": False,

@@ -45,34 +45,34 @@ class _Qwen35Moe(Qwen3MoEBridge):
     """The bridge of a family that mbridge 0.15.1 does not have: all but these is Qwen3-MoE's."""
 
     def _get_gptmodel_args(self) -> dict[str, Any]:
-        found = super()._get_gptmodel_args()
-        return {**found, "rotary_percent": self.hf_config.partial_rotary_factor}
+        arguments = super()._get_gptmodel_args()
+        return {**arguments, "rotary_percent": self.hf_config.partial_rotary_factor}
 
 
 class _GptOss(LLMBridge):
     """The bridge of gpt-oss, which mbridge 0.15.1 does not have, as far as Braid uses one."""
 
     def _build_config(self) -> Any:
-        given = self.hf_config
-        windowed = [kind == "sliding_attention" for kind in given.layer_types]
+        published = self.hf_config
+        windowed = [kind == "sliding_attention" for kind in published.layer_types]
         config = self._build_base_config(
             add_bias_linear=True,
             softmax_type="learnable",
             # The tokens before a query's own.
-            window_size=(given.sliding_window - 1, 0),
-            window_attn_skip_freq=[int(each) for each in windowed],
+            window_size=(published.sliding_window - 1, 0),
+            window_attn_skip_freq=[int(has_window) for has_window in windowed],
             # x * sigmoid(1.702 * x), whose factor megatron-core fixes.
             activation_func=quick_gelu,
-            activation_func_clamp_value=given.swiglu_limit,
+            activation_func_clamp_value=published.swiglu_limit,
             glu_linear_offset=1.0,
-            num_moe_experts=given.num_local_experts,
-            moe_router_topk=given.num_experts_per_tok,
+            num_moe_experts=published.num_local_experts,
+            moe_router_topk=published.num_experts_per_tok,
             moe_router_score_function="softmax",
-            moe_ffn_hidden_size=given.intermediate_size,
+            moe_ffn_hidden_size=published.intermediate_size,
         )
         # megatron-core reads these, and no field of TransformerConfig has them.
         for name, key in YARN.items():
-            setattr(config, f"yarn_{name}", given.rope_parameters[key])
+            setattr(config, f"yarn_{name}", published.rope_parameters[key])
         config.yarn_mscale = config.yarn_mscale_all_dim = None  # the factor follows from the scale
         return config
 
@@ -89,8 +89,8 @@ def build_bridge(settings: ModelSettings, layout: LayoutSettings) -> Any:
     machine = this_machine()
     check_capabilities(machine, settings, layout)
     config = hugging_face_config(settings)
-    own = {"deepseek_v3": _DeepseekV3, "gpt_oss": _GptOss, "qwen3_5_moe_text": _Qwen35Moe}
-    kind = own.get(settings.family, AutoBridge.from_config)
+    bridges = {"deepseek_v3": _DeepseekV3, "gpt_oss": _GptOss, "qwen3_5_moe_text": _Qwen35Moe}
+    kind = bridges.get(settings.family, AutoBridge.from_config)
     bridge = kind(config, dtype=DTYPES[settings.precision])
     bridge.set_extra_args(
         attention_backend="auto",
@@ -173,12 +173,12 @@ def _recomputation(layout: LayoutSettings) -> dict[str, Any]:
 
 def uneven_pipeline(layout: LayoutSettings) -> dict[str, int | None]:
     """Return megatron-core's sizes of the first and the last pipeline stage."""
-    first, last = layout.first_stage_layers, layout.last_stage_layers
-    if layout.pipeline == 2 and first is not None:
+    first_stage, last_stage = layout.first_stage_layers, layout.last_stage_layers
+    if layout.pipeline == 2 and first_stage is not None:
         # Of two stages the second follows from the first. Given both, megatron-core 0.16.1 divides
         # by the number of stages in between, 0, if the pipeline is virtual.
-        last = None
+        last_stage = None
     return {
-        "num_layers_in_first_pipeline_stage": first,
-        "num_layers_in_last_pipeline_stage": last,
+        "num_layers_in_first_pipeline_stage": first_stage,
+        "num_layers_in_last_pipeline_stage": last_stage,
     }

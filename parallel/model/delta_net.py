@@ -125,25 +125,27 @@ class GatedDeltaNet(MegatronModule):
         mixed is [T / C, channels]; beta and decay are [T / C, value heads].
         """
         grids, back = sequence_grids(row, mixed.device)
-        parts = mixed, beta, decay
+        inputs = mixed, beta, decay
         if parallel_state.get_context_parallel_world_size() > 1:
             group = parallel_state.get_context_parallel_group()
-            parts = tuple(
-                gather_from_sequence_parallel_region(part.contiguous(), group=group)
-                for part in parts
+            inputs = tuple(
+                gather_from_sequence_parallel_region(tensor.contiguous(), group=group)
+                for tensor in inputs
             )
         # What the rule keeps of a token for its backward pass is some ten times its inputs.
         read = partial(checkpoint, self._lines_read, use_reentrant=False, preserve_rng_state=False)
-        found = [read(grid, *parts) for grid in grids]
-        return torch.cat(found)[back]
+        outputs = [read(grid, *inputs) for grid in grids]
+        return torch.cat(outputs)[back]
 
     def _lines_read(self, grid: SequenceGrid, mixed: Tensor, beta: Tensor, decay: Tensor) -> Tensor:
         """Return what a grid's queries read, [S * L / C, value heads, width]."""
-        lines, betas, decays = (part[grid.keys] for part in (mixed, beta, decay))
-        found = gated_delta_rule(*self._convolved(lines), betas, decays)
+        lines, betas, decays = (tensor[grid.keys] for tensor in (mixed, beta, decay))
+        outputs = gated_delta_rule(*self._convolved(lines), betas, decays)
         if grid.split:
-            found = found[torch.arange(len(found), device=found.device)[:, None], grid.places]
-        return found.flatten(0, 1)
+            outputs = outputs[
+                torch.arange(len(outputs), device=outputs.device)[:, None], grid.places
+            ]
+        return outputs.flatten(0, 1)
 
     def _convolved(self, lines: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values [S, L, value heads, width] of [S, L, channels]."""
@@ -155,7 +157,7 @@ class GatedDeltaNet(MegatronModule):
         active = functional.silu(convolved[..., :length]).transpose(1, 2)
         by_head = active.reshape(count, length, self.key_heads, -1)
         query, key, value = by_head.split([self.key_width, self.key_width, self.value_width], -1)
-        query, key = (part.repeat_interleave(self.ratio, 2) for part in (query, key))
+        query, key = (heads.repeat_interleave(self.ratio, 2) for heads in (query, key))
         return query, key, value.reshape(count, length, self.key_heads * self.ratio, -1)
 
     def sharded_state_dict(
@@ -163,16 +165,16 @@ class GatedDeltaNet(MegatronModule):
     ) -> dict[str, Any]:
         """Return the sharded tensors; Megatron's default takes bare parameters for replicas."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
-        found = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        tensors = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         for name in ("conv_weight", "A_log", "dt_bias"):
-            found[prefix + name] = make_tp_sharded_tensor_for_checkpoint(
+            tensors[prefix + name] = make_tp_sharded_tensor_for_checkpoint(
                 getattr(self, name),
                 prefix + name,
                 prepend_offsets=sharded_offsets,
                 tp_group=self.tp_group,
                 dp_cp_group=metadata["dp_cp_group"],
             )
-        return found
+        return tensors
 
 
 class GatedSelfAttention(SelfAttention):
@@ -218,7 +220,7 @@ def gated_delta_rule(
     query, key = _normalised(query) * width**-0.5, _normalised(key)
     # [S, heads, chunks, size, width] each, or without a width.
     query, key, value, beta, decay = (
-        _chunks(part.float(), size) for part in (query, key, value, beta, decay)
+        _chunks(tensor.float(), size) for tensor in (query, key, value, beta, decay)
     )
     # Sums are products with ones: on CUDA torch.cumsum has no deterministic implementation.
     ones = query.new_ones(size, size)
@@ -233,18 +235,18 @@ def gated_delta_rule(
     system = written @ key.transpose(-1, -2) * between
     sides = torch.cat([value * beta[..., None], written * passed.exp()[..., None]], -1)
     solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
-    values, known = solved.split([value.shape[-1], width], -1)
+    values, decayed_keys = solved.split([value.shape[-1], width], -1)
     inside = query @ key.transpose(-1, -2) * between
     outward = query * passed.exp()[..., None]
     onward = key * between[..., -1, :, None]
-    kept = passed[..., -1].exp()[..., None, None]
+    retained = passed[..., -1].exp()[..., None, None]
     state = value.new_zeros(lines, heads, width, value.shape[-1])
-    found = []
+    outputs = []
     for chunk in range(query.shape[2]):
-        new = values[:, :, chunk] - known[:, :, chunk] @ state
-        found.append(outward[:, :, chunk] @ state + inside[:, :, chunk] @ new)
-        state = state * kept[:, :, chunk] + onward[:, :, chunk].transpose(-1, -2) @ new
-    whole = torch.cat(found, 2)[:, :, :length]
+        new = values[:, :, chunk] - decayed_keys[:, :, chunk] @ state
+        outputs.append(outward[:, :, chunk] @ state + inside[:, :, chunk] @ new)
+        state = state * retained[:, :, chunk] + onward[:, :, chunk].transpose(-1, -2) @ new
+    whole = torch.cat(outputs, 2)[:, :, :length]
     return whole.transpose(1, 2).to(dtype)
 
 
@@ -253,8 +255,8 @@ def _normalised(heads: Tensor) -> Tensor:
     return heads * (heads.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
 
 
-def _chunks(part: Tensor, size: int) -> Tensor:
+def _chunks(tensor: Tensor, size: int) -> Tensor:
     """Return [S, heads, chunks, size, ...] of [S, L, heads, ...], padded with zeros."""
-    filler = -part.shape[1] % size
-    padded = functional.pad(part, (0, 0) * (part.dim() - 2) + (0, filler))
+    filler = -tensor.shape[1] % size
+    padded = functional.pad(tensor, (0, 0) * (tensor.dim() - 2) + (0, filler))
     return padded.transpose(1, 2).unflatten(2, (-1, size))

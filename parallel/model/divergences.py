@@ -76,8 +76,8 @@ def extrapolated(
     whole = log_normaliser(teacher)
     shift = whole - log_normaliser(start)
     floor = nucleus_floor(teacher, top_p) + whole
-    own = teacher.hidden, teacher.head
-    return _Extrapolated(*own, start, factor, shift, floor, precise=precise)
+    hidden_and_head = teacher.hidden, teacher.head
+    return _Extrapolated(*hidden_and_head, start, factor, shift, floor, precise=precise)
 
 
 @torch.no_grad()
@@ -103,8 +103,8 @@ def nucleus_floor(logits: HeadLogits, top_p: float) -> Tensor:
 @torch.no_grad()
 def in_nucleus(logits: HeadLogits, targets: Tensor, top_p: float) -> Tensor:
     """Return 1 for the targets, int64 [n], in their row's nucleus, else 0; fp32 [n]."""
-    found = logprobs(logits, targets)
-    return (found > nucleus_floor(logits, top_p)).to(found.dtype)
+    log_p = logprobs(logits, targets)
+    return (log_p > nucleus_floor(logits, top_p)).to(log_p.dtype)
 
 
 def prefix_sums(values: Tensor) -> Tensor:
@@ -142,12 +142,12 @@ class _Extrapolated(HeadLogits):
     floor: Tensor | None = None
 
     def rows(self, rows: slice) -> Tensor:
-        own = self._wide(super().rows(rows))
-        learned = own - self._wide(self.start.rows(rows))
+        logits = self._wide(super().rows(rows))
+        learned = logits - self._wide(self.start.rows(rows))
         if self.shift is not None and self.floor is not None:
             learned.sub_(self.shift[rows].unsqueeze(1))
-            learned.masked_fill_(own < self.floor[rows].unsqueeze(1), 0.0)
-        return own.add_(learned, alpha=self.factor - 1)
+            learned.masked_fill_(logits < self.floor[rows].unsqueeze(1), 0.0)
+        return logits.add_(learned, alpha=self.factor - 1)
 
     def _wide(self, logits: Tensor) -> Tensor:
         """Return logits in the precision of the loss; the padding's -inf has no difference."""
@@ -207,9 +207,9 @@ class _LogRest(torch.autograd.Function):
         partials = empty_wide(logits, 4, len(logits))
         for rows, x in chunks_of(logits, lazy, WHOLE):
             both = _with_rest(x, ids[rows])
-            for largest, total, each in zip(partials[:2], partials[2:], both, strict=True):
-                largest[rows] = subtract_maximum(each)
-                total[rows] = each.exp_().sum(1)
+            for largest, total, chunk in zip(partials[:2], partials[2:], both, strict=True):
+                largest[rows] = subtract_maximum(chunk)
+                total[rows] = chunk.exp_().sum(1)
         largest, largest_rest, total, total_rest = across_ranks(partials).unbind(1)
         top, _, whole = normaliser(largest, total)
         top_rest, _, whole_rest = normaliser(largest_rest, total_rest)
@@ -223,10 +223,10 @@ class _LogRest(torch.autograd.Function):
         gradient = torch.empty_like(logits)
         factor, factor_rest = (-upstream / whole).unsqueeze(1), (upstream / whole_rest).unsqueeze(1)
         for rows, x in chunks_of(logits, None, WHOLE):
-            every, rest = _with_rest(x, ids[rows])
-            relative_to(rest, top_rest[rows]).exp_().mul_(factor_rest[rows])
+            every, remaining = _with_rest(x, ids[rows])
+            relative_to(remaining, top_rest[rows]).exp_().mul_(factor_rest[rows])
             relative_to(every, top[rows]).exp_().mul_(factor[rows])
-            gradient[rows] = rest.add_(every)
+            gradient[rows] = remaining.add_(every)
         return gradient, None, None
 
 
@@ -244,7 +244,7 @@ def _log_probabilities(
     ours: Parts, theirs: Parts, normalisers: Sequence[Tensor]
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Yield chunks of rows with both models' log-probabilities; callers may overwrite them."""
-    top, log_whole, top_y, log_whole_y = (each.unsqueeze(1) for each in normalisers)
+    top, log_whole, top_y, log_whole_y = (row_values.unsqueeze(1) for row_values in normalisers)
     xs, ys = chunks_of(*ours, WHOLE), chunks_of(*theirs, WHOLE)
     for (rows, x), (_, y) in zip(xs, ys, strict=True):
         # The maximum first: a logit of 1e5 less it is exact, and their logarithms are small.

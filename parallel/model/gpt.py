@@ -57,8 +57,11 @@ class PlainRMSNorm(RMSNorm):
 
 def build_chunks(bridge: Any) -> list[GPTModel]:
     """Return this rank's parts of the model, not initialised; several with a virtual pipeline."""
-    parts = parallel_state.get_virtual_pipeline_model_parallel_world_size()
-    return [_build_chunk(bridge, stage) for stage in (range(parts) if parts else [None])]
+    virtual_stages = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    return [
+        _build_chunk(bridge, stage)
+        for stage in (range(virtual_stages) if virtual_stages else [None])
+    ]
 
 
 def _build_chunk(bridge: Any, virtual_stage: int | None) -> GPTModel:
@@ -98,19 +101,19 @@ def _block_spec(config: Any, virtual_stage: int | None) -> Any:
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=not local, normalization="RMSNorm", vp_stage=virtual_stage
     )
-    first = get_transformer_layer_offset(config, vp_stage=virtual_stage)
+    first_layer = get_transformer_layer_offset(config, vp_stage=virtual_stage)
     # megatron-core gives equal layers one specification.
     block.layer_specs = [copy(layer) for layer in block.layer_specs]
-    for number, layer in enumerate(block.layer_specs, first):
-        parts = layer.submodules = copy(layer.submodules)
-        if hasattr(parts.mlp.submodules, "router"):
-            parts.mlp.submodules.router = Router
-        attention = parts.self_attention.submodules
+    for number, layer in enumerate(block.layer_specs, first_layer):
+        submodules = layer.submodules = copy(layer.submodules)
+        if hasattr(submodules.mlp.submodules, "router"):
+            submodules.mlp.submodules.router = Router
+        attention = submodules.self_attention.submodules
         if local or config.softmax_type == "learnable":
             # TransformerEngine 2.11 has no kernel with sinks for packed rows.
             attention.core_attention = PackedAttention
         if local:
-            parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+            submodules.input_layernorm = submodules.pre_mlp_layernorm = RMSNorm
             if config.multi_latent_attention:
                 # Replicated, as with TransformerEngine: if they are split, megatron-core 0.16.1
                 # leaves parts of the key's gradient unsummed.
@@ -118,24 +121,25 @@ def _block_spec(config: Any, virtual_stage: int | None) -> Any:
             for norm in ("q_layernorm", "k_layernorm", "kv_layernorm"):
                 if config.qk_layernorm and hasattr(attention, norm):
                     setattr(attention, norm, RMSNorm)
-            parts.sharded_state_dict_keys_map = {}  # the norms are not fused into the linear layers
+            # The norms are not fused into the linear layers.
+            submodules.sharded_state_dict_keys_map = {}
         if config.linear_attention_freq is not None:
-            _hybridise(parts, (number + 1) % config.linear_attention_freq > 0, local)
+            _hybridise(submodules, (number + 1) % config.linear_attention_freq > 0, local)
     if local:
         block.layer_norm = RMSNorm
     return block
 
 
-def _hybridise(parts: Any, linear: bool, local: bool) -> None:
+def _hybridise(submodules: Any, linear: bool, local: bool) -> None:
     """Change a layer's specs to a gated delta net, or to attention with an output gate."""
     if not linear:
-        parts.self_attention.module = GatedSelfAttention
+        submodules.self_attention.module = GatedSelfAttention
         return
-    given = parts.self_attention.submodules
-    in_proj, out_proj = given.linear_qkv, given.linear_proj
+    attention = submodules.self_attention.submodules
+    in_proj, out_proj = attention.linear_qkv, attention.linear_proj
     if not local:
         # TransformerEngine's layer of attention includes the norm before it.
         engine = importlib.import_module("megatron.core.extensions.transformer_engine")
-        in_proj, parts.input_layernorm = engine.TEColumnParallelLinear, engine.TENorm
+        in_proj, submodules.input_layernorm = engine.TEColumnParallelLinear, engine.TENorm
     inside = DeltaNetSubmodules(in_proj, PlainRMSNorm, out_proj)
-    parts.self_attention = ModuleSpec(module=GatedDeltaNet, submodules=inside)
+    submodules.self_attention = ModuleSpec(module=GatedDeltaNet, submodules=inside)

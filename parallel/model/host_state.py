@@ -36,30 +36,34 @@ class HostState:
         self._used = 0
         if not share:
             return
-        chosen = [(p, each) for p in optimizer.chained_optimizers for each in _first(p, share)]
-        size = sum(_size(part, parameter) for part, parameter in chosen)
+        offloaded = [
+            (chained, parameter)
+            for chained in optimizer.chained_optimizers
+            for parameter in _leading(chained, share)
+        ]
+        size = sum(_size(chained, parameter) for chained, parameter in offloaded)
         self._memory = HostMemory(size, pinned=device().type == "cuda", mapped=True)
         self.bytes = self._memory.on_device()
-        for part, parameter in chosen:
-            allocate(part, parameter)
-            state = part.optimizer.state[parameter]
+        for chained, parameter in offloaded:
+            allocate(chained, parameter)
+            state = chained.optimizer.state[parameter]
             for name in list(state):
                 state[name] = self._placed(state[name])
-            if _has_master(part, parameter):
+            if _has_master(chained, parameter):
                 parameter.data = self._placed(parameter.data)
         assert self._used == size
 
     def _placed(self, tensor: Tensor) -> Tensor:
         """Return a copy in host memory, a tensor of the device."""
         start, self._used = self._used, self._used + aligned(tensor.nbytes)
-        part = self.bytes[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        return part.copy_(tensor)
+        host_copy = self.bytes[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        return host_copy.copy_(tensor)
 
 
-def allocate(part: Any, parameter: Tensor) -> None:
+def allocate(chained: Any, parameter: Tensor) -> None:
     """Allocate the state of one parameter of a part of the optimizer, unless it is allocated."""
-    inner = part.optimizer
-    if part.config.use_precision_aware_optimizer:  # of dtypes that only it knows
+    inner = chained.optimizer
+    if chained.config.use_precision_aware_optimizer:  # of dtypes that only it knows
         if not inner.state[parameter]:
             inner.initialize_state(parameter, store_param_remainders=False)
         return
@@ -68,27 +72,29 @@ def allocate(part: Any, parameter: Tensor) -> None:
             inner.state[parameter][name] = torch.zeros_like(parameter)
 
 
-def _first(part: Any, share: float) -> Iterator[Tensor]:
+def _leading(chained: Any, share: float) -> Iterator[Tensor]:
     """Yield the first parameters of a part, until they have the share of its elements."""
-    parameters = [each for group in part.optimizer.param_groups for each in group["params"]]
-    wanted = share * sum(each.numel() for each in parameters)
+    parameters = [
+        parameter for group in chained.optimizer.param_groups for parameter in group["params"]
+    ]
+    enough = share * sum(parameter.numel() for parameter in parameters)
     taken = 0
-    for each in parameters:
-        if taken >= wanted:
+    for parameter in parameters:
+        if taken >= enough:
             return
-        taken += each.numel()
-        yield each
+        taken += parameter.numel()
+        yield parameter
 
 
-def _size(part: Any, parameter: Tensor) -> int:
+def _size(chained: Any, parameter: Tensor) -> int:
     """Return the bytes that a parameter's state takes in host memory."""
-    dtypes = [torch.float32] * (2 + _has_master(part, parameter))
-    if part.config.use_precision_aware_optimizer:  # the master is in Adam's state
-        dtypes = [part.config.exp_avg_dtype, part.config.exp_avg_sq_dtype, torch.float32]
+    dtypes = [torch.float32] * (2 + _has_master(chained, parameter))
+    if chained.config.use_precision_aware_optimizer:  # the master is in Adam's state
+        dtypes = [chained.config.exp_avg_dtype, chained.config.exp_avg_sq_dtype, torch.float32]
     return sum(aligned(parameter.numel() * dtype.itemsize) for dtype in dtypes)
 
 
-def _has_master(part: Any, parameter: Tensor) -> bool:
+def _has_master(chained: Any, parameter: Tensor) -> bool:
     """Return whether a parameter of the optimizer is an fp32 copy of a 16-bit weight."""
-    copies = part.shard_fp32_from_float16_groups
-    return any(each is parameter for group in copies for each in group)
+    copies = chained.shard_fp32_from_float16_groups
+    return any(master is parameter for group in copies for master in group)

@@ -79,11 +79,11 @@ class HiddenStates:
 
     def _read(self, start: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         assert self._file is not None, "the step that kept them has ended"
-        found = torch.empty(shape, dtype=dtype)
-        memory = found.flatten().view(torch.uint8).numpy().data
+        hidden = torch.empty(shape, dtype=dtype)
+        memory = hidden.flatten().view(torch.uint8).numpy().data
         while memory:
             count = os.preadv(self._file.fileno(), [memory], start)
             if not count:
                 raise OSError(f"{self._path} ends early: something else has changed it")
             memory, start = memory[count:], start + count
-        return found
+        return hidden

@@ -18,7 +18,7 @@ from parallel.model.policy import Policy
 from parallel.settings import LayoutSettings
 from parallel.weights.holdings import held
 from parallel.weights.names import plain_name
-from parallel.weights.quantizable import FusedTensors
+from parallel.weights.quantizable import VllmMatrix
 
 # Of a module: a linear layer's weight, or each expert's where TransformerEngine groups them.
 WEIGHT = re.compile(r"weight\d*")
@@ -29,9 +29,11 @@ Key = tuple[int, str]  # a chunk and the plain name of a parameter in it
 class InputMoments:
     """The sums over tokens of squared inputs, of every matrix of this rank, while it computes."""
 
-    def __init__(self, policy: Policy, matrices: Iterable[FusedTensors]) -> None:
+    def __init__(self, policy: Policy, matrices: Iterable[VllmMatrix]) -> None:
         self._policy = policy
-        self._shapes = dict(part for matrix in matrices for part in matrix.tensors)
+        self._shapes = dict(
+            name_and_shape for matrix in matrices for name_and_shape in matrix.tensors
+        )
         self._sums: dict[Key, Tensor] = {}  # float64 [inputs]
         self._tokens: dict[Key, int] = {}
         layout = LayoutSettings(**layout_sizes(policy.bridge.config))
@@ -39,9 +41,9 @@ class InputMoments:
         self._pieces: dict[str, dict[int, tuple[Key, int, int]]] = {}
         for piece in held(policy.settings, layout, dist.get_rank()):
             if piece.tensor in self._shapes:
-                (_, first), (_, size) = piece.box
+                (_, start), (_, size) = piece.box
                 at = (piece.chunk, piece.parameter), piece.parameter_offset[1], size
-                self._pieces.setdefault(piece.tensor, {})[first] = at
+                self._pieces.setdefault(piece.tensor, {})[start] = at
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -65,24 +67,26 @@ class InputMoments:
         Padding of a row counts as tokens. Where no token came, as for an expert that none was
         routed to, all inputs count alike. Collective.
         """
-        found = {}
+        means = {}
         for name, shape in self._shapes.items():
             total = torch.zeros(2, shape[1], dtype=torch.float64, device=device())
-            for first, (key, offset, size) in self._pieces.get(name, {}).items():
+            for start, (key, offset, size) in self._pieces.get(name, {}).items():
                 if key in self._sums:
-                    total[0, first : first + size] = self._sums[key][offset : offset + size]
-                    total[1, first : first + size] = self._tokens[key]
+                    total[0, start : start + size] = self._sums[key][offset : offset + size]
+                    total[1, start : start + size] = self._tokens[key]
             dist.all_reduce(total)
             mean = total[0] / total[1].clamp(min=1)
-            found[name] = mean.masked_fill(total[1] == 0, 1.0).float()
-        return found
+            means[name] = mean.masked_fill(total[1] == 0, 1.0).float()
+        return means
 
     def _keys(self, number: int, name: str, module: torch.nn.Module) -> list[Key]:
         """Return the matrices of a module itself, in order."""
         latent = self._policy.bridge.config.multi_latent_attention
-        own = (each for each, _ in module.named_parameters(recurse=False))
+        parameters = (parameter for parameter, _ in module.named_parameters(recurse=False))
         return [
-            (number, plain_name(f"{name}.{each}", latent)) for each in own if WEIGHT.fullmatch(each)
+            (number, plain_name(f"{name}.{parameter}", latent))
+            for parameter in parameters
+            if WEIGHT.fullmatch(parameter)
         ]
 
     def _hook(self, keys: list[Key]) -> Any:
@@ -91,10 +95,10 @@ class InputMoments:
             if (scale := getattr(module, "layer_norm_weight", None)) is not None:
                 # TransformerEngine's layer includes the norm before it.
                 inputs = functional.rms_norm(inputs, scale.shape, scale.float(), module.eps)
-            parts = inputs.split(list(arguments[1])) if len(keys) > 1 else (inputs,)
-            for key, part in zip(keys, parts, strict=True):
-                sums = part.square().sum(0, dtype=torch.float64)
+            by_expert = inputs.split(list(arguments[1])) if len(keys) > 1 else (inputs,)
+            for key, expert_inputs in zip(keys, by_expert, strict=True):
+                sums = expert_inputs.square().sum(0, dtype=torch.float64)
                 self._sums[key] = self._sums[key] + sums if key in self._sums else sums
-                self._tokens[key] = self._tokens.get(key, 0) + len(part)
+                self._tokens[key] = self._tokens.get(key, 0) + len(expert_inputs)
 
         return add

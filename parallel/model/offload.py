@@ -1,6 +1,6 @@
 """The residence of models on a device that they share with each other and with an engine.
 
-A model's tensors are three parts: weights, gradients and the optimizer's state. A part leaves the
+A model's tensors have three components: weights, gradients, the optimizer's state. One leaves the
 device by emptying its storages (`resize_(0)`), after a copy to the host; gradients are dropped, as
 every update begins with zeros. The tensors stay the same objects, so all views of them, such as the
 parameters in megatron-core's buffers and the optimizer's shards of them, are valid again once the
@@ -23,11 +23,11 @@ from parallel.machine.device import device, forget_error
 from parallel.machine.gpus import wait_for_memory
 from parallel.settings import EngineSettings
 
-Part = Literal["weights", "gradients", "optimizer"]
-ALL: frozenset[Part] = frozenset({"weights", "gradients", "optimizer"})
-WEIGHTS: frozenset[Part] = frozenset({"weights"})
-STATE: frozenset[Part] = frozenset({"weights", "optimizer"})  # of a checkpoint
-NONE: frozenset[Part] = frozenset()
+Component = Literal["weights", "gradients", "optimizer"]
+ALL: frozenset[Component] = frozenset({"weights", "gradients", "optimizer"})
+WEIGHTS: frozenset[Component] = frozenset({"weights"})
+STATE: frozenset[Component] = frozenset({"weights", "optimizer"})  # of a checkpoint
+NONE: frozenset[Component] = frozenset()
 
 ALIGNMENT = 256  # bytes, of a storage's copy
 HOST_REGISTER_MAPPED = 2  # CUDA's cudaHostRegisterMapped
@@ -87,7 +87,7 @@ class HostMemory:
 
 @dataclass
 class _Parked:
-    """The storages of one part, away from the device or to be sent away again, and their copy."""
+    """The storages of one component, away from the device or to leave it again, and their copy."""
 
     storages: list[torch.UntypedStorage] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
@@ -97,21 +97,23 @@ class _Parked:
 
     def leave(self, storages: list[torch.UntypedStorage], copy: bool) -> None:
         """Empty the storages, after a copy to the host where `copy` is set."""
-        same = [each._cdata for each in storages] == [each._cdata for each in self.storages]
+        same = [storage._cdata for storage in storages] == [
+            storage._cdata for storage in self.storages
+        ]
         if copy and not (self.current and same):
-            self.storages, self.sizes = storages, [each.nbytes() for each in storages]
+            self.storages, self.sizes = storages, [storage.nbytes() for storage in storages]
             total = sum(aligned(size) for size in self.sizes)
             if self.memory is None or len(self.memory.bytes) < total:
                 if self.memory is not None:
                     self.memory.close()
                 self.memory = None  # freed before the larger one is allocated
                 self.memory = HostMemory(total, pinned=device().type == "cuda")
-            for view, kept in self._pairs():
-                kept.copy_(view, non_blocking=True)
+            for view, saved in self._pairs():
+                saved.copy_(view, non_blocking=True)
             _synchronize()
             self.current = True
         elif not same:
-            self.storages, self.sizes = storages, [each.nbytes() for each in storages]
+            self.storages, self.sizes = storages, [storage.nbytes() for storage in storages]
         for storage in self.storages:
             storage.resize_(0)
         self.away = True
@@ -122,8 +124,8 @@ class _Parked:
             storage.resize_(size)
         self.away = False
         if copy:
-            for view, kept in self._pairs():
-                view.copy_(kept, non_blocking=True)
+            for view, saved in self._pairs():
+                view.copy_(saved, non_blocking=True)
             _synchronize()
         else:
             for storage, size in zip(self.storages, self.sizes, strict=True):
@@ -139,7 +141,7 @@ class _Parked:
 
 
 class Residency:
-    """The parts of one model that are on the device, at first all of them.
+    """The components of one model that are on the device, at first all of them.
 
     Without an active `share` nothing moves, and every call returns at once.
     """
@@ -160,56 +162,59 @@ class Residency:
         self.trains = optimizer is not None
         self.keeps_copy = True  # False: whoever needs the model fills its weights again
         self.share = DeviceShare()
-        self._parked: dict[Part, _Parked] = {part: _Parked() for part in ALL}
+        self._parked: dict[Component, _Parked] = {component: _Parked() for component in ALL}
 
     @property
-    def on_device(self) -> frozenset[Part]:
-        """The parts that are on the device; a model that does not train has weights only."""
+    def on_device(self) -> frozenset[Component]:
+        """The components that are on the device; a model that does not train has weights only."""
         mine = ALL if self.trains else WEIGHTS
-        return frozenset(part for part in mine if not self._parked[part].away)
+        return frozenset(component for component in mine if not self._parked[component].away)
 
     @property
     def moves(self) -> bool:
         """True where the model leaves the device for others."""
         return self in self.share.movable
 
-    def hold(self, parts: Collection[Part] = WEIGHTS) -> None:
-        """Bring parts to the device, for a pass or an update, as `DeviceShare.hold`."""
+    def hold(self, components: Collection[Component] = WEIGHTS) -> None:
+        """Bring components to the device, for a pass or an update, as `DeviceShare.hold`."""
         if self.share.active:
-            self.share.hold(self, parts)
+            self.share.hold(self, components)
 
     def written(self) -> None:
         """Note that the weights changed since they were copied to the host."""
         self._parked["weights"].current = False
 
-    def place(self, parts: Collection[Part]) -> None:
-        """Have exactly these parts on the device; raise UserError where they find no room."""
+    def place(self, components: Collection[Component]) -> None:
+        """Have exactly these components on the device; raise UserError where they find no room."""
         parked = self._parked
         before = self.on_device
-        if gone := [part for part in sorted(before) if part not in parts]:
+        if gone := [component for component in sorted(before) if component not in components]:
             if "gradients" in gone:
                 self._optimizer.zero_grad()  # drops what is not in the buffers
             sets = self._storages()
-            for part in gone:
-                parked[part].leave(sets[part], copy=self._copies(part))
-        coming = [part for part in sorted(parts) if parked[part].away]
-        needed = sum(sum(parked[part].sizes) for part in coming)
+            for component in gone:
+                parked[component].leave(sets[component], copy=self._copies(component))
+        coming = [component for component in sorted(components) if parked[component].away]
+        needed = sum(sum(parked[component].sizes) for component in coming)
         _wait_for_room(needed, self.share.room_seconds)
-        for part in coming:
-            parked[part].come_back(copy=self._copies(part))
+        for component in coming:
+            parked[component].come_back(copy=self._copies(component))
             # The weights of a model that trains change with every update, others' by `written`.
-            parked[part].current = not self.trains
+            parked[component].current = not self.trains
 
-    def bytes_on_device(self) -> dict[Part, int]:
-        """Return the bytes of each part that are on the device."""
+    def bytes_on_device(self) -> dict[Component, int]:
+        """Return the bytes of each component that are on the device."""
         sets = self._storages()
-        return {part: sum(each.nbytes() for each in sets[part]) for part in sorted(sets)}
+        return {
+            component: sum(storage.nbytes() for storage in sets[component])
+            for component in sorted(sets)
+        }
 
-    def _copies(self, part: Part) -> bool:
-        return self.keeps_copy and part != "gradients"
+    def _copies(self, component: Component) -> bool:
+        return self.keeps_copy and component != "gradients"
 
-    def _storages(self) -> dict[Part, list[torch.UntypedStorage]]:
-        """Return the device's storages of every part; a storage of two parts is of the first.
+    def _storages(self) -> dict[Component, list[torch.UntypedStorage]]:
+        """Return the device's storages by component; a storage of two belongs to the first.
 
         An fp32 weight is its own master in the optimizer.
         """
@@ -217,27 +222,27 @@ class Residency:
         if self._on_host is not None:
             seen.add(self._on_host.untyped_storage()._cdata)
 
-        def own(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
-            found = []
+        def unseen(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
+            storages = []
             for tensor in tensors:
                 storage = tensor.untyped_storage()
                 if tensor.device.type == device().type and storage._cdata not in seen:
                     seen.add(storage._cdata)
-                    found.append(storage)
-            return found
+                    storages.append(storage)
+            return storages
 
-        weights = [each for chunk in self._chunks for each in chunk.parameters()]
-        weights += [each for chunk in self._chunks for each in chunk.buffers()]
+        weights = [parameter for chunk in self._chunks for parameter in chunk.parameters()]
+        weights += [buffer for chunk in self._chunks for buffer in chunk.buffers()]
         buffers = [
-            each
+            buffer
             for module in self._modules
-            for each in (*module.buffers, *module.expert_parallel_buffers)
+            for buffer in (*module.buffers, *module.expert_parallel_buffers)
         ]
-        weights += [each.param_data for each in buffers if each.param_data is not None]
+        weights += [buffer.param_data for buffer in buffers if buffer.param_data is not None]
         return {
-            "weights": own(weights),
-            "gradients": own(each.grad_data for each in buffers),
-            "optimizer": own(_state(self._optimizer)),
+            "weights": unseen(weights),
+            "gradients": unseen(buffer.grad_data for buffer in buffers),
+            "optimizer": unseen(_state(self._optimizer)),
         }
 
 
@@ -277,8 +282,8 @@ class DeviceShare:
             self.movable.append(model)
             self._place(model, NONE)
 
-    def hold(self, model: Residency, parts: Collection[Part]) -> None:
-        """Bring at least `parts` of a model to the device; others make room.
+    def hold(self, model: Residency, components: Collection[Component]) -> None:
+        """Bring at least `components` of a model to the device; others make room.
 
         Gradients are worth nothing between an update and the next, so a forward pass of any model
         may take their room. Where the optimizer is needed, an update follows, and all other models
@@ -287,32 +292,36 @@ class DeviceShare:
         if not self.active:
             return
         if self._together:
-            missing = set(parts) - model.on_device - {"gradients"}
+            missing = set(components) - model.on_device - {"gradients"}
             assert not missing, f"{missing} of a model that is not among those held together"
             return
-        updates = "optimizer" in parts
+        updates = "optimizer" in components
         for other in self.movable:
             if other is not model:
                 keeps = other.on_device - {"gradients"} if other.trains and not updates else NONE
                 self._place(other, keeps)
         if model in self.movable:
             keeps = model.on_device if updates else model.on_device - {"gradients"}
-            self._place(model, keeps | set(parts))
+            self._place(model, keeps | set(components))
 
-    def only(self, model: Residency | None = None, parts: Collection[Part] = WEIGHTS) -> None:
-        """Have only these parts of one model beside an engine, or none, and free the cache."""
+    def only(
+        self, model: Residency | None = None, components: Collection[Component] = WEIGHTS
+    ) -> None:
+        """Have only these components of one model beside an engine; free the cache."""
         if not self.engine:
             return
         for other in self.movable:
             if other is not model:
                 self._place(other, NONE)
         if model in self.movable and model is not None:
-            self._place(model, parts)
+            self._place(model, components)
         release_cache()
 
     @contextmanager
-    def together(self, models: Iterable[Residency], parts: Collection[Part]) -> Iterator[None]:
-        """Have these parts of several models on the device within, as a checkpoint needs them."""
+    def together(
+        self, models: Iterable[Residency], components: Collection[Component]
+    ) -> Iterator[None]:
+        """Have these components of several models on the device, as a checkpoint needs them."""
         if not self.active:
             yield
             return
@@ -322,7 +331,7 @@ class DeviceShare:
                 self._place(other, NONE)
         for model in held:
             if model in self.movable:
-                self._place(model, frozenset(parts) if model.trains else WEIGHTS)
+                self._place(model, frozenset(components) if model.trains else WEIGHTS)
         self._together = True
         try:
             yield
@@ -334,11 +343,11 @@ class DeviceShare:
         spent, self.seconds = self.seconds, 0.0
         return spent
 
-    def _place(self, model: Residency, parts: Collection[Part]) -> None:
-        if model.on_device == frozenset(parts):
+    def _place(self, model: Residency, components: Collection[Component]) -> None:
+        if model.on_device == frozenset(components):
             return
         start = time.perf_counter()
-        model.place(parts)
+        model.place(components)
         self.seconds += time.perf_counter() - start
 
 
@@ -382,11 +391,11 @@ def aligned(size: int) -> int:
 
 def _state(optimizer: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors of an optimizer's parts: parameters it updates, and their state."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        inner = getattr(part, "optimizer", None)
+    for chained in getattr(optimizer, "chained_optimizers", [optimizer]):
+        inner = getattr(chained, "optimizer", None)
         if inner is None:  # no optimizer, or a part without parameters
             continue
         for group in inner.param_groups:
             yield from group["params"]
         for state in inner.state.values():
-            yield from (each for each in state.values() if torch.is_tensor(each))
+            yield from (tensor for tensor in state.values() if torch.is_tensor(tensor))

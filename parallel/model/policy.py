@@ -118,11 +118,11 @@ class Policy:
 
     def response_logits(self, batches: list[MicroBatch]) -> list[HeadLogits]:
         """Return every micro-batch's last hidden states with the output head; as `evaluate`."""
-        found = self.evaluate(batches, lambda responses: responses.logits)
-        if found and self.residency.moves:  # the logits are computed when the model has left
-            weight = found[0].weight.clone()
-            found = [replace(each, head=weight) for each in found]
-        return found
+        logits = self.evaluate(batches, lambda responses: responses.logits)
+        if logits and self.residency.moves:  # the logits are computed when the model has left
+            weight = logits[0].weight.clone()
+            logits = [replace(head_logits, head=weight) for head_logits in logits]
+        return logits
 
     def named_weights(self) -> dict[str, Tensor]:
         """Return this rank's tensors, not copies, by "chunk/parameter" as in parallel.weights."""
@@ -163,8 +163,8 @@ class Policy:
                     weight = self.chunks[-1].output_layer.weight
                     precise = self.settings.precise_head
                     logits = HeadLogits(self._hidden, weight, precise=precise)
-                value, kept = loss(Responses(logits, batch))
-                return value, torch.tensor(1, dtype=torch.int), kept
+                value, returned = loss(Responses(logits, batch))
+                return value, torch.tensor(1, dtype=torch.int), returned
 
             return output, reduce
 
@@ -238,9 +238,9 @@ class TrainedPolicy(Policy):
         """Copy low-precision weights to the optimizer's fp32 master weights."""
         self.residency.hold(STATE)
         self.optimizer.reload_model_params()
-        for part in self.optimizer.chained_optimizers:
-            if part.config.use_precision_aware_optimizer:
-                _reload_masters(part.optimizer)
+        for chained in self.optimizer.chained_optimizers:
+            if chained.config.use_precision_aware_optimizer:
+                _reload_masters(chained.optimizer)
 
     def accumulate(self, batches: list[MicroBatch], loss: LossFunction, tokens: float) -> list[Any]:
         """Run forward and backward on all micro-batches; all ranks together have `tokens` tokens.
@@ -344,10 +344,10 @@ def values(responses: Responses) -> Tensor:
 
     Identical on all tensor- and context-parallel ranks; differentiable where the model trains.
     """
-    found = responses.logits
-    if isinstance(found, HeadLogits):
-        found = _linear(found.hidden, found.weight)
-    return responses.batch.spread(found.squeeze(1))
+    outputs = responses.logits
+    if isinstance(outputs, HeadLogits):
+        outputs = _linear(outputs.hidden, outputs.weight)
+    return responses.batch.spread(outputs.squeeze(1))
 
 
 def _linear(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -356,7 +356,7 @@ def _linear(hidden: Tensor, weight: Tensor) -> Tensor:
 
 def _reload_masters(adam: Any) -> None:
     """Copy weights to the masters inside TransformerEngine's Adam; new ones copy them anyway."""
-    for parameter in (each for group in adam.param_groups for each in group["params"]):
+    for parameter in (parameter for group in adam.param_groups for parameter in group["params"]):
         if "master_param" in adam.state[parameter]:
             adam.set_scaled_state(parameter, "master_param", parameter.detach().float())
 

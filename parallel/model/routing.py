@@ -43,13 +43,13 @@ class WatchedReplay(RouterReplay):
     """
 
     watched = False
-    own: Tensor | None = None  # int64 [tokens, K], of the last pass
+    own_choice: Tensor | None = None  # int64 [tokens, K], of the last pass
 
     def get_replay_topk(self, scores: Tensor, topk: int, *options: Any) -> tuple[Tensor, Tensor]:
         """Return the values and indices, [tokens, K] each, that the pass uses."""
         *groups, select = options
         if self.watched and self.router_replay_action == RouterReplayAction.REPLAY_FORWARD:
-            _, self.own = select(scores.detach(), topk, *groups)
+            _, self.own_choice = select(scores.detach(), topk, *groups)
         return super().get_replay_topk(scores, topk, *options)
 
 
@@ -72,22 +72,22 @@ class Router(TopKRouter):
         row, replay = self.row, self.router_replay
         assert row is not None and replay is not None
         replay.clear_indices()
-        routes = None if row.routes is None else self._own(row.routes[self.place])
+        routes = None if row.routes is None else self._local(row.routes[self.place])
         if routes is None:
             replay.clear_router_replay_action()
         else:
             replay.set_target_indices(routes)
             replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
-        gates, chosen = super().routing(logits, padding_mask)
+        gates, choice = super().routing(logits, padding_mask)
         if self.agreement is not None and routes is not None:
-            self.agreement.see(self, routes, self._own(row.real))
+            self.agreement.see(self, routes, self._local(row.real))
         if self.memory is not None:
-            self.memory.see(self, _scores(self, logits.flatten(0, -2).float()), chosen)
+            self.memory.see(self, _scores(self, logits.flatten(0, -2).float()), choice)
         if self.losses is not None and self.training:
-            gates = self.losses.attach(self, gates, chosen, logits, self._own(row.real))
-        return gates, chosen
+            gates = self.losses.attach(self, gates, choice, logits, self._local(row.real))
+        return gates, choice
 
-    def _own(self, values: Tensor) -> Tensor:
+    def _local(self, values: Tensor) -> Tensor:
         """Return this rank's sequence-parallel share of a context-parallel rank's tokens."""
         if not self.config.sequence_parallel:
             return values
@@ -119,16 +119,16 @@ def router_inputs(router: Router) -> Iterator[list[Tensor]]:
     Yields a list that gets [tokens, H] of every pass: this rank's share of the row, without
     padding.
     """
-    found: list[Tensor] = []
+    inputs: list[Tensor] = []
 
     def keep(_: Router, arguments: tuple[Any, ...]) -> None:
         assert router.row is not None
         hidden = arguments[0].detach().flatten(0, -2)
-        found.append(hidden[router._own(router.row.real)])
+        inputs.append(hidden[router._local(router.row.real)])
 
     hook = router.register_forward_pre_hook(keep)
     try:
-        yield found
+        yield inputs
     finally:
         hook.remove()
 
@@ -183,13 +183,13 @@ class RoutingLosses:
             self._load = dict(zip(self.routers, every, strict=True))
 
     def attach(
-        self, router: Router, gates: Tensor, chosen: Tensor, logits: Tensor, real: Tensor
+        self, router: Router, gates: Tensor, choice: Tensor, logits: Tensor, real: Tensor
     ) -> Tensor:
         """Return `gates` with this layer's losses attached, so that a backward pass adds them."""
         if self._counting:
-            self._load[router] += chosen[real].sum(0)
+            self._load[router] += choice[real].sum(0)
         elif self._one_batch and self.settings.load_balance > 0 and router not in self._load:
-            self._load[router] = load = chosen[real].sum(0).float()
+            self._load[router] = load = choice[real].sum(0).float()
             dist.all_reduce(load, group=router.tp_dp_cp_group)
         if self._counting or not torch.is_grad_enabled():
             return gates  # also the first of two passes, when activations are computed again
@@ -241,10 +241,12 @@ class RouterAgreement:
     def see(self, router: Router, replayed: Tensor, real: Tensor) -> None:
         """Count one layer's pass: the experts used, int64 [tokens, K], and the real tokens."""
         replay = router.router_replay
-        if not replay.watched or replay.own is None:
+        if not replay.watched or replay.own_choice is None:
             return
-        chosen = replayed.new_zeros(len(replayed), router.num_experts).scatter_(1, replay.own, 1)
-        agree = chosen.gather(1, replayed)[real]
+        choice = replayed.new_zeros(len(replayed), router.num_experts).scatter_(
+            1, replay.own_choice, 1
+        )
+        agree = choice.gather(1, replayed)[real]
         self._counts[router.place, 0] += agree.sum()
         self._counts[router.place, 1] += agree.numel()
 
@@ -259,12 +261,12 @@ class RouterAgreement:
         if not counts[:, 1].any():
             return {}
         layers = (counts[:, 0] / counts[:, 1]).tolist()
-        each = {f"router_agreement_{layer}": share for layer, share in enumerate(layers)}
-        return {"router_agreement": sum(layers) / len(layers), **each}
+        by_layer = {f"router_agreement_{layer}": share for layer, share in enumerate(layers)}
+        return {"router_agreement": sum(layers) / len(layers), **by_layer}
 
     def _watch(self, watched: bool) -> None:
         for replay in self._replays:
-            replay.watched, replay.own = watched, None
+            replay.watched, replay.own_choice = watched, None
 
 
 class RouterMemory:
@@ -290,14 +292,14 @@ class RouterMemory:
         finally:
             self._task = None
 
-    def see(self, router: Router, scores: Tensor, chosen: Tensor) -> None:
+    def see(self, router: Router, scores: Tensor, choice: Tensor) -> None:
         """Record one layer's pass: normalised scores and bool choice, both [tokens, experts]."""
         row = router.row
         if self._task is None or row is None:
             return
         logprobs = scores.clamp(min=SMALLEST).log()
         if self._task == "remember":
-            experts = chosen.int().topk(router.topk).indices
+            experts = choice.int().topk(router.topk).indices
             row.remembered[router.place] = (experts, logprobs.gather(1, experts))
         else:
             experts, before = row.remembered[router.place]

@@ -80,42 +80,42 @@ Logits = Tensor | HeadLogits
 
 
 def logprobs(
-    logits: Logits, targets: Tensor, temperature: float = 1.0, kept: Tensor | None = None
+    logits: Logits, targets: Tensor, temperature: float = 1.0, kept_sets: Tensor | None = None
 ) -> Tensor:
     """Return log softmax(logits / temperature) at the targets, int64 [n] or [n, K]; their shape.
 
-    kept, int64 [n, S] padded with -1, holds the ids that top-p or top-k sampling left in each row,
-    over which the row is renormalised (the keep mask of DeepSeek-V3.2, arXiv 2512.02556). None, and
-    a row of only -1, keep every id. A row's targets always count as kept: where rounding differs
-    between engine and trainer the result is then finite and has a gradient, instead of the -inf
-    that would end the run.
+    kept_sets, int64 [n, S] padded with -1, holds the ids that top-p or top-k sampling left in each
+    row, over which the row is renormalised (the keep mask of DeepSeek-V3.2, arXiv 2512.02556).
+    None, and a row of only -1, keep every id. A row's targets always count as kept: where rounding
+    differs between engine and trainer the result is then finite and has a gradient, instead of the
+    -inf that would end the run.
     """
     columns = targets.unsqueeze(1) if targets.dim() == 1 else targets
-    how = How(temperature, None if kept is None else with_targets(kept, columns))
+    how = How(temperature, None if kept_sets is None else with_targets(kept_sets, columns))
     return _LogProbs.apply(*parts_of(logits), columns, how).reshape(targets.shape)
 
 
-def with_targets(kept: Tensor, targets: Tensor) -> Tensor:
+def with_targets(kept_sets: Tensor, targets: Tensor) -> Tensor:
     """Return kept sets [n, S + K] that hold their row's targets, int64 [n, K], too."""
-    has_set = (kept >= 0).any(1, keepdim=True)
-    return torch.cat([kept, targets.where(has_set, -1)], 1)
+    has_set = (kept_sets >= 0).any(1, keepdim=True)
+    return torch.cat([kept_sets, targets.where(has_set, -1)], 1)
 
 
-def entropy(logits: Logits, temperature: float = 1.0, kept: Tensor | None = None) -> Tensor:
-    """Return the entropy of softmax(logits / temperature) over `kept` (see logprobs), nats [n]."""
-    return _Entropy.apply(*parts_of(logits), How(temperature, kept))
+def entropy(logits: Logits, temperature: float = 1.0, kept_sets: Tensor | None = None) -> Tensor:
+    """Return the entropy of softmax(logits / temperature) over `kept_sets`, in nats, [n]."""
+    return _Entropy.apply(*parts_of(logits), How(temperature, kept_sets))
 
 
 def kl(
-    first: Logits, second: Logits, temperature: float = 1.0, kept: Tensor | None = None
+    logits: Logits, other: Logits, temperature: float = 1.0, kept_sets: Tensor | None = None
 ) -> Tensor:
-    """Return KL(softmax(first / temperature) || softmax(second / temperature)) in nats, [n].
+    """Return KL(softmax(logits / temperature) || softmax(other / temperature)) in nats, [n].
 
-    Exact over the whole vocabulary, or over the `kept` ids (see logprobs), on which both are
+    Exact over the whole vocabulary, or over `kept_sets` (see logprobs), on which both are
     renormalised. For equal logits the value and both gradients are exactly 0. Dtypes may differ.
     With the student first this is the reverse KL of DeepSeek-V4's Eq. 29.
     """
-    return _KL.apply(*parts_of(first), *parts_of(second), How(temperature, kept))
+    return _KL.apply(*parts_of(logits), *parts_of(other), How(temperature, kept_sets))
 
 
 @torch.no_grad()
@@ -141,7 +141,7 @@ def top_k(logits: Logits, k: int, temperature: float = 1.0) -> tuple[Tensor, Ten
         total[rows] = x.exp_().sum(1)
     ids += parallel_state.get_tensor_model_parallel_rank() * size
     top, _, total = normaliser(*across_ranks(partials).unbind(1))
-    best, ids = (torch.cat([*across_ranks(part)], 1) for part in (best, ids))
+    best, ids = (torch.cat([*across_ranks(of_rank)], 1) for of_rank in (best, ids))
     # The sort is stable and ranks stand in the order of their ids: ties keep the lower id first.
     best, order = best.sort(dim=1, descending=True, stable=True)
     best = best[:, :k] - top.unsqueeze(1) - total.log().unsqueeze(1)
@@ -163,18 +163,18 @@ class _LogProbs(torch.autograd.Function):
         ctx: Any, logits: Tensor, lazy: HeadLogits | None, targets: Tensor, how: How
     ) -> Tensor:
         partials = empty_wide(logits, 2 + targets.shape[1], len(logits))
-        largest, total, chosen = partials[0], partials[1], partials[2:]
+        largest, total, target_logits = partials[0], partials[1], partials[2:]
         columns, mine = own_columns(targets, _size(logits, lazy))
         for rows, x in chunks_of(logits, lazy, how):
-            chosen[:, rows] = x.gather(1, columns[rows]).where(mine[rows], 0).T
+            target_logits[:, rows] = x.gather(1, columns[rows]).where(mine[rows], 0).T
             largest[rows] = subtract_maximum(x)
             total[rows] = x.exp_().sum(1)
-        parts = across_ranks(partials)
-        top, _, total = normaliser(parts[:, 0], parts[:, 1])
-        chosen = parts[:, 2:].sum(0)
+        by_rank = across_ranks(partials)
+        top, _, total = normaliser(by_rank[:, 0], by_rank[:, 1])
+        target_logits = by_rank[:, 2:].sum(0)
         ctx.save_for_backward(logits, targets, top, total)
         ctx.how = how
-        return (chosen - top - total.log()).T
+        return (target_logits - top - total.log()).T
 
     @staticmethod
     @once_differentiable
@@ -231,15 +231,15 @@ class _KL(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        first: Tensor,
-        first_lazy: HeadLogits | None,
-        second: Tensor,
-        second_lazy: HeadLogits | None,
+        logits: Tensor,
+        lazy: HeadLogits | None,
+        other: Tensor,
+        other_lazy: HeadLogits | None,
         how: How,
     ) -> Tensor:
-        partials = empty_wide(first, 5, len(first))
+        partials = empty_wide(logits, 5, len(logits))
         largest, total, moment, largest_y, total_y = partials
-        xs, ys = chunks_of(first, first_lazy, how), chunks_of(second, second_lazy, how)
+        xs, ys = chunks_of(logits, lazy, how), chunks_of(other, other_lazy, how)
         for (rows, x), (_, y) in zip(xs, ys, strict=True):
             largest[rows], largest_y[rows] = subtract_maximum(x), subtract_maximum(y)
             e, d, e_y = _compare(x, y)
@@ -249,22 +249,22 @@ class _KL(torch.autograd.Function):
         top_y, moved_y, whole_y = normaliser(largest_y, total_y)
         mean = ((moment + total * (moved - moved_y)) * moved.exp()).sum(0) / whole
         sums = (top, top_y, whole, whole_y, mean)
-        ctx.save_for_backward(first, second, *sums)
-        ctx.lazy, ctx.how = (first_lazy, second_lazy), how
+        ctx.save_for_backward(logits, other, *sums)
+        ctx.lazy, ctx.how = (lazy, other_lazy), how
         return mean + (whole_y / whole).log()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        first, second, top, top_y, whole, whole_y, mean = ctx.saved_tensors
-        first_lazy, second_lazy = ctx.lazy
+        logits, other, top, top_y, whole, whole_y, mean = ctx.saved_tensors
+        lazy, other_lazy = ctx.lazy
         how: How = ctx.how
-        gradient = torch.empty_like(first) if ctx.needs_input_grad[0] else None
-        gradient_y = torch.empty_like(second) if ctx.needs_input_grad[2] else None
+        gradient = torch.empty_like(logits) if ctx.needs_input_grad[0] else None
+        gradient_y = torch.empty_like(other) if ctx.needs_input_grad[2] else None
         factor = (upstream / how.temperature / whole).unsqueeze(1)
         factor_y = (upstream / how.temperature / whole_y).unsqueeze(1)
         mean = mean.unsqueeze(1)
-        xs, ys = chunks_of(first, first_lazy, how), chunks_of(second, second_lazy, how)
+        xs, ys = chunks_of(logits, lazy, how), chunks_of(other, other_lazy, how)
         for (rows, x), (_, y) in zip(xs, ys, strict=True):
             e, d, e_y = _compare(relative_to(x, top[rows]), relative_to(y, top_y[rows]))
             e_scaled = e.mul_(factor[rows])
@@ -303,14 +303,14 @@ def chunks_of(logits: Tensor, lazy: HeadLogits | None, how: How) -> Iterator[tup
         yield rows, x
 
 
-def _drop_others(x: Tensor, kept: Tensor) -> None:
+def _drop_others(x: Tensor, kept_sets: Tensor) -> None:
     """Set ids outside their row's kept set, if it has one, to LOWEST."""
     size = x.shape[1]
-    columns, mine = own_columns(kept, size)
+    columns, mine = own_columns(kept_sets, size)
     # The extra column absorbs the kept ids of other ranks and the padding.
     dropped = torch.ones((len(x), size + 1), dtype=torch.bool, device=x.device)
     dropped.scatter_(1, columns.where(mine, size), False)
-    dropped &= (kept >= 0).any(1, keepdim=True)
+    dropped &= (kept_sets >= 0).any(1, keepdim=True)
     x.masked_fill_(dropped[:, :size], LOWEST)
 
 
@@ -359,7 +359,7 @@ def empty_wide(logits: Tensor, *shape: int) -> Tensor:
     return logits.new_empty(shape, dtype=wide)
 
 
-def across_ranks(part: Tensor) -> Tensor:
+def across_ranks(tensor: Tensor) -> Tensor:
     """Gather a tensor from the tensor-parallel ranks, [TP, ...].
 
     Sums over ranks are then computed locally, in rank order. An all-reduce adds the ranks in
@@ -367,9 +367,9 @@ def across_ranks(part: Tensor) -> Tensor:
     """
     group = parallel_state.get_tensor_model_parallel_group()
     if group.size() == 1:
-        return part.unsqueeze(0)
-    gathered = part.new_empty((group.size(), *part.shape))
-    dist.all_gather([*gathered], part, group=group)
+        return tensor.unsqueeze(0)
+    gathered = tensor.new_empty((group.size(), *tensor.shape))
+    dist.all_gather([*gathered], tensor, group=group)
     return gathered
 
 

@@ -46,8 +46,8 @@ def along(shape: tuple[int, ...], dimension: int, start: int, size: int) -> Box:
 def intersect(one: Box, other: Box) -> Box | None:
     """Return the intersection of two boxes of a tensor, or None where it is empty."""
     offsets, sizes = [], []
-    for first, size, second, length in zip(*one, *other, strict=True):
-        start, stop = max(first, second), min(first + size, second + length)
+    for begin, size, other_begin, other_size in zip(*one, *other, strict=True):
+        start, stop = max(begin, other_begin), min(begin + size, other_begin + other_size)
         if start >= stop:
             return None
         offsets.append(start)

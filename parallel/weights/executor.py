@@ -41,13 +41,15 @@ class _Groups:
     """The groups over which a rank's messages go: one, but for ranks that share GPUs."""
 
     def __init__(self, meetings: Sequence[Meeting], rank: int, device: torch.device) -> None:
-        self._all = [Messages(each, rank, device) for each in meetings if rank in each.members]
+        self._all = [
+            Messages(meeting, rank, device) for meeting in meetings if rank in meeting.members
+        ]
 
     def of(self, rank: int) -> Messages:
         """Return the group with another rank."""
-        for each in self._all:
-            if each.reaches(rank):
-                return each
+        for messages in self._all:
+            if messages.reaches(rank):
+                return messages
         raise RuntimeError(f"refit: no process group with rank {rank}")
 
     def close(self) -> None:
@@ -75,7 +77,7 @@ class Outbox:
         self.outgoing = plan.send(rank)
         self._trainers = plan.layout.sizes.ranks
         self._sent = [
-            each for each in self.outgoing if not plan.fleet.mapped(rank, each.engine_rank)
+            message for message in self.outgoing if not plan.fleet.mapped(rank, message.engine_rank)
         ]
         self._groups = _Groups(meetings, rank, device)
 
@@ -89,7 +91,7 @@ class Outbox:
             receiver = self._trainers + message.engine_rank
             if len(in_flight) == IN_FLIGHT:
                 in_flight.popleft().wait()
-            packed = _packed(self._values(each) for each in message.slices)
+            packed = _packed(self._values(slice_) for slice_ in message.slices)
             sends = [(buffer, receiver) for buffer in packed]
             in_flight.append(self._groups.of(receiver).start(sends=sends))
             del packed, sends  # the batch holds them until they are sent
@@ -105,16 +107,16 @@ class Outbox:
 
         Summed over the trainer ranks, they must equal what the engine ranks report after loading.
         """
-        found: dict[str, int] = {}
+        fingerprints: dict[str, int] = {}
         for message in self.outgoing:
             key = f"{message.engine_rank}/{message.bucket}"
-            for each in message.slices:
-                value = fingerprint(each.tensor, each.box, self._values(each))
-                found[key] = add_fingerprints(found.get(key, 0), value)
-        return found
+            for slice_ in message.slices:
+                value = fingerprint(slice_.tensor, slice_.box, self._values(slice_))
+                fingerprints[key] = add_fingerprints(fingerprints.get(key, 0), value)
+        return fingerprints
 
-    def _values(self, each: Slice) -> torch.Tensor:
-        return self.parameters[f"{each.chunk}/{each.parameter}"][within(each.parameter_box)]
+    def _values(self, slice_: Slice) -> torch.Tensor:
+        return self.parameters[f"{slice_.chunk}/{slice_.parameter}"][within(slice_.parameter_box)]
 
 
 class Inbox:
@@ -136,8 +138,8 @@ class Inbox:
         self.buckets = plan.receive(rank)
         self._model, self._layout, self._device = model, layout, device
         self._trainers = layout.ranks
-        senders = {message.trainer_rank for each in self.buckets for message in each.messages}
-        self._mapped = {each for each in senders if plan.fleet.mapped(each, rank)}
+        senders = {message.trainer_rank for bucket in self.buckets for message in bucket.messages}
+        self._mapped = {sender for sender in senders if plan.fleet.mapped(sender, rank)}
         self._forwarding: list[MessageBatch] = []
         self._memory: dict[int, dict[str, torch.Tensor]] = {}
         # By trainer rank and tensor: a box that the rank holds, its parameter, its offset in that.
@@ -171,28 +173,30 @@ class Inbox:
         A box that one rank holds whole is a view of its memory or message; others are assembled.
         """
         self._finish_forwarding()
-        needs, found = by_tensor(bucket.needs), dict[tuple[str, Box], torch.Tensor]()
+        needs, contents = by_tensor(bucket.needs), dict[tuple[str, Box], torch.Tensor]()
         self._staged = 0
-        for tensor, box, part in self._contents(bucket):
-            need = next(each for each in needs[tensor] if intersect(box, each) == box)
+        for tensor, box, values in self._contents(bucket):
+            need = next(
+                candidate for candidate in needs[tensor] if intersect(box, candidate) == box
+            )
             key = tensor, need
             if box == need:
-                found[key] = part
+                contents[key] = values
                 continue
-            if key not in found:
+            if key not in contents:
                 # `part` may be in a trainer's memory, on its GPU.
-                found[key] = torch.empty(need[1], dtype=part.dtype, device=self._device)
-                self._staged += found[key].nbytes
-            found[key][within(_inside(box, need))].copy_(part)
+                contents[key] = torch.empty(need[1], dtype=values.dtype, device=self._device)
+                self._staged += contents[key].nbytes
+            contents[key][within(_inside(box, need))].copy_(values)
         self.staging_bytes = max(self.staging_bytes, self._staged)
         if bucket.forward_to:
-            packed = _packed(found[need] for need in bucket.needs)
+            packed = _packed(contents[need] for need in bucket.needs)
             receivers = [self._trainers + rank for rank in bucket.forward_to]
             self._forwarding = [
                 self._groups.of(receiver).start(sends=[(buffer, receiver) for buffer in packed])
                 for receiver in receivers
             ]
-        return found
+        return contents
 
     def close(self) -> None:
         """Leave the groups, and unmap the trainer's memory."""
@@ -226,9 +230,9 @@ class Inbox:
                     if intersect(box, outer) != box:
                         continue
                     start = tuple(map(sum, zip(_inside(box, outer)[0], place, strict=True)))
-                    part = self._memory[message.trainer_rank][parameter][within((start, box[1]))]
-                    self.received_bytes += part.nbytes
-                    yield tensor, box, part
+                    values = self._memory[message.trainer_rank][parameter][within((start, box[1]))]
+                    self.received_bytes += values.nbytes
+                    yield tensor, box, values
                     break
                 else:
                     raise KeyError(f"rank {message.trainer_rank} holds no {box} of {tensor}")
@@ -256,11 +260,11 @@ class Inbox:
         for tensor, (_, sizes) in boxes:
             dtype = wire_dtype(tensor, self._model)
             elements[dtype] = elements.get(dtype, 0) + prod(sizes)
-        found = {}
+        buffers = {}
         for dtype, count in elements.items():
-            found[dtype] = torch.empty(count, dtype=dtype, device=self._device)
-            self.received_bytes += found[dtype].nbytes
-        return found
+            buffers[dtype] = torch.empty(count, dtype=dtype, device=self._device)
+            self.received_bytes += buffers[dtype].nbytes
+        return buffers
 
     def _views(
         self, boxes: Boxes, buffers: dict[torch.dtype, torch.Tensor]
@@ -279,11 +283,11 @@ def _inside(box: Box, outer: Box) -> Box:
     return tuple(a - b for a, b in zip(box[0], outer[0], strict=True)), box[1]
 
 
-def _packed(parts: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+def _packed(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Concatenate the parts, one buffer per dtype, in the order of first appearance."""
     flat: dict[torch.dtype, list[torch.Tensor]] = {}
-    for part in parts:
-        flat.setdefault(part.dtype, []).append(part.reshape(-1))
+    for tensor in tensors:
+        flat.setdefault(tensor.dtype, []).append(tensor.reshape(-1))
     return [torch.cat(slices) for slices in flat.values()]
 
 
@@ -294,7 +298,7 @@ def fingerprint(tensor: str, box: Box, values: torch.Tensor) -> int:
     the whole tensor, modulo 2^64. So the fingerprints of parts add up, in any order, to that of the
     whole, and changed, moved or swapped values practically always change it.
     """
-    (first, *across), sizes = box
+    (first_row, *across), sizes = box
     width = values.numel() // sizes[0]
     rows = values.contiguous().view(BITS[values.element_size()]).view(sizes[0], width)
     device = values.device
@@ -307,14 +311,14 @@ def fingerprint(tensor: str, box: Box, values: torch.Tensor) -> int:
     step = max(1, CHUNK // width)
     for start in range(0, sizes[0], step):
         some = rows[start : start + step]
-        lines = torch.arange(first + start, first + start + len(some), device=device) + 1
+        lines = torch.arange(first_row + start, first_row + start + len(some), device=device) + 1
         total += (((lines * _signed(ROWS)).unsqueeze(1) ^ places) * some).sum()
     return int(total)
 
 
-def add_fingerprints(first: int, second: int) -> int:
+def add_fingerprints(one: int, other: int) -> int:
     """Return the fingerprint of two disjoint parts together."""
-    return _signed((first + second) % (1 << 64))
+    return _signed((one + other) % (1 << 64))
 
 
 def _signed(bits: int) -> int:

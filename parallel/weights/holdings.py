@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 from parallel.layout_rules import chunk_layers
 from parallel.settings import LayoutSettings, ModelSettings
 from parallel.weights.boxes import Box, along
-from parallel.weights.names import EMBEDDING, HEAD, ModelWeights, Part, Weight, tensor_prefix
+from parallel.weights.names import EMBEDDING, HEAD, FusedTensor, ModelWeights, Weight, tensor_prefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class Layout:
 
     def holders(self, shard: Shard, stage: int) -> range:
         """Return the ranks of a stage that hold a shard."""
-        sizes, first = self.sizes, stage * self.stage_ranks
+        sizes, first_rank = self.sizes, stage * self.stage_ranks
         step, offset = {
             "whole": (1, 0),
             "split": (sizes.tensor, shard.tensor),
@@ -107,7 +107,7 @@ class Layout:
                 sizes.expert_tensor * shard.expert + shard.tensor,
             ),
         }[shard.kind]
-        return range(first + offset, first + self.stage_ranks, step)
+        return range(first_rank + offset, first_rank + self.stage_ranks, step)
 
     def pieces(self, weights: Sequence[Weight], shard: Shard) -> Iterator[Piece]:
         """Yield a shard's pieces of a bucket's weights; names lack their prefix, chunks are 0."""
@@ -120,14 +120,14 @@ class Layout:
             for local in range(self.experts if weight.experts else 1):
                 number = shard.expert * self.experts + local
                 parameter = weight.parameter.format(expert=local)
-                for part, box, offset in cuts:
-                    yield Piece(part.tensor.format(expert=number), box, 0, parameter, offset)
+                for fused, box, offset in cuts:
+                    yield Piece(fused.tensor.format(expert=number), box, 0, parameter, offset)
 
 
 def held(model: ModelSettings, layout: LayoutSettings, rank: int) -> list[Piece]:
     """Return all pieces of a rank, bucket by bucket; they cover its state_dict exactly once."""
     description, arithmetic = ModelWeights(model), Layout(model, layout)
-    found = []
+    pieces = []
     for key in description.buckets:
         stage, chunk, prefix = arithmetic.place(key)
         if stage != arithmetic.stage(rank):
@@ -136,41 +136,43 @@ def held(model: ModelSettings, layout: LayoutSettings, rank: int) -> list[Piece]
         for shard in arithmetic.shards_of(rank):
             for piece in arithmetic.pieces(weights, shard):
                 tensor, parameter = tensor_prefix(key) + piece.tensor, prefix + piece.parameter
-                found.append(Piece(tensor, piece.box, chunk, parameter, piece.parameter_offset))
-    return found
+                pieces.append(Piece(tensor, piece.box, chunk, parameter, piece.parameter_offset))
+    return pieces
 
 
 def owners(model: ModelSettings, layout: LayoutSettings) -> dict[str, list[tuple[Box, range]]]:
     """Return disjoint boxes that cover each Hugging Face tensor, with the ranks that hold each."""
     description, arithmetic = ModelWeights(model), Layout(model, layout)
-    found: dict[str, list[tuple[Box, range]]] = {}
+    owned_boxes: dict[str, list[tuple[Box, range]]] = {}
     for key in description.buckets:
         prefix, stage = tensor_prefix(key), arithmetic.place(key).stage
         for shard in arithmetic.shards():
             holders = arithmetic.holders(shard, stage)
             for piece in arithmetic.pieces(description.weights[description.kind(key)], shard):
-                found.setdefault(prefix + piece.tensor, []).append((piece.box, holders))
-    return found
+                owned_boxes.setdefault(prefix + piece.tensor, []).append((piece.box, holders))
+    return owned_boxes
 
 
-def _cuts(weight: Weight, ranks: int, rank: int) -> Iterator[tuple[Part, Box, tuple[int, ...]]]:
+def _cuts(
+    weight: Weight, ranks: int, rank: int
+) -> Iterator[tuple[FusedTensor, Box, tuple[int, ...]]]:
     """Yield one of `ranks` parts of a weight as boxes of its tensors, with offsets in the part.
 
     A KV group's queries are followed by its key and value. Gate and up projection are split
     separately, as if every rank were a group.
     """
     if weight.dimension is None:
-        [part] = weight.parts
-        start = (0,) * len(part.shape)
-        yield part, (start, part.shape), start
+        [fused] = weight.tensors
+        start = (0,) * len(fused.shape)
+        yield fused, (start, fused.shape), start
         return
     groups = weight.groups or ranks
-    each = groups // ranks
+    groups_per_rank = groups // ranks
     position = 0
-    for group in range(rank * each, (rank + 1) * each):
-        for part in weight.parts:
-            size = part.shape[weight.dimension] // groups
-            first = part.first + group * size
-            box = along(part.shape, weight.dimension, first, size)
-            yield part, box, along(part.shape, weight.dimension, position, size)[0]
+    for group in range(rank * groups_per_rank, (rank + 1) * groups_per_rank):
+        for fused in weight.tensors:
+            size = fused.shape[weight.dimension] // groups
+            begin = fused.first_row + group * size
+            box = along(fused.shape, weight.dimension, begin, size)
+            yield fused, box, along(fused.shape, weight.dimension, position, size)[0]
             position += size

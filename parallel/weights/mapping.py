@@ -32,8 +32,8 @@ def host_identity() -> str:
 
 def shared_memory_room() -> int:
     """Return the free bytes of this host's shared memory; writing more kills the writer."""
-    found = os.statvfs("/dev/shm")
-    return found.f_bavail * found.f_frsize
+    filesystem = os.statvfs("/dev/shm")
+    return filesystem.f_bavail * filesystem.f_frsize
 
 
 class Region(msgspec.Struct, frozen=True):
@@ -132,12 +132,12 @@ def mapped(shared: SharedMemory) -> dict[str, torch.Tensor]:
             process does not see.
     """
     storages = [_open(handle) for handle in shared.storages]
-    found = {}
+    parameters = {}
     for name, region in shared.regions.items():
         storage = storages[region.storage]
         empty = torch.empty(0, dtype=getattr(torch, region.dtype), device=storage.device)
-        found[name] = empty.set_(storage, region.offset, region.shape, region.stride)
-    return found
+        parameters[name] = empty.set_(storage, region.offset, region.shape, region.stride)
+    return parameters
 
 
 def _open(handle: OpenFile | DeviceMemory) -> Any:
@@ -152,10 +152,10 @@ def _open(handle: OpenFile | DeviceMemory) -> Any:
     path = f"/proc/{handle.process}/fd/{handle.descriptor}"
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
-        found = os.fstat(descriptor)
+        status = os.fstat(descriptor)
         # torch would extend a file that is too short, and create one that is missing.
-        named = found.st_nlink or not stat.S_ISREG(found.st_mode)
-        if named or found.st_size < handle.size:
+        has_name = status.st_nlink or not stat.S_ISREG(status.st_mode)
+        if has_name or status.st_size < handle.size:
             raise ValueError(f"{path} is no shared memory of {handle.size} bytes")
         path = f"/proc/self/fd/{descriptor}"
         return torch.UntypedStorage.from_file(path, shared=True, nbytes=handle.size)

@@ -10,7 +10,13 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from parallel.families import Qwen35MoeArchitecture, architecture, is_linear, routed_layers
+from parallel.families import (
+    Qwen35MoeArchitecture,
+    architecture,
+    is_linear,
+    routed_layers,
+    traits,
+)
 from parallel.settings import ModelSettings
 from parallel.weights.stacks import Member, Stack
 
@@ -36,16 +42,16 @@ class Units:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """A Hugging Face tensor, named within its bucket; `units` count its split dimension.
+class FusedTensor:
+    """A Hugging Face tensor of a weight, named in its bucket; `units` count its split dimension.
 
-    Or the rows of one from `first`, where a tensor joins what megatron-core's parameter mixes.
+    Or its rows from `first_row`, where a tensor joins what megatron-core's parameter mixes.
     """
 
     tensor: str
     shape: tuple[int, ...]
     units: Units | None = None
-    first: int = 0
+    first_row: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +59,15 @@ class Weight:
     """A parameter of megatron-core, named within its bucket, and the tensors fused into it.
 
     Tensor parallelism splits `dimension`; None replicates the weight on every rank. Along it the
-    parts alternate in `groups`; None means one group per rank. With `experts` there is a weight per
-    expert, with {expert} in the names; parameters count experts from 0 on every rank. Those that go
-    `with_experts` are whole on every rank of an engine whose ranks share the tokens of a layer. A
-    weight that an engine adds `once` to what its ranks sum is only on the first of them. A
-    checkpoint may `stack` the parts of all experts.
+    tensors alternate in `groups`; None means one group per rank. With `experts` there is a weight
+    per expert, with {expert} in the names; parameters count experts from 0 on every rank. Those
+    that go `with_experts` are whole on every rank of an engine whose ranks share the tokens of a
+    layer. A weight that an engine adds `once` to what its ranks sum is only on the first of them.
+    A checkpoint may `stack` the tensors of all experts.
     """
 
     parameter: str
-    parts: tuple[Part, ...]
+    tensors: tuple[FusedTensor, ...]
     dimension: int | None = None
     groups: int | None = None
     experts: int = 0
@@ -116,29 +122,30 @@ class ModelWeights:
 
     def tensors(self, key: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the full names and shapes of a bucket's Hugging Face tensors."""
-        prefix, found = tensor_prefix(key), dict[str, tuple[int, ...]]()
+        prefix, shapes = tensor_prefix(key), dict[str, tuple[int, ...]]()
         for weight in self.weights[self.kind(key)]:
             for expert in range(max(1, weight.experts)):
-                for part in weight.parts:
-                    name, (rows, *columns) = part.tensor.format(expert=expert), part.shape
-                    found[prefix + name] = (part.first + rows, *columns)  # the last part ends it
-        yield from found.items()
+                for fused in weight.tensors:
+                    name, (rows, *columns) = fused.tensor.format(expert=expert), fused.shape
+                    # Of several ranges of rows the last ends the tensor.
+                    shapes[prefix + name] = (fused.first_row + rows, *columns)
+        yield from shapes.items()
 
     def stored(self, key: int) -> Iterator[tuple[str, tuple[int, ...], Stack | None]]:
         """Yield the names and shapes of a bucket's tensors in a checkpoint, and what they stack."""
         prefix, stacks = tensor_prefix(key), dict[str, Stack]()
         for weight in self.weights[self.kind(key)]:
             if weight.stack is not None:
-                names = tuple(prefix + part.tensor for part in weight.parts)
-                shape = weight.parts[0].shape
+                names = tuple(prefix + fused.tensor for fused in weight.tensors)
+                shape = weight.tensors[0].shape
                 stack = Stack(prefix + weight.stack, weight.experts, names, shape)
                 every = (name for expert in range(stack.experts) for name in stack.names(expert))
                 stacks |= dict.fromkeys(every, stack)
         for name, shape in self.tensors(key):
-            if (found := stacks.get(name)) is None:
+            if (stacked := stacks.get(name)) is None:
                 yield name, shape, None
-            elif name == found.names(0)[0]:  # in place of all that it stacks
-                yield found.tensor, found.stacked_shape, found
+            elif name == stacked.names(0)[0]:  # in place of all that it stacks
+                yield stacked.tensor, stacked.stacked_shape, stacked
 
     def loaded(self, key: int) -> Iterator[tuple[str, tuple[int, ...], Member | None]]:
         """Yield the names and shapes of what vLLM's loaders take: of stacks, their slices."""
@@ -171,7 +178,7 @@ def loaded_tensors(model: ModelSettings) -> Iterator[tuple[str, tuple[int, ...],
         yield from description.loaded(key)
 
 
-def bucket(tensor: str) -> int:
+def bucket_of(tensor: str) -> int:
     """Return the bucket of a Hugging Face tensor; keys are in the model's order."""
     if layer := LAYER.match(tensor):
         return int(layer[1])
@@ -220,41 +227,40 @@ def plain_name(parameter: str, latent: bool) -> str:
 
 
 def _whole(parameter: str, tensor: str, *shape: int) -> Weight:
-    return Weight(parameter, (Part(tensor, shape),))
+    return Weight(parameter, (FusedTensor(tensor, shape),))
 
 
 def _split(
     parameter: str, tensor: str, shape: tuple[int, ...], dimension: int, units: Units
 ) -> Weight:
-    return Weight(parameter, (Part(tensor, shape, units),), dimension)
+    return Weight(parameter, (FusedTensor(tensor, shape, units),), dimension)
 
 
 def _attention(model: ModelSettings) -> Iterator[Weight]:
-    if model.family == "deepseek_v3":
+    family = traits(model)
+    if family.latent_attention:
         yield from _latent_attention(model)
         return
     queries = Units("model.attention_heads", model.attention_heads)
-    sinks = model.family == "gpt_oss"
     # vLLM's gpt-oss has no rank without a key-value head of its own.
-    groups = Units("model.key_value_heads", model.key_value_heads, repeated=not sinks)
+    groups = Units("model.key_value_heads", model.key_value_heads, repeated=not family.sinks)
     gated = isinstance(architecture(model), Qwen35MoeArchitecture)  # a head's query, then its gate
     widths = {"q": model.head_dim * (2 if gated else 1), "k": model.head_dim, "v": model.head_dim}
     kinds: dict[str, tuple[int, ...]] = {"weight": (model.hidden_size,)}
-    if sinks or getattr(architecture(model), "attention_bias", False):
+    if family.sinks or getattr(architecture(model), "attention_bias", False):
         kinds["bias"] = ()
     for kind, row in kinds.items():
-        parts = tuple(
-            Part(f"self_attn.{name}_proj.{kind}", (units.count * widths[name], *row), units)
+        fused = tuple(
+            FusedTensor(f"self_attn.{name}_proj.{kind}", (units.count * widths[name], *row), units)
             for name, units in (("q", queries), ("k", groups), ("v", groups))
         )
-        yield Weight(f"self_attention.linear_qkv.{kind}", parts, 0, groups=groups.count)
-    always = model.family in ("qwen3_moe", "qwen3_5_moe_text")
-    if always or getattr(architecture(model), "use_qk_norm", False):
+        yield Weight(f"self_attention.linear_qkv.{kind}", fused, 0, groups=groups.count)
+    if family.qk_norm or getattr(architecture(model), "use_qk_norm", False):
         for name in "qk":
             names = f"self_attention.{name}_layernorm.weight", f"self_attn.{name}_norm.weight"
             yield _whole(*names, model.head_dim)
     yield _projection(model, queries, model.head_dim)
-    if sinks:
+    if family.sinks:
         names = "self_attention.linear_proj.bias", "self_attn.o_proj.bias"
         yield _whole(*names, model.hidden_size)
         names = "self_attention.core_attention.softmax_offset", "self_attn.sinks"
@@ -295,15 +301,17 @@ def _delta_net(model: ModelSettings, further: Qwen35MoeArchitecture) -> Iterator
         (values, wide),
     ]
 
-    def joined(tensor: str, *columns: int) -> Iterator[Part]:
-        first = 0
+    def joined(tensor: str, *columns: int) -> Iterator[FusedTensor]:
+        first_row = 0
         for units, rows in sections:
-            yield Part(theirs + tensor, (rows, *columns), units, first)
-            first += rows
+            yield FusedTensor(theirs + tensor, (rows, *columns), units, first_row)
+            first_row += rows
 
     inputs = [*joined("in_proj_qkv.weight", model.hidden_size)]
     for name, rows in (("z", wide), ("b", values.count), ("a", values.count)):
-        inputs.append(Part(f"{theirs}in_proj_{name}.weight", (rows, model.hidden_size), values))
+        inputs.append(
+            FusedTensor(f"{theirs}in_proj_{name}.weight", (rows, model.hidden_size), values)
+        )
     yield Weight(f"{ours}in_proj.weight", tuple(inputs), 0, groups=keys.count)
     filters = tuple(joined("conv1d.weight", 1, further.linear_conv_kernel_dim))
     yield Weight(f"{ours}conv_weight", filters, 0, groups=keys.count)
@@ -320,14 +328,14 @@ def _projection(model: ModelSettings, heads: Units, head_dim: int) -> Weight:
 
 
 def _experts(model: ModelSettings) -> Iterator[Weight]:
-    if model.family == "gpt_oss":
+    if traits(model).biased_experts:
         yield from _biased_experts(model)
         return
     further, mixtral = architecture(model), model.family == "mixtral"
     theirs = "block_sparse_moe." if mixtral else "mlp."
     names = f"{theirs}gate.weight", model.experts, model.hidden_size
     yield _whole("mlp.router.weight", *names)
-    if model.family in ("glm4_moe", "deepseek_v3"):
+    if traits(model).correction_bias:
         bias = "mlp.gate.e_score_correction_bias"
         yield _whole("mlp.router.expert_bias", bias, model.experts)
         width = further.n_shared_experts * model.expert_hidden_size
@@ -359,10 +367,11 @@ def _biased_experts(model: ModelSettings) -> Iterator[Weight]:
     joint, last = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
     gate_up, down = _perceptron(model, ours, theirs, units, experts=model.experts)
     yield replace(gate_up, stack=joint)
-    parts = tuple(
-        Part(f"{theirs}{name}.bias", (units.count,), units) for name in ("gate_proj", "up_proj")
+    biases = tuple(
+        FusedTensor(f"{theirs}{name}.bias", (units.count,), units)
+        for name in ("gate_proj", "up_proj")
     )
-    fused = Weight(f"{ours}linear_fc1.bias", parts, 0, experts=model.experts)
+    fused = Weight(f"{ours}linear_fc1.bias", biases, 0, experts=model.experts)
     yield replace(fused, stack=f"{joint}_bias")
     yield replace(down, stack=last)
     whole = _whole(f"{ours}linear_fc2.bias", f"{theirs}down_proj.bias", model.hidden_size)
@@ -380,6 +389,8 @@ def _perceptron(
     """Yield the fused gate and up projection, and the down projection."""
     wide, narrow = (units.count, model.hidden_size), (model.hidden_size, units.count)
     *fused, down = (f"{theirs}{name}.weight" for name in names)
-    parts = tuple(Part(tensor, wide, units) for tensor in fused)
-    yield Weight(f"{ours}linear_fc1.weight", parts, 0, experts=experts)
-    yield Weight(f"{ours}linear_fc2.weight", (Part(down, narrow, units),), 1, experts=experts)
+    gate_up = tuple(FusedTensor(tensor, wide, units) for tensor in fused)
+    yield Weight(f"{ours}linear_fc1.weight", gate_up, 0, experts=experts)
+    yield Weight(
+        f"{ours}linear_fc2.weight", (FusedTensor(down, narrow, units),), 1, experts=experts
+    )

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from parallel.layout_rules import divisors, one_of
 from parallel.settings import ModelSettings
 from parallel.weights.boxes import Box, along
-from parallel.weights.names import ModelWeights, Part, Units, Weight, tensor_prefix
+from parallel.weights.names import FusedTensor, ModelWeights, Units, Weight, tensor_prefix
 
 
 def engine_violations(
@@ -20,7 +20,7 @@ def engine_violations(
     """Return the reasons why an engine of this size cannot hold the model: (key, message)."""
     description = ModelWeights(model)
     weights = [w for key in description.buckets for w in description.weights[description.kind(key)]]
-    found, ranks = [], tensor_parallel * data
+    violations, ranks = [], tensor_parallel * data
     if expert_parallel or data > 1:  # whole experts need no width that ranks divide
         width = model.expert_hidden_size
         if not expert_parallel and width % ranks:
@@ -28,24 +28,24 @@ def engine_violations(
                 f"{data} x engine.tensor = {ranks} ranks do not divide model.expert_hidden_size ="
                 f" {width}; use expert_parallel: true, or engine.data so that the ranks are"
             )
-            found.append(("engine.data", f"{message} {_any_of(divisors(width))}"))
+            violations.append(("engine.data", f"{message} {_any_of(divisors(width))}"))
         weights = [weight for weight in weights if not weight.experts]
-    split = dict.fromkeys(part.units for weight in weights for part in weight.parts)
-    units = [each for each in split if each is not None]
+    split = dict.fromkeys(fused.units for weight in weights for fused in weight.tensors)
+    units = [unit for unit in split if unit is not None]
     # The vocabulary and the attention heads are never repeated, so their divisors are candidates.
-    common = math.gcd(*(_padded(each) for each in units if not each.repeated))
-    fitting = [size for size in divisors(common) if all(_divides(size, each) for each in units)]
-    for each in units:
-        if not _divides(tensor_parallel, each):
-            count = _padded(each)
-            how = "neither divides nor is a multiple of" if each.repeated else "does not divide"
-            padding = f", rounded up to {count}" if count != each.count else ""
-            message = f"{tensor_parallel} {how} {each.name} = {each.count}{padding}"
-            found.append(("engine.tensor", f"{message}; {one_of(fitting)}"))
+    common = math.gcd(*(_padded(unit) for unit in units if not unit.repeated))
+    fitting = [size for size in divisors(common) if all(_divides(size, unit) for unit in units)]
+    for unit in units:
+        if not _divides(tensor_parallel, unit):
+            count = _padded(unit)
+            how = "neither divides nor is a multiple of" if unit.repeated else "does not divide"
+            padding = f", rounded up to {count}" if count != unit.count else ""
+            message = f"{tensor_parallel} {how} {unit.name} = {unit.count}{padding}"
+            violations.append(("engine.tensor", f"{message}; {one_of(fitting)}"))
     if expert_parallel and ranks > model.experts:
         few = f"{ranks} ranks cannot share model.experts = {model.experts}"
-        found.append(("engine.expert_parallel", f"{few}; use fewer ranks, or false"))
-    return found
+        violations.append(("engine.expert_parallel", f"{few}; use fewer ranks, or false"))
+    return violations
 
 
 def needed(
@@ -56,12 +56,12 @@ def needed(
     Tensors that the rank needs no part of are omitted. `needed_of` explains the arguments.
     """
     description = ModelWeights(model)
-    found = []
+    needed_boxes = []
     for key in description.buckets:
         weights, prefix = description.weights[description.kind(key)], tensor_prefix(key)
         boxes = needed_of(weights, ranks, rank, expert_parallel, data)
-        found += [(prefix + name, box) for name, box in boxes]
-    return found
+        needed_boxes += [(prefix + name, box) for name, box in boxes]
+    return needed_boxes
 
 
 def needed_of(
@@ -86,35 +86,37 @@ def needed_of(
             split = (1, 0)
         if weight.once and split[1] > 0:
             continue
-        boxes = [_box(part, weight.dimension, *split) for part in weight.parts]
+        boxes = [_box(fused, weight.dimension, *split) for fused in weight.tensors]
         experts = range(max(1, weight.experts))
-        for expert in _own(weight.experts, ranks, rank) if whole else experts:
-            for part, box in zip(weight.parts, boxes, strict=True):
+        for expert in _linear_placement(weight.experts, ranks, rank) if whole else experts:
+            for fused, box in zip(weight.tensors, boxes, strict=True):
                 if all(box[1]):
-                    yield part.tensor.format(expert=expert), box
+                    yield fused.tensor.format(expert=expert), box
 
 
 def _any_of(sizes: list[int]) -> str:
     return one_of(sizes).removeprefix("use ")
 
 
-def _own(experts: int, ranks: int, rank: int) -> range:
+def _linear_placement(experts: int, ranks: int, rank: int) -> range:
     """Return the experts of a rank in vLLM's linear placement: the first ranks have one more."""
-    each, more = divmod(experts, ranks)
-    first = rank * each + min(rank, more)
-    return range(first, first + each + (rank < more))
+    per_rank, remainder = divmod(experts, ranks)
+    first_expert = rank * per_rank + min(rank, remainder)
+    return range(first_expert, first_expert + per_rank + (rank < remainder))
 
 
-def _box(part: Part, dimension: int | None, ranks: int, rank: int) -> Box:
-    if dimension is None or part.units is None:
-        return (0,) * len(part.shape), part.shape
-    units = part.units
+def _box(fused: FusedTensor, dimension: int | None, ranks: int, rank: int) -> Box:
+    if dimension is None or fused.units is None:
+        return (0,) * len(fused.shape), fused.shape
+    units = fused.units
     places = min(ranks, units.count) if units.repeated else ranks
-    each = _padded(units) // places
-    first = min(rank * places // ranks * each, units.count)
-    last = min(first + each, units.count)
-    size = part.shape[dimension] // units.count
-    return along(part.shape, dimension, part.first + first * size, (last - first) * size)
+    per_place = _padded(units) // places
+    first_unit = min(rank * places // ranks * per_place, units.count)
+    last_unit = min(first_unit + per_place, units.count)
+    size = fused.shape[dimension] // units.count
+    return along(
+        fused.shape, dimension, fused.first_row + first_unit * size, (last_unit - first_unit) * size
+    )
 
 
 def _padded(units: Units) -> int:

@@ -143,8 +143,8 @@ class Plan:
         self._first = [0, *accumulate(fleet.engines)]
         self._near = cache(self._find_near)
         near = [
-            any(self._near(range(layout.ranks), first + at) for at in range(size))
-            for first, size in zip(self._first[:-1], fleet.engines, strict=True)
+            any(self._near(range(layout.ranks), first_rank + at) for at in range(size))
+            for first_rank, size in zip(self._first[:-1], fleet.engines, strict=True)
         ]
         self._sources = _sources(fleet, layout.ranks, near)
         self.forwards = any(source is not None for source in self._sources)
@@ -177,14 +177,14 @@ class Plan:
         from_rank = None if source is None else self._first[source] + place
         to = [later for later, fed_by in enumerate(self._sources) if fed_by == engine]
         to_ranks = tuple(self._first[later] + place for later in to)
-        found = []
+        buckets = []
         for key in sorted(self.description.buckets, key=lambda key: self.step(engine, key)):
             prefix, kind = tensor_prefix(key), self.description.kind(key)
             names = [name for name, _, _ in self.description.loaded(key)]
             needs = [(prefix + name, box) for name, box in self._needed(kind, ranks, place)]
             messages = [] if from_rank is not None else self._messages(key, rank)
-            found.append(Bucket(key, names, needs, messages, from_rank, to_ranks))
-        return found
+            buckets.append(Bucket(key, names, needs, messages, from_rank, to_ranks))
+        return buckets
 
     def source(self, rank: int) -> int:
         """Return the engine rank (maybe `rank`) that receives this rank's bytes from trainers."""
@@ -201,7 +201,7 @@ class Plan:
         of the rank that it feeds likewise: with d engines between trainer and receiver, 2s + d is a
         time as `Messages.start` asks for.
         """
-        found = []
+        messages = []
         for key in self.description.buckets:
             stage, chunk, ours = self.layout.place(key)
             if stage != self.layout.stage(rank):
@@ -212,12 +212,12 @@ class Plan:
                     Slice(chunk, ours + name, (offset, box[1]), theirs + tensor, box)
                     for tensor, box, name, offset in items
                 ]
-                found.append(OutgoingMessage(key, receiver, slices))
+                messages.append(OutgoingMessage(key, receiver, slices))
         return sorted(
-            found,
-            key=lambda each: (
-                self.step(self._ranks[each.engine_rank][0], each.bucket),
-                self._round(rank, each.engine_rank),
+            messages,
+            key=lambda message: (
+                self.step(self._ranks[message.engine_rank][0], message.bucket),
+                self._round(rank, message.engine_rank),
             ),
         )
 
@@ -231,12 +231,14 @@ class Plan:
         """Return the round of a step in which two ranks meet; each pairs all ranks differently."""
         return (trainer + engine_rank) % len(self._ranks)
 
-    def _mapped_by(self, key: int, rank: int, holders: range, first: int, ranks: int) -> list[int]:
+    def _mapped_by(
+        self, key: int, rank: int, holders: range, first_rank: int, ranks: int
+    ) -> list[int]:
         """Return the places in an engine whose ranks map a shard from this trainer rank."""
         if self.fleet.hosts is None:
             return []
         places = range(ranks)
-        return [at for at in places if self._mapped_from(key, holders, first + at) == rank]
+        return [at for at in places if self._mapped_from(key, holders, first_rank + at) == rank]
 
     def _find_near(self, holders: range, engine_rank: int) -> list[int]:
         """Return the holders whose memory an engine rank maps."""
@@ -254,26 +256,33 @@ class Plan:
         engine, ranks, place = self._ranks[rank]
         boxes: dict[int, list[tuple[str, Box]]] = {}
         for shard in self.layout.shards():
-            found = self._shared(kind, shard, ranks, place)
-            if not found.items:
+            needed_items = self._shared(kind, shard, ranks, place)
+            if not needed_items.items:
                 continue
             holders = self.layout.holders(shard, stage)
             if (near := self._mapped_from(key, holders, rank)) is not None:
-                items = ((prefix + item.tensor, item.box) for item in found.items)
+                items = ((prefix + item.tensor, item.box) for item in needed_items.items)
                 boxes.setdefault(near, []).extend(items)
                 continue
             line = self._line(kind, shard, ranks)
-            start, total, parts = line[place], line[-1], _parts(line, holders)
-            first, last = (_share(start + at, total, parts) for at in (0, found.elements - 1))
+            start, total, share_count = line[place], line[-1], _share_count(line, holders)
+            first_share, last_share = (
+                _share(start + at, total, share_count) for at in (0, needed_items.elements - 1)
+            )
             # Where fewer ranks send than hold a shard, they take turns.
-            turn = (self._position[key] + engine) * parts
-            for part in range(first, last + 1):
-                low, high = total * part // parts - start, total * (part + 1) // parts - start
-                taken = [(prefix + item.tensor, item.box) for item in _within(found, low, high)]
+            turn = (self._position[key] + engine) * share_count
+            for share in range(first_share, last_share + 1):
+                low, high = (
+                    total * share // share_count - start,
+                    total * (share + 1) // share_count - start,
+                )
+                taken = [
+                    (prefix + item.tensor, item.box) for item in _within(needed_items, low, high)
+                ]
                 if taken:
-                    boxes.setdefault(holders[(turn + part) % len(holders)], []).extend(taken)
-        messages = [Message(each, boxes[each], self._round(each, rank)) for each in boxes]
-        return sorted(messages, key=lambda each: (each.round, each.trainer_rank))
+                    boxes.setdefault(holders[(turn + share) % len(holders)], []).extend(taken)
+        messages = [Message(sender, boxes[sender], self._round(sender, rank)) for sender in boxes]
+        return sorted(messages, key=lambda message: (message.round, message.trainer_rank))
 
     def _sent(self, key: int, rank: int) -> dict[int, list[_Item]]:
         """Return the items of a bucket that a trainer rank sends to each engine rank."""
@@ -282,24 +291,24 @@ class Plan:
         for shard in self.layout.shards_of(rank):
             holders = self.layout.holders(shard, stage)
             for engine in self.fed:
-                ranks, first = self.fleet.engines[engine], self._first[engine]
-                whole = self._mapped_by(key, rank, holders, first, ranks)
+                ranks, first_rank = self.fleet.engines[engine], self._first[engine]
+                whole = self._mapped_by(key, rank, holders, first_rank, ranks)
                 for place in whole:
                     if items := self._shared(kind, shard, ranks, place).items:
-                        sent.setdefault(first + place, []).extend(items)
+                        sent.setdefault(first_rank + place, []).extend(items)
                 line = self._line(kind, shard, ranks)
-                total, parts = line[-1], _parts(line, holders)
-                turn = (self._position[key] + engine) * parts
-                part = (holders.index(rank) - turn) % len(holders)
-                if not total or part >= parts:
+                total, share_count = line[-1], _share_count(line, holders)
+                turn = (self._position[key] + engine) * share_count
+                share = (holders.index(rank) - turn) % len(holders)
+                if not total or share >= share_count:
                     continue
-                low, high = total * part // parts, total * (part + 1) // parts
+                low, high = total * share // share_count, total * (share + 1) // share_count
                 for place in range(bisect_right(line, low) - 1, bisect_left(line, high)):
-                    if self._mapped_from(key, holders, first + place) is not None:
+                    if self._mapped_from(key, holders, first_rank + place) is not None:
                         continue
-                    found = self._shared(kind, shard, ranks, place)
-                    if taken := _within(found, low - line[place], high - line[place]):
-                        sent.setdefault(first + place, []).extend(taken)
+                    needed_items = self._shared(kind, shard, ranks, place)
+                    if taken := _within(needed_items, low - line[place], high - line[place]):
+                        sent.setdefault(first_rank + place, []).extend(taken)
         return sent
 
     def _find_line(self, kind: str, shard: Shard, ranks: int) -> list[int]:
@@ -321,56 +330,56 @@ class Plan:
 
 def by_tensor(needs: Iterable[tuple[str, Box]]) -> dict[str, list[Box]]:
     """Return the boxes of each tensor, in order; several of one that joins several matrices."""
-    found: dict[str, list[Box]] = {}
+    boxes: dict[str, list[Box]] = {}
     for tensor, box in needs:
-        found.setdefault(tensor, []).append(box)
-    return found
+        boxes.setdefault(tensor, []).append(box)
+    return boxes
 
 
 def _sources(fleet: EngineSizes, trainers: int, near: list[bool]) -> list[int | None]:
     """Return the engine that forwards to each engine; None where the trainers feed it."""
-    found: list[int | None] = []
+    sources: list[int | None] = []
     same: dict[int, list[int]] = {}  # engines so far, by size
     direct: dict[int, int] = {}  # and how many of them are fed, once that is settled
     fed = 0
     for engine, size in enumerate(fleet.engines):
         if near[engine]:
-            found.append(None)
+            sources.append(None)
             continue
         earlier = same.setdefault(size, [])
         if fleet.forwarding and earlier and fed + size > trainers:
             direct.setdefault(size, len(earlier))
         if size in direct:
-            found.append(earlier[-direct[size]])
+            sources.append(earlier[-direct[size]])
         else:
-            found.append(None)
+            sources.append(None)
             fed += size
         earlier.append(engine)
-    return found
+    return sources
 
 
-def _share(position: int, total: int, parts: int) -> int:
+def _share(position: int, total: int, share_count: int) -> int:
     """Return the part of range(total) that has a position; part n starts at total * n // parts."""
-    return ((position + 1) * parts - 1) // total
+    return ((position + 1) * share_count - 1) // total
 
 
-def _parts(line: list[int], holders: range) -> int:
+def _share_count(line: list[int], holders: range) -> int:
     """Return the number of ranks that share the sending of a shard."""
     return min(len(holders), max(1, line[-1] // GRAIN))
 
 
-def _within(found: _Items, low: int, high: int) -> list[_Item]:
+def _within(needed_items: _Items, low: int, high: int) -> list[_Item]:
     """Return the whole rows that start in elements [low, high) of an engine rank's items."""
-    if low <= 0 and high >= found.elements:
-        return found.items
+    if low <= 0 and high >= needed_items.elements:
+        return needed_items.items
     taken = []
-    for item, start in zip(found.items, found.starts, strict=True):
+    for item, start in zip(needed_items.items, needed_items.starts, strict=True):
         offsets, sizes = item.box
         row = prod(sizes[1:])
-        first = min(max(0, -(-(low - start) // row)), sizes[0])
-        last = min(max(0, -(-(high - start) // row)), sizes[0])
-        if first < last:
-            box = (offsets[0] + first, *offsets[1:]), (last - first, *sizes[1:])
+        first_row = min(max(0, -(-(low - start) // row)), sizes[0])
+        last_row = min(max(0, -(-(high - start) // row)), sizes[0])
+        if first_row < last_row:
+            box = (offsets[0] + first_row, *offsets[1:]), (last_row - first_row, *sizes[1:])
             place = _shifted(item.parameter_offset, offsets, box[0])
             taken.append(item._replace(box=box, parameter_offset=place))
     return taken

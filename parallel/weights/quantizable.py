@@ -25,7 +25,7 @@ EXPERT = re.compile(r"^(.*\.experts)\.\d+\.")
 
 
 @dataclass(frozen=True)
-class FusedTensors:
+class VllmMatrix:
     """The weights that vLLM stacks into one matrix, which have one global scale.
 
     `name` is the matrix's, `module` that of the module, which is quantized as a whole: of experts,
@@ -37,29 +37,29 @@ class FusedTensors:
     tensors: tuple[tuple[str, tuple[int, ...]], ...]
 
 
-def quantizable(model: ModelSettings) -> Iterator[FusedTensors]:
+def quantizable(model: ModelSettings) -> Iterator[VllmMatrix]:
     """Yield the weights of all linear layers but gates and the head, in the model's order."""
     description = ModelWeights(model)
     for key in description.buckets:
         if key in (EMBEDDING, HEAD):
             continue
         matrices = {
-            part.tensor
+            fused_tensor.tensor
             for weight in description.weights[description.kind(key)]
-            for part in weight.parts
-            if len(part.shape) == 2
+            for fused_tensor in weight.tensors
+            if len(fused_tensor.shape) == 2
             and weight.parameter not in GATES
-            and not NARROW.search(part.tensor)
+            and not NARROW.search(fused_tensor.tensor)
         }
         prefix = f"model.layers.{key}."
         fused: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
         for name, shape in description.tensors(key):
-            own = name.removeprefix(prefix)
-            if re.sub(r"\.experts\.\d+\.", ".experts.{expert}.", own) in matrices:
+            name_in_layer = name.removeprefix(prefix)
+            if re.sub(r"\.experts\.\d+\.", ".experts.{expert}.", name_in_layer) in matrices:
                 fused.setdefault(_fused_name(name), []).append((name, shape))
-        for name, parts in fused.items():
+        for name, tensors in fused.items():
             expert = EXPERT.match(name)
-            yield FusedTensors(name, expert[1] if expert else name, tuple(parts))
+            yield VllmMatrix(name, expert[1] if expert else name, tuple(tensors))
 
 
 def module_name(tensor: str) -> str:

@@ -17,19 +17,19 @@ from parallel.weights.boxes import Box
 class Stack:
     """A tensor of a checkpoint that stacks the parts of every expert.
 
-    `parts` name them, with {expert}; all have `shape`, [outputs, inputs] or [outputs].
+    `part_names` name them, with {expert}; all have `shape`, [outputs, inputs] or [outputs].
     """
 
     tensor: str
     experts: int
-    parts: tuple[str, ...]
+    part_names: tuple[str, ...]
     shape: tuple[int, ...]
 
     @property
     def member_shape(self) -> tuple[int, ...]:
         """The shape of an expert's slice: [inputs, outputs of all parts], or the latter alone."""
         outputs, *inputs = self.shape
-        return *inputs, len(self.parts) * outputs
+        return *inputs, len(self.part_names) * outputs
 
     @property
     def stacked_shape(self) -> tuple[int, ...]:
@@ -38,29 +38,29 @@ class Stack:
 
     def names(self, expert: int) -> list[str]:
         """Return the names of an expert's parts."""
-        return [part.format(expert=expert) for part in self.parts]
+        return [name.format(expert=expert) for name in self.part_names]
 
     def part(self, member: Any, number: int) -> Any:
         """Return the view of one part in an expert's slice, or in a box of it of whole outputs.
 
         `member` is a tensor or an array.
         """
-        view = member[..., number :: len(self.parts)]
+        view = member[..., number :: len(self.part_names)]
         return view.swapaxes(0, 1) if view.ndim == 2 else view
 
     def covering(self, box: Box) -> Box:
         """Return the box of an expert's slice that has a box of each of its parts."""
-        (first, *offsets), (size, *sizes) = box
-        count = len(self.parts)
-        return (*offsets, count * first), (*sizes, count * size)
+        (first_output, *offsets), (size, *sizes) = box
+        count = len(self.part_names)
+        return (*offsets, count * first_output), (*sizes, count * size)
 
     def covered(self, box: Box) -> Box:
         """Return the box that a box of an expert's slice has of each part; inverts `covering`."""
-        (*offsets, first), (*sizes, size) = box
-        count = len(self.parts)
-        if first % count or size % count:
+        (*offsets, first_output), (*sizes, size) = box
+        count = len(self.part_names)
+        if first_output % count or size % count:
             raise ValueError(f"{self.tensor}: {box} splits the outputs of its {count} parts")
-        return (first // count, *offsets), (size // count, *sizes)
+        return (first_output // count, *offsets), (size // count, *sizes)
 
 
 class Member(NamedTuple):
@@ -82,5 +82,5 @@ class Member(NamedTuple):
 
     def boxes(self, box: Box) -> list[tuple[str, Box]]:
         """Return the names of the slice's parts, with the box that a box of it has of each."""
-        own = self.stack.covered(box)
-        return [(name, own) for name in self.names]
+        part_box = self.stack.covered(box)
+        return [(name, part_box) for name in self.names]

@@ -76,7 +76,7 @@ def turn(
     engines.refit(trained, version)
     engines.open_caches()
     awake = [client.describe().weight_version for client in engines.live()]
-    on_main(lambda: put_to_sleep(list(addresses), settings, wanted=False))
+    on_main(lambda: put_to_sleep(list(addresses), settings, needed=False))
     engines.refit(trained, version)
     engines.open_caches()
     return {

@@ -77,7 +77,7 @@ def wrong_tensors(trained: Any, engines: Any, model: ModelSettings) -> list[str]
     from parallel.distributed import is_main
     from parallel.hugging_face.weights import unstacked
     from parallel.weights.executor import add_fingerprints, fingerprint
-    from parallel.weights.names import bucket, stored_tensors
+    from parallel.weights.names import bucket_of, stored_tensors
 
     stacks = {name: stack for name, _, stack in stored_tensors(model)}
     whole: dict[str, Any] = {}
@@ -91,7 +91,7 @@ def wrong_tensors(trained: Any, engines: Any, model: ModelSettings) -> list[str]
             at = number % data * size + rank
             for name, (offsets, sizes) in needed(model, size * data, at, data=data):
                 place = tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
-                key = str(bucket(name))
+                key = str(bucket_of(name))
                 value = fingerprint(name, (offsets, sizes), whole[name][place])
                 expected[key] = add_fingerprints(expected.get(key, 0), value)
             theirs = {key: int(value) for key, value in landed.fingerprints.items()}

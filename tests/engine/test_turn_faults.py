@@ -99,7 +99,7 @@ def test_only_shared_gpus_are_taken_in_turns() -> None:
 def test_a_stage_begins_when_all_its_engines_sleep() -> None:
     """One that is awake since a killed stage and cannot sleep is replaced."""
     Client.failing[("1", "sleep")] = EngineRefused("engine 1 refused sleep")
-    put_to_sleep([Path("0"), Path("1")], ENGINE, wanted=True)
+    put_to_sleep([Path("0"), Path("1")], ENGINE, needed=True)
     first, second = (
         [method for name, method in Client.calls if name == engine] for engine in ("0", "1")
     )
@@ -110,7 +110,7 @@ def test_a_stage_begins_when_all_its_engines_sleep() -> None:
 def test_an_engine_whose_member_does_not_sleep_is_replaced_whole() -> None:
     Client.failing[("1", "sleep")] = EngineRefused("engine 1 refused sleep")
     pairs = ENGINE.model_copy(update={"data": 2})
-    put_to_sleep([Path(name) for name in "0123"], pairs, wanted=True)
+    put_to_sleep([Path(name) for name in "0123"], pairs, needed=True)
     starts = [name for name, method in Client.calls if method == "connect"]
     assert sorted(starts) == ["0", "0", "1", "1", "2", "3"]
     assert [name for name, method in Client.calls if method == "give_up"] == ["1"]
@@ -120,7 +120,7 @@ def test_engines_are_waited_for_at_the_same_time(monkeypatch: pytest.MonkeyPatch
     """Other ranks wait in a collective, which times out."""
     together = threading.Barrier(3)
     monkeypatch.setattr(Client, "connect", lambda _: together.wait(PATIENCE_SECONDS), raising=False)
-    put_to_sleep([Path("0"), Path("1"), Path("2")], ENGINE, wanted=True)
+    put_to_sleep([Path("0"), Path("1"), Path("2")], ENGINE, needed=True)
     assert sorted(Client.calls) == [("0", "sleep"), ("1", "sleep"), ("2", "sleep")]
 
 
@@ -159,7 +159,7 @@ def test_the_group_of_objects_has_the_same_timeout(monkeypatch: pytest.MonkeyPat
 def test_a_stage_without_engines_waits_for_none(capfd: pytest.CaptureFixture[str]) -> None:
     Client.published = {"1", "2"}
     Client.failing[("2", "sleep")] = EngineError("engine 2 is gone")
-    put_to_sleep([Path("0"), Path("1"), Path("2")], ENGINE, wanted=False)
+    put_to_sleep([Path("0"), Path("1"), Path("2")], ENGINE, needed=False)
     assert sorted(Client.calls) == [("1", "sleep"), ("2", "sleep")]
     assert "may hold memory: engine 2 is gone" in capfd.readouterr().err
 

@@ -205,12 +205,12 @@ def divergences(p: list[float], q: list[float]) -> dict[str, Any]:
 
     student, teacher = logits(p).requires_grad_(), logits(q)
     middle = logits([(a + b) / 2 for a, b in zip(p, q, strict=True)])
-    reverse = vocabulary.kl(student, teacher, kept=kept)
+    reverse = vocabulary.kl(student, teacher, kept_sets=kept)
     reverse.sum().backward()
     return {
         "reverse": reverse.item(),
-        "forward": vocabulary.kl(teacher, student, kept=kept).item(),
-        "jsd": sum(vocabulary.kl(x, middle, kept=kept).item() / 2 for x in (student, teacher)),
+        "forward": vocabulary.kl(teacher, student, kept_sets=kept).item(),
+        "jsd": sum(vocabulary.kl(x, middle, kept_sets=kept).item() / 2 for x in (student, teacher)),
         "gradient": student.grad[0].tolist(),
     }
 
@@ -234,7 +234,7 @@ def keep_mask(p: list[float], kept: list[int]) -> list[float]:
     logits = own(torch.tensor([p] * len(p), dtype=torch.float64).log())
     targets = torch.arange(len(p))
     sets = torch.tensor([[*kept, -1]] * len(p))
-    found = vocabulary.logprobs(logits, targets, kept=sets)
+    found = vocabulary.logprobs(logits, targets, kept_sets=sets)
     return [*found.tolist(), *vocabulary.logprobs(logits, targets).tolist()]
 
 

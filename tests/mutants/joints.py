@@ -8,8 +8,8 @@ MUTANTS = [
     Mutant(
         "a pair is padded as one sequence",
         "parallel/micro_batches.py",
-        "[sum(slot_tokens(each, context) for each in unit) for unit in share] for share in shares",
-        "[slot_tokens(sum(unit), context) for unit in share] for share in shares",
+        "[sum(slot_tokens(length, context) for length in unit) for unit in share]",
+        "[slot_tokens(sum(unit), context) for unit in share]",
         "tests/parallel/test_batch.py"
         "::test_each_sequence_of_a_pair_is_padded_for_context_parallelism",
     ),

@@ -120,8 +120,8 @@ MUTANTS = [
     Mutant(
         "a kept set is dropped",
         "parallel/batch.py",
-        "targets, kept = self.batch.own_targets, self.batch.kept",
-        "targets, kept = self.batch.own_targets, None",
+        "targets, kept_sets = self.batch.own_targets, self.batch.kept",
+        "targets, kept_sets = self.batch.own_targets, None",
         "tests/stages/test_expert.py tests/audit",
     ),
     Mutant(

@@ -46,11 +46,11 @@ def test_the_ranks_of_a_row_hold_every_sequence_whole_and_apart(
     tokens, routes = np.full(row.tokens, -1), np.full((row.tokens, 3, 2), -1)
     positions = np.full(row.tokens, -1)
     for part in parts:
-        assert len(part.row.own) == row.tokens // len(places)
-        tokens[part.row.own] = part.tokens[0].numpy()
-        positions[part.row.own] = part.positions[0].numpy()
+        assert len(part.row.local_positions) == row.tokens // len(places)
+        tokens[part.row.local_positions] = part.tokens[0].numpy()
+        positions[part.row.local_positions] = part.positions[0].numpy()
         assert part.row.routes is not None
-        routes[part.row.own] = part.row.routes.numpy().transpose(1, 0, 2)
+        routes[part.row.local_positions] = part.row.routes.numpy().transpose(1, 0, 2)
     predicted = np.zeros(parts[0].mask.shape, int)
     for part in parts:
         np.add.at(predicted.reshape(-1), part.place.numpy(), 1)
@@ -95,7 +95,9 @@ def test_packing_computes_little_but_the_samples() -> None:
 @pytest.mark.parametrize("places", CONTEXTS, ids=["whole", "context 2", "context 4"])
 def test_every_token_sees_its_own_sequence_up_to_itself(places: list[RankPlace]) -> None:
     drawn = samples(12, 3, longest=150)
-    gathered = np.concatenate([collate(drawn, place, False).row.own for place in places])
+    gathered = np.concatenate(
+        [collate(drawn, place, False).row.local_positions for place in places]
+    )
     for place in places:
         row = collate(drawn, place, replay=False).row
         grids, back = _grids(row, place, device())
@@ -107,7 +109,7 @@ def test_every_token_sees_its_own_sequence_up_to_itself(places: list[RankPlace])
                     if (mask := grid.sees(None)) is not None:
                         sees = mask[line, 0, column].numpy()
                     seen.append(gathered[grid.keys[line].numpy()[sees]].tolist())
-        for local, index in enumerate(row.own):
+        for local, index in enumerate(row.local_positions):
             start = row.starts[np.searchsorted(row.starts, index, side="right") - 1]
             assert seen[int(back[local])] == list(range(start, index + 1))
 

@@ -10,11 +10,12 @@ from pydantic import ValidationError
 from transformers import AutoConfig
 
 from parallel.estimates.tensor_sizes import parameter_count
-from parallel.families import FAMILIES, architecture, family_violations
+from parallel.families import FAMILIES, architecture, family_violations, traits
 from parallel.hugging_face.config import contradictions, expected_tensors, hugging_face_config
 from parallel.model.parameters import initialize
 from parallel.model.policy import Policy
 from parallel.settings import InitializationSettings, LayoutSettings, ModelSettings
+from parallel.weights.names import stored_tensors, tensors
 from tests.layouts.real_models import real_model
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -209,3 +210,19 @@ def test_rules_of_a_family(changes: dict[str, object], key: str) -> None:
     assert list(family_violations(model("deepseek_v3"), layout)) == []
     found = [key for key, _ in family_violations(model("deepseek_v3", **changes), layout)]
     assert any(each.startswith(key) for each in found), found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_traits_are_those_of_the_weights_and_the_configuration(family: str) -> None:
+    settings = model(family)
+    has, names = traits(settings), " ".join(tensors(settings))
+    assert has.latent_attention == ("kv_a_proj_with_mqa" in names)
+    assert has.qk_norm == ("q_norm" in names)
+    assert has.sinks == ("self_attn.sinks" in names)
+    assert has.delta_nets == ("linear_attn" in names)
+    assert has.correction_bias == ("e_score_correction_bias" in names)
+    assert has.shared_experts == ("shared_expert" in names)
+    assert has.biased_experts == ("experts.0.down_proj.bias" in names)
+    assert has.biased_experts == any(stack for _, _, stack in stored_tensors(settings))
+    assert has.dense_layers == ("first_k_dense_replace" in has.further.model_fields)
+    assert has.windows == ("sliding_window" in has.further.model_fields)

@@ -10,7 +10,7 @@ from modelopt.torch.quantization.qtensor import NVFP4QTensor
 from torch import Tensor
 
 from parallel.hugging_face.quantized import Format, Scheme, quantized
-from parallel.weights.quantizable import FusedTensors, module_name
+from parallel.weights.quantizable import VllmMatrix, module_name
 
 ROWS, COLUMNS = 48, 128
 SCHEMES = [("fp8", None), ("nvfp4", 16), ("int8", 32), ("int4", 32), ("int4", 128)]
@@ -77,7 +77,7 @@ def test_fused_parts_share_the_scale_of_their_largest_weight(place: int) -> None
     """Wherever the largest stands: vLLM multiplies the whole matrix by one global scale."""
     scheme = Scheme("nvfp4", 16, torch.float32)
     names = [f"model.layers.0.self_attn.{each}_proj.weight" for each in "qkv"]
-    matrix = FusedTensors("qkv", "qkv", tuple((name, (ROWS, COLUMNS)) for name in names))
+    matrix = VllmMatrix("qkv", "qkv", tuple((name, (ROWS, COLUMNS)) for name in names))
     weights = {name: drawn()[0] / drawn()[0].abs().max() for name in names}
     weights[names[place]] *= -4.0
     alone = torch.ones(2, 2)

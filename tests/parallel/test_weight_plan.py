@@ -19,7 +19,7 @@ from parallel.weights.holdings import Layout, held, owners
 from parallel.weights.names import (
     EMBEDDING,
     HEAD,
-    bucket,
+    bucket_of,
     is_precise,
     loaded_tensors,
     plain_name,
@@ -292,7 +292,7 @@ def test_tensors_equal_those_of_transformers(family: str, variant: int) -> None:
     assert found == {name: spec.shape for name, spec in expected.items()}
     for name, spec in expected.items():
         assert spec.dtype == DTYPES["fp32" if is_precise(name) else "bf16"], name
-    keys = [bucket(name) for name in found]
+    keys = [bucket_of(name) for name in found]
     assert keys == sorted(keys)
     assert set(keys) == {EMBEDDING, *range(5), HEAD}
 
@@ -429,7 +429,7 @@ def test_stacked_tensors_have_every_part_once(family: str) -> None:
             for number, name in enumerate(stack.names(expert)):
                 stack.part(stored[expert], number)[...] = whole[name]
                 seen.add(name)
-                assert bucket(name) == bucket(stack.tensor)
+                assert bucket_of(name) == bucket_of(stack.tensor)
         assert (stored >= 0).all()
         box = (1, *(0,) * (len(stack.shape) - 1)), (2, *stack.shape[1:])
         cover = stack.covering(box)

@@ -20,7 +20,7 @@ from parallel.distributed import gather, is_main
 from parallel.errors import UserError
 from parallel.model.policy import Policy
 from parallel.model.routing import Router, router_inputs
-from parallel.weights.names import bucket, is_precise, is_router, tensors
+from parallel.weights.names import bucket_of, is_precise, is_router, tensors
 from stages.kinds.merge_weights.methods.recalibration import RouterObjective, RouterSamples
 
 # The weight of each model and its tensor of a name, whole, in float64, in the order of the models.
@@ -69,7 +69,7 @@ def recalibrate(
 
 def router_name(policy: Policy, layer: int) -> str:
     """Return the Hugging Face name of a layer's router."""
-    names = (name for name in tensors(policy.settings) if bucket(name) == layer)
+    names = (name for name in tensors(policy.settings) if bucket_of(name) == layer)
     return next(name for name in names if is_router(name) and not is_precise(name))
 
 

@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field, field_validator
 from pydantic_core import PydanticCustomError
 
 from parallel.errors import hint
+from parallel.families import traits
 from parallel.settings import Count, Settings
 from stages.data.settings import GeneratedDemonstrationSettings, ReasoningGymPromptSettings
 from stages.kinds.kind import (
@@ -152,8 +153,9 @@ class MergeWeightsSettings(StageSettings):
             if self.recalibration != RecalibrationSettings():
                 yield f"{key}.recalibration", "only of routers: recalibrated; remove it"
             return
-        if run.model.family == "gpt_oss":
-            message = "recalibrated solves for a router's weight, and gpt_oss' have biases too"
+        if traits(run.model).biased_experts:
+            biased = f"{run.model.family}' have biases too"
+            message = f"recalibrated solves for a router's weight, and {biased}"
             yield f"{key}.routers", f"{message}; use merged or kept"
         if others := [name for name in self.names(domains) if name not in domains]:
             yield (

@@ -9,19 +9,14 @@ from typing import Literal
 
 from pydantic import Field
 
+from parallel.families import traits
 from parallel.settings import Count, ModelSettings
-from parallel.weights.quantizable import FusedTensors, quantizable
+from parallel.weights.quantizable import VllmMatrix, quantizable
 from stages.guards.settings import LossGateSettings
 from stages.kinds.kind import MODEL, Found, RunBlocks, StageKind, StageSettings, register
 
 GROUP_SIZES = {"int8": 128, "int4": 128, "nvfp4": 16}  # weights that share a scale, by default
 GROUPED = ("int8", "int4")  # the formats whose group size is free
-
-# Families that are not quantized, and why.
-UNQUANTIZED = {
-    "gpt_oss": "its checkpoints stack the experts with their biases",
-    "qwen3_5_moe_text": "no engine has loaded delta nets quantized",
-}
 
 
 class QuantizeSettings(StageSettings):
@@ -62,7 +57,7 @@ class QuantizeSettings(StageSettings):
     def violations(self, key: str, run: RunBlocks, domains: Sequence[str]) -> Found:
         if self.from_ is None:
             yield f"{key}.from", "must name the stage whose model is quantized"
-        if reason := UNQUANTIZED.get(run.model.family):
+        if reason := traits(run.model).unquantized:
             message = f"{run.model.family} is not quantized: {reason}"
             yield key, f"{message}; remove the stage"
             return
@@ -92,14 +87,14 @@ class QuantizeSettings(StageSettings):
                 )
                 break
 
-    def quantized(self, model: ModelSettings) -> list[FusedTensors]:
+    def quantized(self, model: ModelSettings) -> list[VllmMatrix]:
         """Return the matrices that are quantized, in the model's order."""
         return [each for each in quantizable(model) if not self._excludes(each.tensors[0][0])]
 
     def _excludes(self, tensor: str) -> bool:
         return any(fnmatchcase(tensor, pattern) for pattern in self.exclude)
 
-    def _torn(self, matrices: Sequence[FusedTensors]) -> tuple[str, str] | None:
+    def _torn(self, matrices: Sequence[VllmMatrix]) -> tuple[str, str] | None:
         """Return a module of vLLM that would be quantized in part, and a tensor of it that is."""
         excluded: dict[str, dict[bool, str]] = {}
         for matrix in matrices if self.exclude else ():

@@ -26,7 +26,7 @@ from parallel.machine.device import DTYPES
 from parallel.model.moments import InputMoments
 from parallel.model.policy import Policy
 from parallel.settings import ModelSettings
-from parallel.weights.quantizable import FusedTensors, module_name
+from parallel.weights.quantizable import VllmMatrix, module_name
 from stages.kinds.export.work import beside, complete, probe, publish, remove_unfinished
 from stages.kinds.quantize.calibration import calibration_batches, calibration_samples
 from stages.kinds.quantize.settings import QuantizeSettings
@@ -62,7 +62,7 @@ def export(
     policy: Policy,
     job: StageJob,
     scheme: Scheme,
-    matrices: Sequence[FusedTensors],
+    matrices: Sequence[VllmMatrix],
     moments: dict[str, torch.Tensor],
 ) -> None:
     """Write the quantized checkpoint, and give the policy the weights read back. Collective.
@@ -97,7 +97,7 @@ def export(
             publish(unfinished, output, replaces=True)
 
 
-def ignored(model: ModelSettings, matrices: Sequence[FusedTensors]) -> list[str]:
+def ignored(model: ModelSettings, matrices: Sequence[VllmMatrix]) -> list[str]:
     """Return the linear layers that are not quantized, as compressed-tensors and vLLM name them.
 
     Where the experts of a layer stay as they are, vLLM looks for their module and transformers for
@@ -119,7 +119,7 @@ def ignored(model: ModelSettings, matrices: Sequence[FusedTensors]) -> list[str]
 
 
 def _stored(
-    whole: dict[str, TensorSpec], scheme: Scheme, matrices: Sequence[FusedTensors]
+    whole: dict[str, TensorSpec], scheme: Scheme, matrices: Sequence[VllmMatrix]
 ) -> Iterator[tuple[str, TensorSpec]]:
     """Yield the tensors of the quantized checkpoint."""
     names = {name for matrix in matrices for name, _ in matrix.tensors}
@@ -133,7 +133,7 @@ def _stored(
 
 def _summary(
     scheme: Scheme,
-    matrices: Sequence[FusedTensors],
+    matrices: Sequence[VllmMatrix],
     whole: dict[str, TensorSpec],
     expected: dict[str, TensorSpec],
 ) -> str:
