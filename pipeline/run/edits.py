@@ -48,11 +48,11 @@ def edit_of(run: Run, states: Mapping[str, StageState]) -> Edit | None:
         for path in sorted((run.path / "stages").glob("[!.]*"))
         if path.name not in names and (path / "manifest.json").exists()
     }
-    stale = {name: each.cause for name, each in states.items() if each.state == "stale"}
+    stale = {name: state.cause for name, state in states.items() if state.state == "stale"}
     absent = [stage for stage in run.stages if not run.stage(stage.name).path.exists()]
     before = _recorded(run) if absent else None
-    known = _names_in(before) if before else names
-    new = [stage for stage in absent if stage.name not in known]
+    former_names = _names_in(before) if before else names
+    new = [stage for stage in absent if stage.name not in former_names]
     if not (stale or new or deleted):
         return None
     again = {stage.name for stage in run.downstream(stale)}
@@ -87,7 +87,7 @@ def hints(run: Run, edit: Edit) -> Iterator[str]:
     for name, path in edit.deleted.items():
         yield f"  deleted: {name}: its output stays in {path}"
     for old, new in edit.renamed:
-        quoted = [f"'{each}'" if "{" in each else each for each in (old, new)]
+        quoted = [f"'{name}'" if "{" in name else name for name in (old, new)]
         yield f"  renamed? reuse it with: braid mv {shown(run.path)} {' '.join(quoted)}"
 
 
@@ -102,13 +102,13 @@ def _recorded(run: Run) -> Blocks | None:
     Only these and the names of the domains are read: the rest takes a second at 1,000 domains.
     """
     text = read_text(run.settings_file)
-    found = Reader().value(_below(text, "stages"), ("stages",))
-    if not isinstance(found, TreeMapping):
+    tree = Reader().value(_below(text, "stages"), ("stages",))
+    if not isinstance(tree, TreeMapping):
         return None
     try:
         # As `validate` reads settings: only strict JSON takes a list for a tuple, and no more.
         stages = TypeAdapter(dict[str, AnyStageSettings]).validate_json(
-            json.dumps(plain(found)), strict=True
+            json.dumps(plain(tree)), strict=True
         )
     except ValidationError:
         return None
@@ -120,13 +120,13 @@ def _recorded(run: Run) -> Blocks | None:
 
 def _below(text: str, key: str) -> str:
     """Return the lines below a key of the document, by the indentation alone."""
-    _, _, rest = f"\n{text}".partition(f"\n{key}:\n")
-    return re.split(r"^\S", rest, maxsplit=1, flags=re.MULTILINE)[0]
+    _, _, below = f"\n{text}".partition(f"\n{key}:\n")
+    return re.split(r"^\S", below, maxsplit=1, flags=re.MULTILINE)[0]
 
 
 def _names_in(blocks: Blocks) -> set[str]:
     """Return the names of the stages and gates of blocks."""
-    return {name for each in blocks.stages for name in (each.name, each.gate) if name}
+    return {name for stage in blocks.stages for name in (stage.name, stage.gate) if name}
 
 
 def _renamed(
@@ -135,7 +135,7 @@ def _renamed(
     """Yield each pair of names under which a new stage would repeat a deleted one."""
     left = [stage for stage in before.stages if stage.name in deleted]
     former: dict[str, str] = {}  # names of stages of before, by new names
-    found: dict[tuple[str, str], None] = {}
+    pairs: dict[tuple[str, str], None] = {}
     for stage in new:  # inputs come first
         outputs = {name: run.stage(former.get(name, name)).output() for name in stage.inputs}
         now = lineage_from(stage, outputs, run.settings.layout.model_dump())
@@ -146,9 +146,9 @@ def _renamed(
                 former[stage.name] = other.name
                 left.remove(other)
                 if (pair := _names(run, before, other, stage)) is not None:
-                    found[pair] = None
+                    pairs[pair] = None
                 break
-    yield from found
+    yield from pairs
 
 
 def _same(recorded: Lineage, now: Lineage, former: Mapping[str, str]) -> bool:

@@ -125,11 +125,11 @@ def lineage_from(
 
     `checkpoints` has the newest checkpoint of every input; a parent without one is None.
     """
-    found = {
+    outputs = {
         name: outside_model(Path(name)) if is_path(name) else checkpoints[name]
         for name in stage.sources
     }
-    digests = {name: each.digest if each else None for name, each in found.items()}
+    digests = {name: output.digest if output else None for name, output in outputs.items()}
     return Lineage(
         stage=stage.name,
         parents=digests,
@@ -157,10 +157,10 @@ def write_manifest(directory: StageDirectory, lineage: Lineage) -> None:
 def read_manifest(directory: StageDirectory) -> Manifest | None:
     """Return the recorded lineage; None if the stage never started or the file is damaged."""
     try:
-        found = MANIFEST.validate_python(json.loads(read_text(directory.manifest)))
+        manifest = MANIFEST.validate_python(json.loads(read_text(directory.manifest)))
     except (FileNotFoundError, ValueError, RecursionError):
         return None
-    return completed(found)
+    return completed(manifest)
 
 
 def completed(manifest: Manifest) -> Manifest:
@@ -171,16 +171,16 @@ def completed(manifest: Manifest) -> Manifest:
 def _completed(recorded: dict[str, Any]) -> dict[str, Any]:
     """Return a manifest's settings with the keys that its version did not have yet."""
     added = {
-        f"{each.removesuffix(known)}{key}": value
-        for known, others in ADDED.items()
-        for each in recorded
-        if f".{each}".endswith(f".{known}")
-        for key, value in others.items()
+        f"{path.removesuffix(marker)}{key}": value
+        for marker, defaults in ADDED.items()
+        for path in recorded
+        if f".{path}".endswith(f".{marker}")
+        for key, value in defaults.items()
     }
     of_kinds = {
-        f"{each.rpartition('.')[0]}.{key}": value
-        for each, kind in recorded.items()
-        if each.endswith((".kind", ".name")) and isinstance(kind, str)
+        f"{path.rpartition('.')[0]}.{key}": value
+        for path, kind in recorded.items()
+        if path.endswith((".kind", ".name")) and isinstance(kind, str)
         for key, value in ADDED_TO_KINDS.get(kind, {}).items()
     }
     # Of a mapping that is not empty, the keys below it are recorded.
@@ -220,42 +220,42 @@ def code_revision() -> str:
     """Return the commit of this code, `-dirty` with local changes; `unknown` outside git."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        found = subprocess.run(
+        described = subprocess.run(
             command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10
         )
     except (OSError, subprocess.TimeoutExpired):
         return "unknown"
-    return found.stdout.strip() or "unknown"
+    return described.stdout.strip() or "unknown"
 
 
 @cache
 def package_versions() -> dict[str, str]:
     """Return the installed versions of the packages that decide a result."""
-    found = {}
+    versions = {}
     for name in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
+            versions[name] = metadata.version(name)
+    return versions
 
 
 def fingerprints(reads: dict[str, Any]) -> dict[str, str | None]:
     """Return a digest for every setting that names files; None where they are missing."""
-    found: dict[str, str | None] = {}
+    digests: dict[str, str | None] = {}
     tokenizer = reads.get(TOKENIZER, CHARACTERS)
     if tokenizer != CHARACTERS:
         directory = Path(tokenizer)
         files = {file for name in TOKENIZER_FILES for file in directory.glob(name)}
-        found[TOKENIZER] = files_digest(files, whole=True)
-        found[TEMPLATE] = template_digest(directory)
+        digests[TOKENIZER] = files_digest(files, whole=True)
+        digests[TEMPLATE] = template_digest(directory)
     if END_TOKENS in reads and reads[END_TOKENS] is None:
-        found[GENERATION_IDS] = _generation_digest(reads[INITIAL], tokenizer)
+        digests[GENERATION_IDS] = _generation_digest(reads[INITIAL], tokenizer)
     for key, value in reads.items():
         if _names_files(key):
             source = reads[f"{key.removesuffix('path')}source"]
-            found[key] = files_digest(FileSettings(source=source, path=value).files())
+            digests[key] = files_digest(FileSettings(source=source, path=value).files())
         elif key.endswith(".function") and matches(key, FUNCTIONS):
-            found[key] = code_digest(value, reads[f"{key.removesuffix('function')}path"])
-    return found
+            digests[key] = code_digest(value, reads[f"{key.removesuffix('function')}path"])
+    return digests
 
 
 def _generation_digest(weights: str | None, tokenizer: str) -> str | None:
@@ -273,5 +273,5 @@ def _names_files(key: str) -> bool:
 
 def code_digest(function: str, directory: str | Path | None) -> str | None:
     """Return the digest of the Python files of a reward's module; None where it has none."""
-    found = module_files(function.partition(":")[0], Path(directory) if directory else None)
-    return files_digest(found.files, whole=True) if found else None
+    modules = module_files(function.partition(":")[0], Path(directory) if directory else None)
+    return files_digest(modules.files, whole=True) if modules else None

@@ -138,10 +138,10 @@ class Run(RunDirectory):
             directory = self.stage(stage.name)
             checkpoint = checkpoints[stage.name] = directory.output()
             left = _Output(self, stage, newest.get(stage.name), checkpoint, directory.attempts())
-            found = left.state(partial(lineage_from, stage, checkpoints, layout), states)
-            if found.state not in ("done", "stale"):  # no job changes these two
-                found = left.queued_state(queue, jobs.get(stage.name)) or found
-            states[stage.name] = found
+            state = left.state(partial(lineage_from, stage, checkpoints, layout), states)
+            if state.state not in ("done", "stale"):  # no job changes these two
+                state = left.queued_state(queue, jobs.get(stage.name)) or state
+            states[stage.name] = state
         return states
 
     @cached_property
@@ -167,19 +167,19 @@ class Run(RunDirectory):
         Raises:
             UserError: the run has no stage of a name.
         """
-        known = {stage.name: stage for stage in self.stages}
-        wanted = set(names)
-        for name in sorted(wanted - known.keys()):
-            raise UserError(f"{shown(self.path)} has no stage {name}; {hint(name, known)}")
-        return [stage for stage in self.stages if not wanted or stage.name in wanted]
+        by_name = {stage.name: stage for stage in self.stages}
+        selected = set(names)
+        for name in sorted(selected - by_name.keys()):
+            raise UserError(f"{shown(self.path)} has no stage {name}; {hint(name, by_name)}")
+        return [stage for stage in self.stages if not selected or stage.name in selected]
 
     def downstream(self, names: Iterable[str]) -> list[Stage]:
         """Return the named stages and all that depend on them, in the order of the graph."""
-        found = set(names)
+        reached = set(names)
         for stage in self.stages:  # inputs come first
-            if not found.isdisjoint(stage.inputs):
-                found.add(stage.name)
-        return [stage for stage in self.stages if stage.name in found]
+            if not reached.isdisjoint(stage.inputs):
+                reached.add(stage.name)
+        return [stage for stage in self.stages if stage.name in reached]
 
     def write_settings(self) -> None:
         """Write run.yaml, with every default written out.
@@ -216,18 +216,18 @@ class Run(RunDirectory):
             path = self.stage(stage.name).results
             if stage.kind != "evaluate" or states[stage.name].state != "done":
                 continue
-            if (found := read_models(path)) is None:
+            if (evaluated := read_models(path)) is None:
                 raise UserError(
                     f"{shown(path)} is damaged; rerun the evaluation with --from {stage.name}"
                 )
-            for model, domains in found.items():
+            for model, domains in evaluated.items():
                 models.setdefault(model, {}).update(domains)
         return self.in_order(models)
 
     def in_order(self, models: Mapping[str, OfModel]) -> dict[str, OfModel]:
         """Return models by name in the order of the plan; those of no stage come last."""
-        known = (stage.name for stage in self.stages if stage.name in models)
-        return {name: models[name] for name in dict.fromkeys([*known, *models])}
+        ordered = (stage.name for stage in self.stages if stage.name in models)
+        return {name: models[name] for name in dict.fromkeys([*ordered, *models])}
 
     def model_path(self, reference: str) -> Path:
         """Return the checkpoint that a reference of a stage means.
@@ -237,9 +237,9 @@ class Run(RunDirectory):
         """
         if not is_path(reference):
             return self.checkpoint_path(reference)
-        if (found := outside_model(Path(reference))) is None:
+        if (checkpoint := outside_model(Path(reference))) is None:
             raise UserError(f"{reference}: no stage, checkpoint or Hugging Face checkpoint there")
-        return found.path.absolute()
+        return checkpoint.path.absolute()
 
     @contextmanager
     def lock(self, shared: bool = False) -> Iterator[None]:
