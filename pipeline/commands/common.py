@@ -97,7 +97,6 @@ MODULES = (
     "init",
     "simulate",
     "run",
-    "edit",
     "bundle",
     "domain",
     "slurm",

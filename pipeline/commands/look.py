@@ -44,7 +44,7 @@ from pipeline.run.directory import RunDirectory
 from pipeline.run.edits import edit_json, edit_lines, edit_of
 from pipeline.run.graph import Stage, rerun_options
 from pipeline.run.ledger import took
-from pipeline.run.run import Run, unfinished_text
+from pipeline.run.run import Run
 from pipeline.run.select import unfinished
 from pipeline.slurm.queue import is_queued, queue_of, states_now
 from pipeline.slurm.submit import check_engines
@@ -166,10 +166,10 @@ def _refused_here(settings: RunSettings, stages: Sequence[Stage]) -> Iterator[st
     "  braid plan configs/quickstart.yaml --memory layout.recompute=full\n"
     "  braid plan configs/quickstart.yaml --memory --cluster configs/clusters/mine.yaml\n\n"
     "Of a run that exists it also shows what an edit of the configuration reuses, makes stale and\n"
-    "leaves behind, and the `braid mv` that keeps the work of a renamed stage.\n\n"
+    "leaves behind, and the key `was` that keeps the work of a renamed stage.\n\n"
     'JSON: as `braid status RUN --json`, each stage also with "next" and "seconds_left", and\n'
     '"edit": null or {"reused", "stale": {STAGE: CAUSE}, "reruns", "new", "deleted": {STAGE:\n'
-    'PATH}, "renamed": [[OLD, NEW]]}; with\n'
+    'PATH}, "renamed": [[WAS, BLOCK]]}; with\n'
     '--memory {"stages": {STAGE: [{"parameters", "gradients", "optimizer", "frozen",\n'
     '"activations"}]}}, in bytes by pipeline rank.',
     Argument("--memory", action="store_true", help="show the memory of every stage instead"),
@@ -287,8 +287,6 @@ def _show_run(arguments: Namespace, run: Run) -> None:
         print_json(arguments, report.run_state(run, states))
         return
     print(report.status_table(run, states))
-    if run.renaming.exists():
-        say(unfinished_text(run))
     if unasked:
         warn([unasked])
     if report.evaluated(run, states):

@@ -37,6 +37,7 @@ from pipeline.run import gates
 from pipeline.run.bundle.reproduce import compare, foreseen
 from pipeline.run.directory import TRUST_OPTION, check_owner, warn_of_readers
 from pipeline.run.edits import moved_lines
+from pipeline.run.former import move_renamed
 from pipeline.run.gates import GateStopped
 from pipeline.run.graph import Stage
 from pipeline.run.metrics import Models
@@ -108,6 +109,7 @@ def run(arguments: Namespace) -> None:
         check_not_queued(run)
         check_settings(run, arguments.rerun, moved_lines(run))
         run.write_settings()
+        move_renamed(run)
         if other is not None:
             common.reuse_from(run, other)
         _run_stages(run, arguments)
@@ -137,6 +139,7 @@ def resume(arguments: Namespace) -> None:
     warn_of_readers(run)
     with run.lock():
         check_not_queued(run)
+        move_renamed(run)
         _run_stages(run, arguments)
 
 

@@ -28,6 +28,7 @@ from pipeline.estimate.gpu_memory import gpus_of, unchecked
 from pipeline.report import status as report
 from pipeline.run.directory import RunDirectory, check_owner, warn_of_readers
 from pipeline.run.edits import moved_lines
+from pipeline.run.former import move_renamed
 from pipeline.run.gates import check_stopped
 from pipeline.run.graph import Stage
 from pipeline.run.ledger import State, latest
@@ -289,6 +290,7 @@ def _settled(asked: _Submission) -> dict[str, StageState]:
     check_dependencies(asked.wanted, as_done(asked.planned(before), "stale", *IN_FLIGHT))
     check_settings(run, asked.rerun, moved_lines(run))
     run.write_settings()
+    move_renamed(run)
     if asked.other is not None:
         common.reuse_from(run, asked.other)
     common.rerun(run, asked.rerun)

@@ -53,7 +53,6 @@ class RunDirectory:
     submission = Below("slurm/submit.sh")  # the sbatch commands
     profile_source = Below("slurm/profile")  # the path of the file that `cluster` was read from
     submitting = Below("slurm/submitting")  # exists while Slurm may have jobs not in the ledger
-    renaming = Below("renaming.json")  # exists while `braid mv` has not finished
     lock_file = Below("run.lock")
 
     @property

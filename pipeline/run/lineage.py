@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
@@ -24,6 +24,7 @@ from parallel.settings import CHARACTERS
 from pipeline.config.modules import module_files
 from pipeline.config.tokenizers import template_digest
 from pipeline.config.unroll import is_path
+from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import Stage, digest, problems
 from pipeline.run.outside import outside_model
 from stages.data.end_tokens import KEY as END_TOKENS
@@ -151,7 +152,28 @@ def write_manifest(directory: StageDirectory, lineage: Lineage) -> None:
         code=code_revision(),
         versions=package_versions(),
     )
+    save_manifest(directory, manifest)
+
+
+def save_manifest(directory: StageDirectory, manifest: Manifest) -> None:
+    """Write a manifest into a stage's directory, atomically."""
     write_atomically(directory.manifest, json.dumps(asdict(manifest), indent=2) + "\n")
+
+
+def renamed(manifest: Manifest, names: Mapping[str, str], reads: Mapping[str, Any]) -> Manifest:
+    """Return a manifest in which renamed stages have their new names, which `names` has by the old.
+
+    A setting that names a stage, such as a KL reference, is renamed where the stage `reads` the new
+    name at its key; else it differs, and the stage is stale.
+    """
+    settings = {
+        key: names[value]
+        if isinstance(value, str) and value in names and reads.get(key) == names[value]
+        else value
+        for key, value in manifest.settings.items()
+    }
+    parents = {names.get(name, name): output for name, output in manifest.parents.items()}
+    return replace(manifest, parents=parents, settings=settings, config=digest(settings))
 
 
 def read_manifest(directory: StageDirectory) -> Manifest | None:
@@ -189,6 +211,39 @@ def _completed(recorded: dict[str, Any]) -> dict[str, Any]:
     return {**missing, **recorded}
 
 
+def stage_paths(run: RunDirectory) -> dict[str, Path]:
+    """Return the directories of a run's stages by name, also of deleted ones."""
+    return {path.name: path for path in sorted((run.path / "stages").glob("[!.]*"))}
+
+
+def former_names(run: RunDirectory, stages: Sequence[Stage]) -> dict[str, str]:
+    """Return, by stage, the name of the directory that has its work and was not moved yet.
+
+    Work is recognised by the name that its random numbers derive from: its manifest records it, and
+    a renamed block keeps it as `was`.
+    """
+    paths = stage_paths(run)
+    left = paths.keys() - {stage.name for stage in stages}
+    if not left:  # asked at each refresh: most runs read no manifest here
+        return {}
+    absent = {
+        stage.seeded_as: stage.name
+        for stage in stages
+        if not run.stage(stage.name).manifest.exists()
+    }
+    seeds = {name: _seed_name(paths[name]) for name in sorted(left)} if absent else {}
+    return {absent[seed]: name for name, seed in seeds.items() if seed in absent}
+
+
+def _seed_name(path: Path) -> str | None:
+    """Return the name that a stage's random numbers derived from; its own where none are recorded.
+
+    None without a readable manifest: nothing of it can be reused.
+    """
+    manifest = read_manifest(StageDirectory(path))
+    return (manifest.seeded_as or manifest.stage) if manifest else None
+
+
 def changes(recorded: Lineage, now: Lineage) -> Iterator[str]:
     """Yield each difference that makes a recorded result stale."""
     changed = [
@@ -206,7 +261,7 @@ def changes(recorded: Lineage, now: Lineage) -> Iterator[str]:
         if files is not None and recorded.files.get(key, files) != files:
             yield f"the files of {key} changed"
     if None not in (recorded.seeded_as, now.seeded_as) and recorded.seeded_as != now.seeded_as:
-        yield f"seeded_as was {recorded.seeded_as} and is now {now.seeded_as}"
+        yield f"the name that seeds it was {recorded.seeded_as} and is now {now.seeded_as}"
     if recorded.settings != now.settings:
         keys = recorded.settings.keys() | now.settings.keys()
         for key in sorted(keys):

@@ -73,6 +73,9 @@ def recorded_stage(run: RecordedRun, name: str) -> RecordedStage:
         only = domains[0] if len(domains) == 1 else None
         teachers = _teachers(own, name, domains)
         parent = own["from"] and _resolved(run, own["from"], only)
+        was = own.get("was", own.get("seeded_as"))  # its key in older versions
+        if was and own["for_each"] and "{domain}" not in was:
+            was = f"{was}.{{domain}}"
         return RecordedStage(
             name,
             own["kind"],
@@ -82,7 +85,7 @@ def recorded_stage(run: RecordedRun, name: str) -> RecordedStage:
             {each: _resolved(run, teachers[each], each) for each in domains if each in teachers},
             _model(run, own["reference"], parent, only) if own["kind"] == "dpo" else None,
             tuple(_objectives(run, own, domains, parent)) if own["kind"] == "grpo" else (),
-            _placed(own["seeded_as"] or name, only),
+            _placed(was or name, only),
         )
 
 
