@@ -24,7 +24,7 @@ LOOP_KEYS = (
 )
 # Of a stage's own block: what it starts from, waits for and is called is in the graph, and the
 # lineage has the digests of its inputs and the name that it is seeded as.
-STRUCTURE = ("from", "for_each", "as", "domains", "after", "seeded_as", "teachers", "models")
+STRUCTURE = ("from", "for_each", "as", "domains", "after", "was", "teachers", "models")
 TEACHER_KEYS = ("teacher_memory.resident", "teacher_memory.hidden_states")
 NEUTRAL_KEYS = (
     *("guards", "gate", *STRUCTURE, *TEACHER_KEYS),

@@ -11,7 +11,6 @@ from pipeline.commands.support.registry import Argument, command
 from pipeline.commands.support.runs import load_run
 from pipeline.run.bundle.reproduce import bundle_at, compare
 from pipeline.run.bundle.writer import has_finished, write_bundle
-from pipeline.run.run import check_renamed
 from pipeline.text import say, shown
 
 
@@ -49,7 +48,6 @@ from pipeline.text import say, shown
 def bundle(arguments: Namespace) -> None:
     """Write the bundle of a run, or compare a run with one."""
     run = load_run(arguments)
-    check_renamed(run)
     if arguments.check != (arguments.bundle is not None):
         raise UserError("braid bundle --check RUN BUNDLE compares; braid bundle RUN writes")
     if arguments.check:

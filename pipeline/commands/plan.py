@@ -41,10 +41,10 @@ from pipeline.text import say, warn
     "  braid plan configs/quickstart.yaml --memory layout.recompute=full\n"
     "  braid plan configs/quickstart.yaml --memory --cluster configs/clusters/mine.yaml\n\n"
     "Of a run that exists it also shows what an edit of the configuration reuses, makes stale and\n"
-    "leaves behind, and the `braid mv` that keeps the work of a renamed stage.\n\n"
+    "leaves behind, and the key `was` that keeps the work of a renamed stage.\n\n"
     'JSON: as `braid status RUN --json`, each stage also with "next" and "seconds_left", and\n'
     '"edit": null or {"reused", "stale": {STAGE: CAUSE}, "reruns", "new", "deleted": {STAGE:\n'
-    'PATH}, "renamed": [[OLD, NEW]]}; with\n'
+    'PATH}, "renamed": [[WAS, BLOCK]]}; with\n'
     '--memory {"stages": {STAGE: [{"parameters", "gradients", "optimizer", "frozen",\n'
     '"activations"}]}}, in bytes by pipeline rank.',
     Argument("--memory", action="store_true", help="show the memory of every stage instead"),

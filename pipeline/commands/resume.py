@@ -9,6 +9,7 @@ from pipeline.commands.support.registry import command
 from pipeline.commands.support.runs import load_run_to_start
 from pipeline.commands.support.starting import check_machine, start_stages
 from pipeline.run.directory import warn_of_readers
+from pipeline.run.former import move_renamed
 from pipeline.run.select import (
     MAY_CHANGE,
     check_selection,
@@ -39,4 +40,5 @@ def resume(arguments: Namespace) -> None:
     warn_of_readers(run)
     with run.lock():
         check_not_queued(run)
+        move_renamed(run)
         start_stages(run, arguments)

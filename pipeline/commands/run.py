@@ -15,6 +15,7 @@ from pipeline.report.explain import dry_run
 from pipeline.run.bundle.reproduce import compare, foreseen
 from pipeline.run.directory import check_owner, warn_of_readers
 from pipeline.run.edits import moved_lines
+from pipeline.run.former import move_renamed
 from pipeline.run.run import Run
 from pipeline.run.select import (
     check_selection,
@@ -69,6 +70,7 @@ def run(arguments: Namespace) -> None:
         check_not_queued(run)
         check_settings(run, arguments.rerun, moved_lines(run))
         run.write_settings()
+        move_renamed(run)
         if other is not None:
             reuse_from(run, other)
         start_stages(run, arguments)

@@ -13,7 +13,7 @@ from pipeline.commands.support.registry import Argument, command
 from pipeline.commands.support.runs import load_run, read_run, run_paths
 from pipeline.report import status as report
 from pipeline.run.directory import RunDirectory
-from pipeline.run.run import Run, unfinished_text
+from pipeline.run.run import Run
 from pipeline.slurm.queue import queue_of, states_now
 from pipeline.text import reason, say, shown, warn
 
@@ -54,8 +54,6 @@ def _show_run(arguments: Namespace, run: Run) -> None:
         print_json(arguments, report.run_state(run, states))
         return
     print(report.status_table(run, states))
-    if run.renaming.exists():
-        say(unfinished_text(run))
     if unasked:
         warn([unasked])
     if report.evaluated(run, states):

@@ -20,6 +20,7 @@ from pipeline.estimate.capacity import check_capacity
 from pipeline.estimate.gpu_memory import gpus_of, unchecked
 from pipeline.run.directory import RunDirectory, check_owner, warn_of_readers
 from pipeline.run.edits import moved_lines
+from pipeline.run.former import move_renamed
 from pipeline.run.gates import check_stopped
 from pipeline.run.graph import Stage
 from pipeline.run.ledger import State
@@ -218,6 +219,7 @@ def _settled(submission: _Submission) -> dict[str, StageState]:
     )
     check_settings(run, submission.rerun, moved_lines(run))
     run.write_settings()
+    move_renamed(run)
     if submission.other is not None:
         reuse_from(run, submission.other)
     rerun(run, submission.rerun)

@@ -75,8 +75,12 @@ class Unrolled:
 
     @property
     def seeded_as(self) -> str:
-        """The name that its random numbers derive from."""
-        return _named(self.settings.seeded_as or self.name, self.domain)
+        """The name that its random numbers derive from: its first one."""
+        if (template := self.settings.was) is None:
+            return self.name
+        if self.settings.for_each and "{domain}" not in template:
+            template = f"{template}.{{domain}}"  # as the stages of a block without `as` are named
+        return _named(template, self.domain)
 
     @property
     def gate(self) -> str | None:
@@ -324,10 +328,10 @@ def _block_rules(run: RunSettings) -> Found:
                 f"{key}.gate",
                 f"it compares the stage with what that starts from, and {key}.from is null",
             )
-        for where, template in (("as", block.as_), ("seeded_as", block.seeded_as)):
+        for where, template in (("as", block.as_), ("was", block.was)):
             if template is None:
                 continue
-            if block.for_each and "{domain}" not in template:
+            if where == "as" and block.for_each and "{domain}" not in template:
                 yield (
                     f"{key}.{where}",
                     f"{template} would name the stages of all domains alike; write "

@@ -56,7 +56,7 @@ def why(run: Run, name: str) -> Iterator[str]:
         yield f"  after {gate}, which is {_with_cause(states[gate])}"
     if manifest:
         yield f"  by the code of {manifest.code}"
-        yield f"  with {', '.join(' '.join(each) for each in manifest.versions.items())}"
+        yield f"  with {', '.join(' '.join(package) for package in manifest.versions.items())}"
     for event in run.events:
         if event.stage == name:
             after = f" after {clock(event.seconds)}" if event.seconds is not None else ""
@@ -115,9 +115,9 @@ def dry_run(
     """
     states = planned_states(run, states_now(run), reused, rerun)
     again = {stage.name for stage in run.downstream(rerun)}
-    wanted = run.chosen(only)
-    names = {stage.name for stage in wanted}
-    if stale := stale_among(states, wanted):
+    selected = run.chosen(only)
+    names = {stage.name for stage in selected}
+    if stale := stale_among(states, selected):
         raise StaleStages(run, stale)
     actions = next_action(run.stages, states)
     for name, text in actions.items():
@@ -129,7 +129,7 @@ def dry_run(
         elif aside:
             actions[name] = f"is put aside, and {text}"
     cannot, ranks, samples = blocked(run.stages, states), {}, False
-    for stage in wanted:
+    for stage in selected:
         if stage.name not in cannot and states[stage.name].state in ("pending", "failed"):
             directory, samples = run.stage(stage.name), samples or stage.needs_engine
             attempts = 0 if stage.name in again else directory.attempts()
@@ -200,8 +200,8 @@ def _grown(find: Callable[[], Path], is_running: Callable[[], bool] | None) -> I
             break
         time.sleep(LOOK_SECONDS)
     if not log.path.exists():
-        known = sorted(path.name for path in log.path.parent.glob("*.log"))
-        there = f"; there are {', '.join(known)}" if known else ""
+        names = sorted(path.name for path in log.path.parent.glob("*.log"))
+        there = f"; there are {', '.join(names)}" if names else ""
         raise UserError(f"there is no {shown(log.path)}{there}")
     yield log.rest()
 

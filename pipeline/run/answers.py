@@ -73,21 +73,21 @@ def measured_models(run: Run) -> dict[str, MeasuredModel]:
             f"{shown(run.path)} has no evaluation; add one to its stages:"
             " evaluate: {kind: evaluate}"
         )
-    known = {stage.name: stage for stage in run.stages}
-    found: dict[str, dict[str, DomainAnswers]] = {}
+    stages = {stage.name: stage for stage in run.stages}
+    measured: dict[str, dict[str, DomainAnswers]] = {}
     sources: dict[str, str] = {}
     for stage in evaluations:
         if run.states[stage.name].state == "stale":
             continue
         for name, source in stage.models.items():
             if domains := dict(_answers(run, stage, name)):
-                found.setdefault(name, {}).update(domains)
+                measured.setdefault(name, {}).update(domains)
                 sources[name] = source
-    if not found:
+    if not measured:
         raise _nothing_measured(run, evaluations)
     return {
-        name: MeasuredModel(run, name, known.get(sources[name]), domains)
-        for name, domains in run.in_order(found).items()
+        name: MeasuredModel(run, name, stages.get(sources[name]), domains)
+        for name, domains in run.in_order(measured).items()
     }
 
 
@@ -107,9 +107,9 @@ def common_keys(domain: str, models: Sequence[MeasuredModel]) -> list[str]:
     first, *others = models
     for other in others:
         _check_comparable(domain, first, other)
-    common = set.intersection(*(set(each.domains[domain].keys) for each in models))
+    common = set.intersection(*(set(model.domains[domain].keys) for model in models))
     if not common:
-        names = ", ".join(f"{each.name} of {shown(each.run.path)}" for each in models)
+        names = ", ".join(f"{model.name} of {shown(model.run.path)}" for model in models)
         raise UserError(f"{domain}: no problem in common of {names}; they cannot be compared")
     return [key for key in first.domains[domain].keys if key in common]
 
@@ -126,7 +126,7 @@ def _check_comparable(domain: str, one: MeasuredModel, other: MeasuredModel) -> 
                     " keys of its problems, which tell whether two runs have the same ones; rerun"
                     f" it: braid resume {run} --from {answers.evaluation}"
                 )
-    here, there = (f"{each.name} of {shown(each.run.path)}" for each in (one, other))
+    here, there = (f"{model.name} of {shown(model.run.path)}" for model in (one, other))
     for key in sorted(mine.grading.keys() | yours.grading.keys()):
         before, after = mine.grading.get(key), yours.grading.get(key)
         if before != after:
@@ -139,7 +139,9 @@ def _check_comparable(domain: str, one: MeasuredModel, other: MeasuredModel) -> 
 def _nothing_measured(run: Run, evaluations: Sequence[Stage]) -> UserError:
     """Return the error of a run without one measured model, with the command that measures."""
     states = [(stage.name, run.states[stage.name]) for stage in evaluations]
-    why = [f"{name} is {each.state}{f': {each.cause}' * bool(each.cause)}" for name, each in states]
+    why = [
+        f"{name} is {state.state}{f': {state.cause}' * bool(state.cause)}" for name, state in states
+    ]
     again = [f"--from {name}" for name in stale_evaluations(run)]
     command = " ".join([run.resume_command(), *again])
     return UserError(
@@ -171,7 +173,7 @@ def _answers(run: Run, stage: Stage, model: str) -> Iterator[tuple[str, DomainAn
         numbers = list(map(str, range(len(counts))))
         if type(samples) is not int or samples < 1:
             raise damaged(directory.measured / file, stage)
-        if not counts or not all(0 <= each <= samples for each in counts):
+        if not counts or not all(0 <= count <= samples for count in counts):
             raise damaged(solved, stage)
         if keys is not None and not len(set(keys)) == len(keys) == len(counts):
             raise damaged(directory.problems, stage)
@@ -191,9 +193,11 @@ def _grading(manifest: Manifest, domain: str) -> dict[str, Any]:
         *(f"evaluation.{key}" for key in ("temperature", "top_p", "top_k")),
     )
     code = {f"the code of {key}": digest for key, digest in manifest.files.items()}
-    found = {key: each for key, each in manifest.settings.items() if not key.endswith(".path")}
+    settings = {
+        key: setting for key, setting in manifest.settings.items() if not key.endswith(".path")
+    }
     return {
         key: value
-        for key, value in (found | code).items()
+        for key, value in (settings | code).items()
         if key.removeprefix("the code of ").startswith(prefixes) and value is not None
     }

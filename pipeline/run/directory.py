@@ -53,7 +53,6 @@ class RunDirectory:
     submission = Below("slurm/submit.sh")  # the sbatch commands
     profile_source = Below("slurm/profile")  # the path of the file that `cluster` was read from
     submitting = Below("slurm/submitting")  # exists while Slurm may have jobs not in the ledger
-    renaming = Below("renaming.json")  # exists while `braid mv` has not finished
     lock_file = Below("run.lock")
 
     @property
@@ -66,8 +65,8 @@ class RunDirectory:
 
     def output_of(self, job: str) -> Path | None:
         """Return the path of the output of a Slurm job; None if it never started."""
-        found = sorted(self.slurm.glob(f"*-{glob.escape(job)}.out"))
-        return found[0] if found else None
+        outputs = sorted(self.slurm.glob(f"*-{glob.escape(job)}.out"))
+        return outputs[0] if outputs else None
 
     def resume_command(self) -> str:
         """Return the command that resumes the run, on its cluster or on this machine."""
@@ -107,14 +106,16 @@ class RunDirectory:
             UserError: the stage has none, or none of that step.
         """
         directory = self.stage(stage)
-        found = directory.newest_checkpoint() if step is None else directory.checkpoint(step)
-        if found is not None:
-            return found.path.absolute()
+        checkpoint = directory.newest_checkpoint() if step is None else directory.checkpoint(step)
+        if checkpoint is not None:
+            return checkpoint.path.absolute()
         message = f"stage {stage} of {shown(self.path)} has no checkpoint"
-        if not (steps := [each.step for each in directory.whole_checkpoints()]):
+        if not (steps := [whole.step for whole in directory.whole_checkpoints()]):
             raise UserError(f"{message} yet")
-        kept = ", ".join(map(str, steps))
-        raise UserError(f"{message} of step {step}: it has step{'s' * (len(steps) > 1)} {kept}")
+        available = ", ".join(map(str, steps))
+        raise UserError(
+            f"{message} of step {step}: it has step{'s' * (len(steps) > 1)} {available}"
+        )
 
     def create(self) -> None:
         """Create the directory with access for this user alone, unless it exists."""
@@ -232,8 +233,8 @@ def check_owner(run: RunDirectory, trusted: bool) -> None:
     first; those that only read it (`status`, `why`, `logs`, `plan`) do not. The message has the
     command that fixes the permissions.
     """
-    if not trusted and (found := exposure(run)) is not None:
-        raise UserError(found)
+    if not trusted and (who := exposure(run)) is not None:
+        raise UserError(who)
 
 
 def exposure(run: RunDirectory) -> str | None:
@@ -292,11 +293,11 @@ def warn_of_readers(run: RunDirectory) -> None:
 def _looked_at(run: Path) -> Iterator[tuple[Path, os.stat_result]]:
     """Yield the run's directory and the files in DECIDING, with their status."""
     try:
-        found = run.stat()
+        status = run.stat()
     except FileNotFoundError:
         return
-    yield run, found
-    for path in (each for pattern in DECIDING for each in run.glob(pattern)):
+    yield run, status
+    for path in (path for pattern in DECIDING for path in run.glob(pattern)):
         try:
             yield path, path.stat()
         except OSError:  # removed by a running stage, or a dangling link that its reader reports

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -15,7 +15,7 @@ from pipeline.config.read import Mapping as TreeMapping
 from pipeline.config.read import Reader, plain
 from pipeline.config.unroll import Blocks, Unrolled
 from pipeline.run.graph import Stage
-from pipeline.run.lineage import Lineage, lineage_from, read_manifest
+from pipeline.run.lineage import Lineage, changes, lineage_from, read_manifest, renamed
 from pipeline.run.run import Run, StageState
 from pipeline.text import shown
 from stages.settings import AnyStageSettings, RunSettings
@@ -27,7 +27,7 @@ class Edit:
 
     `stale` has causes, `reruns` the stages that run (again) once the stale ones are rerun,
     `deleted` where the output of each stage stays that the configuration no longer has, and
-    `renamed` the arguments OLD and NEW of `braid mv` that reuse a deleted stage's output.
+    `renamed` the values of `was` that keep a deleted stage's output, each with the block.
     """
 
     reused: tuple[str, ...]
@@ -46,13 +46,13 @@ def edit_of(run: Run, states: Mapping[str, StageState]) -> Edit | None:
     deleted = {
         path.name: shown(path)
         for path in sorted((run.path / "stages").glob("[!.]*"))
-        if path.name not in names and (path / "manifest.json").exists()
+        if path.name not in {*names, *run.former.values()} and (path / "manifest.json").exists()
     }
-    stale = {name: each.cause for name, each in states.items() if each.state == "stale"}
+    stale = {name: state.cause for name, state in states.items() if state.state == "stale"}
     absent = [stage for stage in run.stages if not run.stage(stage.name).path.exists()]
     before = _recorded(run) if absent else None
-    known = _names_in(before) if before else names
-    new = [stage for stage in absent if stage.name not in known]
+    former_names = _names_in(before) if before else names
+    new = [stage for stage in absent if stage.name not in former_names]
     if not (stale or new or deleted):
         return None
     again = {stage.name for stage in run.downstream(stale)}
@@ -83,12 +83,12 @@ def moved_lines(run: Run) -> list[str]:
 
 
 def hints(run: Run, edit: Edit) -> Iterator[str]:
-    """Yield the deleted stages, and the commands that reuse renamed ones."""
+    """Yield the deleted stages, and the keys that keep the work of renamed ones."""
     for name, path in edit.deleted.items():
         yield f"  deleted: {name}: its output stays in {path}"
-    for old, new in edit.renamed:
-        quoted = [f"'{each}'" if "{" in each else each for each in (old, new)]
-        yield f"  renamed? reuse it with: braid mv {shown(run.path)} {' '.join(quoted)}"
+    for was, block in edit.renamed:
+        quoted = f"'{was}'" if "{" in was else was  # a brace ends a flow mapping
+        yield f"  renamed? keep its work with `was: {quoted}` in stages.{block}"
 
 
 def edit_json(edit: Edit | None) -> dict[str, Any] | None:
@@ -102,13 +102,13 @@ def _recorded(run: Run) -> Blocks | None:
     Only these and the names of the domains are read: the rest takes a second at 1,000 domains.
     """
     text = read_text(run.settings_file)
-    found = Reader().value(_below(text, "stages"), ("stages",))
-    if not isinstance(found, TreeMapping):
+    tree = Reader().value(_below(text, "stages"), ("stages",))
+    if not isinstance(tree, TreeMapping):
         return None
     try:
         # As `validate` reads settings: only strict JSON takes a list for a tuple, and no more.
         stages = TypeAdapter(dict[str, AnyStageSettings]).validate_json(
-            json.dumps(plain(found)), strict=True
+            json.dumps(plain(tree)), strict=True
         )
     except ValidationError:
         return None
@@ -120,58 +120,51 @@ def _recorded(run: Run) -> Blocks | None:
 
 def _below(text: str, key: str) -> str:
     """Return the lines below a key of the document, by the indentation alone."""
-    _, _, rest = f"\n{text}".partition(f"\n{key}:\n")
-    return re.split(r"^\S", rest, maxsplit=1, flags=re.MULTILINE)[0]
+    _, _, below = f"\n{text}".partition(f"\n{key}:\n")
+    return re.split(r"^\S", below, maxsplit=1, flags=re.MULTILINE)[0]
 
 
 def _names_in(blocks: Blocks) -> set[str]:
     """Return the names of the stages and gates of blocks."""
-    return {name for each in blocks.stages for name in (each.name, each.gate) if name}
+    return {name for stage in blocks.stages for name in (stage.name, stage.gate) if name}
 
 
 def _renamed(
     run: Run, before: Blocks, new: list[Stage], deleted: Mapping[str, str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield each pair of names under which a new stage would repeat a deleted one."""
+    """Yield the `was` with which a new stage would be a deleted one, and its block; each once."""
     left = [stage for stage in before.stages if stage.name in deleted]
-    former: dict[str, str] = {}  # names of stages of before, by new names
-    found: dict[tuple[str, str], None] = {}
+    matched: dict[str, str] = {}  # names of stages of before, by new names
+    pairs: dict[tuple[str, str], None] = {}
     for stage in new:  # inputs come first
-        outputs = {name: run.stage(former.get(name, name)).output() for name in stage.inputs}
+        outputs = {name: run.stage(matched.get(name, name)).output() for name in stage.inputs}
         now = lineage_from(stage, outputs, run.settings.layout.model_dump())
+        names = {old: name for name, old in {**run.former, **matched}.items()}
         for other in left:
             manifest = read_manifest(run.stage(other.name))
             alike = (other.settings.kind, other.domains) == (stage.kind, stage.domains)
-            if alike and manifest is not None and _same(manifest, now, former):
-                former[stage.name] = other.name
+            if alike and manifest and _same(renamed(manifest, names, stage.reads), now):
+                matched[stage.name] = other.name
                 left.remove(other)
-                if (pair := _names(run, before, other, stage)) is not None:
-                    found[pair] = None
+                if (pair := _was(run, before, other, stage)) is not None:
+                    pairs[pair] = None
                 break
-    yield from found
+    yield from pairs
 
 
-def _same(recorded: Lineage, now: Lineage, former: Mapping[str, str]) -> bool:
-    """Return whether a lineage is the recorded one, but for the names of stages."""
-    parents = {former.get(name, name): digest for name, digest in now.parents.items()}
-    settings = {
-        key: former.get(value, value) if isinstance(value, str) else value
-        for key, value in now.settings.items()
-    }
-    files = all(
-        digest is None or recorded.files.get(key, digest) == digest
-        for key, digest in now.files.items()
-    )
-    alike = parents == recorded.parents and settings == recorded.settings
-    return alike and files and now.routing == recorded.routing
+def _same(recorded: Lineage, now: Lineage) -> bool:
+    """Return whether a lineage is the recorded one, but for the name that seeds it."""
+    alike = (recorded.parents, recorded.routing) == (now.parents, now.routing)
+    return alike and not any(changes(recorded, replace(now, seeded_as=None)))
 
 
-def _names(run: Run, before: Blocks, old: Unrolled, new: Stage) -> tuple[str, str] | None:
-    """Return what `braid mv` takes to rename one stage's block to the other's."""
+def _was(run: Run, before: Blocks, old: Unrolled, new: Stage) -> tuple[str, str] | None:
+    """Return the `was` that makes a deleted stage's block the new one's, and the new block."""
     if new.block is None:
         return None
     here, there = run.settings.stages, before.run.stages
-    if old.block not in here and new.block not in there:
-        return old.block, new.block
-    was, now = there[old.block].as_, here[new.block].as_
-    return (was, now) if old.block == new.block and was and now else None
+    block = there[old.block]
+    renamed_block = old.block not in here and new.block not in there
+    renamed_stages = old.block == new.block and block.as_ and here[new.block].as_
+    was = block.was or block.as_ or old.block
+    return (was, new.block) if renamed_block or renamed_stages else None

@@ -58,7 +58,7 @@ class GateStopped(UserError):
     def __init__(self, run: Run, stage: Stage, verdict: GateVerdict) -> None:
         super().__init__(verdict.text)
         where = shown(run.path)
-        waits = any(stage.name in each.waits_for for each in run.stages)
+        waits = any(stage.name in other.waits_for for other in run.stages)
         held = f"stages that wait for {stage.name} do not start. " if waits else ""
         self.add_note(
             f"{held}Edit the settings of {stage.gated} and rerun it with\n"
@@ -123,12 +123,12 @@ def report_verdict(run: RunDirectory, stage: Stage, say: Callable[[str], None]) 
         say(verdict.text)
 
 
-def check_stopped(run: Run, wanted: Sequence[Stage], states: Mapping[str, StageState]) -> None:
+def check_stopped(run: Run, stages: Sequence[Stage], states: Mapping[str, StageState]) -> None:
     """Raise GateStopped where a wanted stage is a gate that has stopped.
 
     The same models on the same problems would stop it again.
     """
-    for stage in wanted:
+    for stage in stages:
         if verdict := _stopped(run, stage, states[stage.name]):
             raise GateStopped(run, stage, verdict)
 
@@ -145,9 +145,9 @@ def override(run: Run, name: str, reason: str) -> None:
         raise UserError("--reason must not be empty; it is recorded in the ledger")
     [stage] = run.chosen([name])
     if not stage.declared.judges:
-        gates = ", ".join(each.name for each in run.stages if each.declared.judges)
-        known = f"its gates are {gates}" if gates else "it has no gates"
-        raise UserError(f"{name} is not a gate of {shown(run.path)}; {known}")
+        gates = ", ".join(stage.name for stage in run.stages if stage.declared.judges)
+        available = f"its gates are {gates}" if gates else "it has no gates"
+        raise UserError(f"{name} is not a gate of {shown(run.path)}; {available}")
     state = run.states[name]
     verdict = _stopped(run, stage, state)
     if verdict is None:
@@ -172,33 +172,33 @@ def _verdict(findings: Sequence[_Finding], gate: GateSettings) -> GateVerdict:
     failed = [finding for finding in findings if finding.outcome != "passed"]
     if not failed:
         return GateVerdict("passed", tuple(finding.text for finding in findings))
-    stops = gate.on_failure == "stop" and any(each.outcome == "stopped" for each in failed)
-    return GateVerdict("stopped" if stops else "warned", tuple(each.text for each in failed))
+    stops = gate.on_failure == "stop" and any(finding.outcome == "stopped" for finding in failed)
+    return GateVerdict("stopped" if stops else "warned", tuple(finding.text for finding in failed))
 
 
 def _gain(stage: Stage, gate: GainGateSettings, solved: Solved, domain: str, key: str) -> _Finding:
     gain = paired_difference(*_answers(stage, gate, solved, domain))
-    said = f"{stage.gated} gains {points(gain)} over {stage.against[domain]} on {domain}"
+    measured = f"{stage.gated} gains {points(gain)} over {stage.against[domain]} on {domain}"
     if gain.low >= gate.min_gain:
-        return _Finding("passed", said)
+        return _Finding("passed", measured)
     least = f"{100 * gate.min_gain:+.1f}"
     return _Finding(
-        "stopped", f"{said}; the lower 95 % bound must be at least {key}.min_gain = {least}"
+        "stopped", f"{measured}; the lower 95 % bound must be at least {key}.min_gain = {least}"
     )
 
 
 def _kept(stage: Stage, gate: MergeGateSettings, solved: Solved, domain: str) -> _Finding:
     merge, teacher = _answers(stage, gate, solved, domain)
     beyond = paired_difference(merge, teacher, gate.min_kept)
-    said = (
+    measured = (
         f"{stage.gated} solves {100 * merge.accuracy.accuracy:.1f} % of {domain},"
         f" {stage.against[domain]} {100 * teacher.accuracy.accuracy:.1f} %"
     )
     if beyond.difference >= 0:
-        return _Finding("passed", said)
+        return _Finding("passed", measured)
     least = f"stages.{stage.block}.gate.min_kept = {gate.min_kept:g} of that"
     return _Finding(
-        "warned" if beyond.high >= 0 else "stopped", f"{said}: {points(beyond)} from {least}"
+        "warned" if beyond.high >= 0 else "stopped", f"{measured}: {points(beyond)} from {least}"
     )
 
 
@@ -206,15 +206,15 @@ def _lost(stage: Stage, gate: LossGateSettings, solved: Solved, domain: str) -> 
     other = stage.against[domain]
     after, before = _answers(stage, gate, solved, domain)
     lost = paired_difference(before, after)
-    said = f"{stage.gated} loses {points(lost)} of {other} on {domain}"
+    measured = f"{stage.gated} loses {points(lost)} of {other} on {domain}"
     if lost.difference < 0:
         low, high = (f"{100 * value:+.1f}" for value in (lost.low, lost.high))
         gained = f"gains {-100 * lost.difference:.1f} points over {other} on {domain}"
-        said = f"{stage.gated} {gained} (paired 95 % of the loss: {low} to {high})"
+        measured = f"{stage.gated} {gained} (paired 95 % of the loss: {low} to {high})"
     if lost.high <= gate.max_loss:
-        return _Finding("passed", said)
+        return _Finding("passed", measured)
     bound = f"stages.{stage.block}.gate.max_loss = {100 * gate.max_loss:+.1f}"
-    return _Finding("stopped", f"{said}; the upper 95 % bound must be at most {bound}")
+    return _Finding("stopped", f"{measured}; the upper 95 % bound must be at most {bound}")
 
 
 def _bounds(stage: Stage, gate: GainGateSettings, steps: Steps, key: str) -> Iterator[_Finding]:
@@ -233,12 +233,12 @@ def _bounds(stage: Stage, gate: GainGateSettings, steps: Steps, key: str) -> Ite
         if not values:
             yield _Finding("stopped", f"{metric} is not logged {last}, and {key}.{name} bounds it")
             continue
-        found, least = over(values), name.startswith("min_")
-        said = f"{metric} {how} {found:.3g} {last}"
+        measured, least = over(values), name.startswith("min_")
+        text = f"{metric} {how} {measured:.3g} {last}"
         # A NaN is within no bound.
-        within = found >= bound if least else found <= bound
-        beyond = f"{said}, {'below' if least else 'above'} {key}.{name} = {bound:g}"
-        yield _Finding("passed", said) if within else _Finding("stopped", beyond)
+        within = measured >= bound if least else measured <= bound
+        beyond = f"{text}, {'below' if least else 'above'} {key}.{name} = {bound:g}"
+        yield _Finding("passed", text) if within else _Finding("stopped", beyond)
 
 
 def _answers(

@@ -77,13 +77,13 @@ class Stage:
     def sources(self) -> tuple[str, ...]:
         """The stages and paths that this one loads."""
         parents = [self.parent] if self.parent else []
-        others = (*self.teachers.values(), *self.models.values(), *self.data.values())
-        return tuple(dict.fromkeys([*parents, *others]))
+        further = (*self.teachers.values(), *self.models.values(), *self.data.values())
+        return tuple(dict.fromkeys([*parents, *further]))
 
     @cached_property
     def inputs(self) -> tuple[str, ...]:
         """The stages whose output this one loads."""
-        return tuple(each for each in self.sources if not is_path(each))
+        return tuple(source for source in self.sources if not is_path(source))
 
     @property
     def waits_for(self) -> tuple[str, ...]:
@@ -93,10 +93,10 @@ class Stage:
     @property
     def evaluated_on(self) -> dict[str, list[str]]:
         """The domains of each model that a gate measures."""
-        found = {self.gated: list(self.against)} if self.gated else {}
+        domains = {self.gated: list(self.against)} if self.gated else {}
         for domain, model in self.against.items():
-            found.setdefault(model, []).append(domain)
-        return found
+            domains.setdefault(model, []).append(domain)
+        return domains
 
     @property
     def declared(self) -> StageKind:
@@ -160,17 +160,19 @@ class _Compiler:
         teachers = {
             label: self._found(name, domain_of(label)) for label, name in inputs.teachers.items()
         }
-        models = {known: self._found(name, of.domain) for known, name in inputs.models.items()}
+        models = {
+            known_as: self._found(name, of.domain) for known_as, name in inputs.models.items()
+        }
         references = {d: self._found(name, d) for d, name in inputs.references.items()}
         models |= {d: name for d, name in references.items() if name != parent}  # loaded anyway
         if inputs.every_model:
-            models = {each.name: each.name for each in self._blocks.stages if _trains(each)}
+            models = {stage.name: stage.name for stage in self._blocks.stages if _trains(stage)}
         data = {source: self._found(name, of.domain) for source, name in inputs.data.items()}
         after = [self._found(name, of.domain) for name in block.after]
         loaded = [*([parent] if parent else []), *teachers.values(), *data.values()]
         if not inputs.every_model:  # an evaluation of all shows what a gate has stopped, too
             loaded += models.values()
-        own = {
+        block_values = {
             key: value
             for key, value in flatten(block.read(run, of.domains))
             if not _is_neutral(key)
@@ -189,22 +191,22 @@ class _Compiler:
             steps=trained[1].steps if trained else 0 if _trains(of) else None,
             routing=block.replay(run, of.domains),
             seeded_as=of.seeded_as,
-            reads={**self._values(block.run_keys(of.domains)), **own},
+            reads={**self._values(block.run_keys(of.domains)), **block_values},
         )
 
     def _gate(self, name: str, stage: Stage, of: Unrolled) -> Stage:
         """Return the gate that compares a stage with its parent, or with its teachers."""
         gate = of.settings.gated
         assert gate is not None
-        domains = tuple(each for each in of.domains if each in (gate.domains or of.domains))
-        others: dict[str, str] = {}
+        domains = tuple(domain for domain in of.domains if domain in (gate.domains or of.domains))
+        teachers: dict[str, str] = {}
         if isinstance(gate, MergeGateSettings) and isinstance(of.settings, DistillSettings):
             for domain in of.domains:
                 if (label := of.settings.main_teacher(domain)) in stage.teachers:
-                    others[domain] = stage.teachers[label]  # else `self`: as its start was
-        against = {each: others.get(each, stage.parent or "") for each in domains}
+                    teachers[domain] = stage.teachers[label]  # else `self`: as its start was
+        against = {domain: teachers.get(domain, stage.parent or "") for domain in domains}
         models = {model: model for model in (stage.name, *against.values())}
-        own = {GATE_KEY: gate.model_dump(mode="json", exclude={"domains"})}
+        block_values = {GATE_KEY: gate.model_dump(mode="json", exclude={"domains"})}
         return Stage(
             name,
             GATE.name,
@@ -217,29 +219,29 @@ class _Compiler:
             seeded_as=f"{GATE_PREFIX}{of.seeded_as}",
             reads={
                 **self._values(with_domains(GATE.reads, domains)),
-                **dict(flatten(own)),
+                **dict(flatten(block_values)),
             },
         )
 
     def _found(self, reference: str, domain: str | None) -> str:
-        found = self._blocks.resolve(reference, domain)
-        assert found is not None, "graph_rules has refused it"
-        return found
+        source = self._blocks.resolve(reference, domain)
+        assert source is not None, "graph_rules has refused it"
+        return source
 
     def _gates(self, names: Iterable[str]) -> Iterator[str]:
         """Yield the gates of the named stages."""
-        known = self._blocks.by_name
-        yield from filter(None, (known[name].gate for name in names if name in known))
+        by_name = self._blocks.by_name
+        yield from filter(None, (by_name[name].gate for name in names if name in by_name))
 
     def _values(self, keys: Iterable[str]) -> dict[str, Any]:
         """Return the values at and below keys of the run outside its blocks."""
-        return dict(chain.from_iterable(self._named(each).items() for each in keys))
+        return dict(chain.from_iterable(self._named(pattern).items() for pattern in keys))
 
 
 @cache  # all stages of a kind have the same keys, and matching them was 80 % of the time
 def _is_neutral(key: str) -> bool:
     """Return whether a key of a block changes no result."""
-    return any(matches(key, each) for each in NEUTRAL_KEYS)
+    return any(matches(key, pattern) for pattern in NEUTRAL_KEYS)
 
 
 def _trains(stage: Unrolled) -> bool:
@@ -252,16 +254,16 @@ def _ordered(stages: Iterable[Stage]) -> Iterator[Stage]:
     Gates come as late as they may: one that stops must not keep other stages from running. What
     only measures or exports comes last.
     """
-    known = {stage.name: stage for stage in stages}
-    numbers = {name: number for number, name in enumerate(known)}
-    left = {name: len(set(stage.waits_for)) for name, stage in known.items()}
-    followers: dict[str, list[str]] = {name: [] for name in known}
-    for name, stage in known.items():
+    by_name = {stage.name: stage for stage in stages}
+    numbers = {name: number for number, name in enumerate(by_name)}
+    left = {name: len(set(stage.waits_for)) for name, stage in by_name.items()}
+    followers: dict[str, list[str]] = {name: [] for name in by_name}
+    for name, stage in by_name.items():
         for before in set(stage.waits_for):
             followers[before].append(name)
 
     def place(name: str) -> tuple[int, int, str]:
-        stage = known[name]
+        stage = by_name[name]
         rank = 0 if stage.declared.trains or stage.declared.collects else 2
         return 1 if stage.declared.judges else rank, numbers[name], name
 
@@ -269,7 +271,7 @@ def _ordered(stages: Iterable[Stage]) -> Iterator[Stage]:
     heapq.heapify(ready)
     while ready:
         *_, name = heapq.heappop(ready)
-        yield known[name]
+        yield by_name[name]
         for follower in followers[name]:
             left[follower] -= 1
             if left[follower] == 0:
@@ -300,12 +302,12 @@ def digest(value: Any) -> str:
 
 def rerun_options(stages: Sequence[Stage], names: Iterable[str]) -> str:
     """Return the shortest list of `--from` options that rerun the named stages."""
-    wanted, options = set(names), []
+    stale, options = set(names), []
     rerun: set[str] = set()
     for stage in stages:  # inputs come first
         follows = not rerun.isdisjoint(stage.inputs)
-        if stage.name in wanted and not follows:
+        if stage.name in stale and not follows:
             options.append(f"--from {stage.name}")
-        if stage.name in wanted or follows:
+        if stage.name in stale or follows:
             rerun.add(stage.name)
     return " ".join(options)

@@ -81,8 +81,8 @@ class Ledger:
             # Closing a second descriptor of the file would release the lock: read through this one.
             file.seek(0)
             events = _events(file.read().decode(errors="replace"))
-            named = [each.job for each in events if each.stage == stage and each.job]
-            if job not in named[-1:]:
+            jobs = [event.job for event in events if event.stage == stage and event.job]
+            if job not in jobs[-1:]:
                 _write(file, stage, "submitted", cause, attempt, None, job)
 
     def events(self) -> list[Event]:
@@ -94,8 +94,8 @@ class Ledger:
         if not self.path.exists():
             return []
         lines = read_text(self.path, errors="replace").split("\n")
-        found = ((number, _event(line)) for number, line in enumerate(lines, 1))
-        return [(number, event) for number, event in found if event is not None]
+        events = ((number, _event(line)) for number, line in enumerate(lines, 1))
+        return [(number, event) for number, event in events if event is not None]
 
     @contextmanager
     def _alone(self) -> Iterator[IO[bytes]]:
@@ -110,10 +110,10 @@ class Ledger:
             yield file
 
 
-def _write(file: IO[bytes], stage: str, state: State, cause: str, *others: Any) -> None:
+def _write(file: IO[bytes], stage: str, state: State, cause: str, *further: Any) -> None:
     """Append one line to the file, which the caller has locked."""
     now = datetime.now(UTC).isoformat(timespec="milliseconds")
-    event = Event(now, stage, state, cause, *others)
+    event = Event(now, stage, state, cause, *further)
     fields = {name: value for name, value in asdict(event).items() if value is not None}
     line = (json.dumps(fields) + "\n").encode()
     if file.seek(0, os.SEEK_END):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
@@ -24,6 +24,7 @@ from parallel.settings import CHARACTERS
 from pipeline.config.modules import module_files
 from pipeline.config.tokenizers import template_digest
 from pipeline.config.unroll import is_path
+from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import Stage, digest, problems
 from pipeline.run.outside import outside_model
 from stages.data.end_tokens import KEY as END_TOKENS
@@ -125,11 +126,11 @@ def lineage_from(
 
     `checkpoints` has the newest checkpoint of every input; a parent without one is None.
     """
-    found = {
+    outputs = {
         name: outside_model(Path(name)) if is_path(name) else checkpoints[name]
         for name in stage.sources
     }
-    digests = {name: each.digest if each else None for name, each in found.items()}
+    digests = {name: output.digest if output else None for name, output in outputs.items()}
     return Lineage(
         stage=stage.name,
         parents=digests,
@@ -151,16 +152,37 @@ def write_manifest(directory: StageDirectory, lineage: Lineage) -> None:
         code=code_revision(),
         versions=package_versions(),
     )
+    save_manifest(directory, manifest)
+
+
+def save_manifest(directory: StageDirectory, manifest: Manifest) -> None:
+    """Write a manifest into a stage's directory, atomically."""
     write_atomically(directory.manifest, json.dumps(asdict(manifest), indent=2) + "\n")
+
+
+def renamed(manifest: Manifest, names: Mapping[str, str], reads: Mapping[str, Any]) -> Manifest:
+    """Return a manifest in which renamed stages have their new names, which `names` has by the old.
+
+    A setting that names a stage, such as a KL reference, is renamed where the stage `reads` the new
+    name at its key; else it differs, and the stage is stale.
+    """
+    settings = {
+        key: names[value]
+        if isinstance(value, str) and value in names and reads.get(key) == names[value]
+        else value
+        for key, value in manifest.settings.items()
+    }
+    parents = {names.get(name, name): output for name, output in manifest.parents.items()}
+    return replace(manifest, parents=parents, settings=settings, config=digest(settings))
 
 
 def read_manifest(directory: StageDirectory) -> Manifest | None:
     """Return the recorded lineage; None if the stage never started or the file is damaged."""
     try:
-        found = MANIFEST.validate_python(json.loads(read_text(directory.manifest)))
+        manifest = MANIFEST.validate_python(json.loads(read_text(directory.manifest)))
     except (FileNotFoundError, ValueError, RecursionError):
         return None
-    return completed(found)
+    return completed(manifest)
 
 
 def completed(manifest: Manifest) -> Manifest:
@@ -171,22 +193,55 @@ def completed(manifest: Manifest) -> Manifest:
 def _completed(recorded: dict[str, Any]) -> dict[str, Any]:
     """Return a manifest's settings with the keys that its version did not have yet."""
     added = {
-        f"{each.removesuffix(known)}{key}": value
-        for known, others in ADDED.items()
-        for each in recorded
-        if f".{each}".endswith(f".{known}")
-        for key, value in others.items()
+        f"{path.removesuffix(marker)}{key}": value
+        for marker, defaults in ADDED.items()
+        for path in recorded
+        if f".{path}".endswith(f".{marker}")
+        for key, value in defaults.items()
     }
     of_kinds = {
-        f"{each.rpartition('.')[0]}.{key}": value
-        for each, kind in recorded.items()
-        if each.endswith((".kind", ".name")) and isinstance(kind, str)
+        f"{path.rpartition('.')[0]}.{key}": value
+        for path, kind in recorded.items()
+        if path.endswith((".kind", ".name")) and isinstance(kind, str)
         for key, value in ADDED_TO_KINDS.get(kind, {}).items()
     }
     # Of a mapping that is not empty, the keys below it are recorded.
     mappings = {key.rpartition(".")[0] for key in recorded}
     missing = {key: of for key, of in (added | of_kinds).items() if key not in mappings}
     return {**missing, **recorded}
+
+
+def stage_paths(run: RunDirectory) -> dict[str, Path]:
+    """Return the directories of a run's stages by name, also of deleted ones."""
+    return {path.name: path for path in sorted((run.path / "stages").glob("[!.]*"))}
+
+
+def former_names(run: RunDirectory, stages: Sequence[Stage]) -> dict[str, str]:
+    """Return, by stage, the name of the directory that has its work and was not moved yet.
+
+    Work is recognised by the name that its random numbers derive from: its manifest records it, and
+    a renamed block keeps it as `was`.
+    """
+    paths = stage_paths(run)
+    left = paths.keys() - {stage.name for stage in stages}
+    if not left:  # asked at each refresh: most runs read no manifest here
+        return {}
+    absent = {
+        stage.seeded_as: stage.name
+        for stage in stages
+        if not run.stage(stage.name).manifest.exists()
+    }
+    seeds = {name: _seed_name(paths[name]) for name in sorted(left)} if absent else {}
+    return {absent[seed]: name for name, seed in seeds.items() if seed in absent}
+
+
+def _seed_name(path: Path) -> str | None:
+    """Return the name that a stage's random numbers derived from; its own where none are recorded.
+
+    None without a readable manifest: nothing of it can be reused.
+    """
+    manifest = read_manifest(StageDirectory(path))
+    return (manifest.seeded_as or manifest.stage) if manifest else None
 
 
 def changes(recorded: Lineage, now: Lineage) -> Iterator[str]:
@@ -206,7 +261,7 @@ def changes(recorded: Lineage, now: Lineage) -> Iterator[str]:
         if files is not None and recorded.files.get(key, files) != files:
             yield f"the files of {key} changed"
     if None not in (recorded.seeded_as, now.seeded_as) and recorded.seeded_as != now.seeded_as:
-        yield f"seeded_as was {recorded.seeded_as} and is now {now.seeded_as}"
+        yield f"the name that seeds it was {recorded.seeded_as} and is now {now.seeded_as}"
     if recorded.settings != now.settings:
         keys = recorded.settings.keys() | now.settings.keys()
         for key in sorted(keys):
@@ -220,42 +275,42 @@ def code_revision() -> str:
     """Return the commit of this code, `-dirty` with local changes; `unknown` outside git."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        found = subprocess.run(
+        described = subprocess.run(
             command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10
         )
     except (OSError, subprocess.TimeoutExpired):
         return "unknown"
-    return found.stdout.strip() or "unknown"
+    return described.stdout.strip() or "unknown"
 
 
 @cache
 def package_versions() -> dict[str, str]:
     """Return the installed versions of the packages that decide a result."""
-    found = {}
+    versions = {}
     for name in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
+            versions[name] = metadata.version(name)
+    return versions
 
 
 def fingerprints(reads: dict[str, Any]) -> dict[str, str | None]:
     """Return a digest for every setting that names files; None where they are missing."""
-    found: dict[str, str | None] = {}
+    digests: dict[str, str | None] = {}
     tokenizer = reads.get(TOKENIZER, CHARACTERS)
     if tokenizer != CHARACTERS:
         directory = Path(tokenizer)
         files = {file for name in TOKENIZER_FILES for file in directory.glob(name)}
-        found[TOKENIZER] = files_digest(files, whole=True)
-        found[TEMPLATE] = template_digest(directory)
+        digests[TOKENIZER] = files_digest(files, whole=True)
+        digests[TEMPLATE] = template_digest(directory)
     if END_TOKENS in reads and reads[END_TOKENS] is None:
-        found[GENERATION_IDS] = _generation_digest(reads[INITIAL], tokenizer)
+        digests[GENERATION_IDS] = _generation_digest(reads[INITIAL], tokenizer)
     for key, value in reads.items():
         if _names_files(key):
             source = reads[f"{key.removesuffix('path')}source"]
-            found[key] = files_digest(FileSettings(source=source, path=value).files())
+            digests[key] = files_digest(FileSettings(source=source, path=value).files())
         elif key.endswith(".function") and matches(key, FUNCTIONS):
-            found[key] = code_digest(value, reads[f"{key.removesuffix('function')}path"])
-    return found
+            digests[key] = code_digest(value, reads[f"{key.removesuffix('function')}path"])
+    return digests
 
 
 def _generation_digest(weights: str | None, tokenizer: str) -> str | None:
@@ -273,5 +328,5 @@ def _names_files(key: str) -> bool:
 
 def code_digest(function: str, directory: str | Path | None) -> str | None:
     """Return the digest of the Python files of a reward's module; None where it has none."""
-    found = module_files(function.partition(":")[0], Path(directory) if directory else None)
-    return files_digest(found.files, whole=True) if found else None
+    modules = module_files(function.partition(":")[0], Path(directory) if directory else None)
+    return files_digest(modules.files, whole=True) if modules else None

@@ -57,16 +57,16 @@ def newest_lines(path: Path, most_bytes: int) -> list[Line]:
 
 def all_lines(path: Path) -> list[Line]:
     """Return all lines of a finished stage; raise UserError for a damaged one."""
-    found = []
+    metrics = []
     with open_file(path) as file:
         lines = file.read().splitlines()
     for number, line in enumerate(lines, start=1):
         try:
-            found.append(_read(line))
+            metrics.append(_read(line))
         except UNREADABLE as error:
             where = f"{shown(path)}:{number}"
             raise UserError(f"{where}: damaged, and a gate reads it: {error}") from error
-    return found
+    return metrics
 
 
 def _whole(lines: bytes) -> Iterator[Line]:
@@ -80,10 +80,10 @@ def _whole(lines: bytes) -> Iterator[Line]:
 
 def _read(line: bytes) -> Line:
     """Return the values of a line; raise one of UNREADABLE where it is not a stage's metrics."""
-    found = json.loads(line)
-    if not isinstance(found, dict):
+    values = json.loads(line)
+    if not isinstance(values, dict):
         raise ValueError("not a JSON object")
-    for name, value in found.items():
+    for name, value in values.items():
         if type(value) in (int, float):  # a bool is neither
             wrong = name in LABELS
             float(value)  # raises OverflowError for an integer beyond a float
@@ -92,14 +92,14 @@ def _read(line: bytes) -> Line:
         if wrong:
             raise ValueError(f"{name} must be a {'string' if name in LABELS else 'number'}")
     for name in ("step", "steps"):
-        step = found.get(name, 0)
+        step = values.get(name, 0)
         if not isinstance(step, int) or not 0 <= step <= MOST_STEPS:
             raise ValueError(f"{name} must be an integer from 0 to {MOST_STEPS}")
-    if missing := {"step", "time"} - found.keys():
+    if missing := {"step", "time"} - values.keys():
         raise ValueError(f"missing {' and '.join(sorted(missing))}")
-    if not math.isfinite(found["time"]):
+    if not math.isfinite(values["time"]):
         raise ValueError("time must be finite")
-    return found
+    return values
 
 
 def read_models(path: Path) -> Models | None:

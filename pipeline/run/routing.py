@@ -32,17 +32,17 @@ def read_loads(directory: StageDirectory, most: int | None = None) -> list[StepL
     files = sorted(directory.routing.glob("step_*.parquet"))
     if most is not None and len(files) > most:
         files = [files[(len(files) - 1) * place // (most - 1)] for place in range(most)]
-    found = []
+    steps = []
     for path in files:
         try:
             if (loads := _of_step(read_parquet(path).to_pylist())) is not None:
-                found.append(loads)
+                steps.append(loads)
         except UNREADABLE as error:
             why = getattr(error, "strerror", None) or f"damaged: {error}"
             raise UserError(f"{shown(path)}: {why}") from error
-    if len({_shape(slots) for loads in found for slots in loads.slots.values()}) > 1:
+    if len({_shape(slots) for loads in steps for slots in loads.slots.values()}) > 1:
         raise UserError(f"{shown(directory.routing)}: damaged: steps of different models")
-    return found
+    return steps
 
 
 def _of_step(rows: Sequence[Mapping[str, Any]]) -> StepLoads | None:
@@ -56,7 +56,7 @@ def _of_step(rows: Sequence[Mapping[str, Any]]) -> StepLoads | None:
         if not isinstance(row["domain"], str) or type(row["step"]) is not int:
             raise ValueError("a row has no step or no domain")
         counts = row["slots"]
-        if not isinstance(counts, list) or not all(type(each) is int for each in counts):
+        if not isinstance(counts, list) or not all(type(count) is int for count in counts):
             raise ValueError("a row's slots are no counts")
         slots.setdefault(row["domain"], []).append(counts)
     return StepLoads(rows[0]["step"], slots) if rows else None
@@ -74,13 +74,13 @@ def shares(slots: Sequence[Sequence[int]]) -> list[list[float]]:
 
 def summed(loads: Sequence[StepLoads]) -> dict[str, Slots]:
     """Return the slots of all steps, by domain."""
-    found: dict[str, Slots] = {}
-    for each in loads:
-        for domain, slots in each.slots.items():
-            own = found.setdefault(domain, [[0] * len(layer) for layer in slots])
+    by_domain: dict[str, Slots] = {}
+    for step in loads:
+        for domain, slots in step.slots.items():
+            total = by_domain.setdefault(domain, [[0] * len(layer) for layer in slots])
             for layer, counts in enumerate(slots):
-                own[layer] = [a + b for a, b in zip(own[layer], counts, strict=True)]
-    return found
+                total[layer] = [a + b for a, b in zip(total[layer], counts, strict=True)]
+    return by_domain
 
 
 def churn(loads: Sequence[StepLoads]) -> list[tuple[int, float]]:
@@ -88,7 +88,7 @@ def churn(loads: Sequence[StepLoads]) -> list[tuple[int, float]]:
 
     Half the sum of the differences of the experts' shares, a mean over layers and domains.
     """
-    found = []
+    distances_by_step = []
     for before, after in pairwise(loads):
         distances = [
             sum(abs(a - b) for a, b in zip(one, other, strict=True)) / 2
@@ -98,8 +98,8 @@ def churn(loads: Sequence[StepLoads]) -> list[tuple[int, float]]:
             )
         ]
         if distances:
-            found.append((after.step, sum(distances) / len(distances)))
-    return found
+            distances_by_step.append((after.step, sum(distances) / len(distances)))
+    return distances_by_step
 
 
 def owned(
@@ -110,18 +110,20 @@ def owned(
     The ratio is the expert's share in the domain over its mean share in the other domains, or over
     an equal share where there is no other; at least `times`, the largest first.
     """
-    by_domain = {domain: shares(own) for domain, own in slots.items()}
-    found: dict[str, list[tuple[int, int, float]]] = {}
-    for domain, own in by_domain.items():
-        others = [other for name, other in by_domain.items() if name != domain]
+    by_domain = {domain: shares(layers) for domain, layers in slots.items()}
+    most_used: dict[str, list[tuple[int, int, float]]] = {}
+    for domain, layers in by_domain.items():
+        other_domains = [other for name, other in by_domain.items() if name != domain]
         ranked = []
-        for layer, of_layer in enumerate(own):
+        for layer, of_layer in enumerate(layers):
             for expert, share in enumerate(of_layer):
                 usual = 1 / len(of_layer)
-                if others:
-                    usual = sum(other[layer][expert] for other in others) / len(others)
+                if other_domains:
+                    usual = sum(other[layer][expert] for other in other_domains) / len(
+                        other_domains
+                    )
                 ratio = share / max(usual, 1e-6)
                 if ratio >= times and share > 1 / len(of_layer):
                     ranked.append((layer, expert, ratio))
-        found[domain] = sorted(ranked, key=lambda each: -each[2])
-    return found
+        most_used[domain] = sorted(ranked, key=lambda use: -use[2])
+    return most_used

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar, get_args
@@ -22,8 +22,15 @@ from pipeline.config.unroll import is_path
 from pipeline.config.yaml_core import dump
 from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import Stage, compile_graph
-from pipeline.run.ledger import Event, State, latest, minutes
-from pipeline.run.lineage import Lineage, changes, lineage_from, read_manifest
+from pipeline.run.ledger import RENAMED, Event, State, latest, minutes
+from pipeline.run.lineage import (
+    Lineage,
+    changes,
+    former_names,
+    lineage_from,
+    read_manifest,
+    renamed,
+)
 from pipeline.run.metrics import Models, read_models
 from pipeline.run.outside import outside_model
 from pipeline.text import reason, shown
@@ -115,9 +122,24 @@ class Run(RunDirectory):
         return compile_graph(self.settings)
 
     @cached_property
+    def former(self) -> dict[str, str]:
+        """The former names of stages whose work is not moved yet, by the names they have now."""
+        return former_names(RunDirectory(self.path), self.stages)
+
+    def stage(self, name: str) -> StageDirectory:
+        """Return the directory of a stage: of its former name until its work is moved."""
+        return super().stage(self.former.get(name, name))
+
+    @cached_property
     def events(self) -> list[Event]:
-        """The lines of the ledger."""
-        return self.ledger.events()
+        """The lines of the ledger; those of renamed stages under the names they have now."""
+        names = {old: new for new, old in self.former.items()}
+        return [
+            replace(event, stage=names.get(event.stage, event.stage))
+            for event in self.ledger.events()
+            # A kill between this line and the move of the directory left both.
+            if event.stage not in names or not event.cause.startswith(RENAMED)
+        ]
 
     @cached_property
     def states(self) -> dict[str, StageState]:
@@ -138,10 +160,10 @@ class Run(RunDirectory):
             directory = self.stage(stage.name)
             checkpoint = checkpoints[stage.name] = directory.output()
             left = _Output(self, stage, newest.get(stage.name), checkpoint, directory.attempts())
-            found = left.state(partial(lineage_from, stage, checkpoints, layout), states)
-            if found.state not in ("done", "stale"):  # no job changes these two
-                found = left.queued_state(queue, jobs.get(stage.name)) or found
-            states[stage.name] = found
+            state = left.state(partial(lineage_from, stage, checkpoints, layout), states)
+            if state.state not in ("done", "stale"):  # no job changes these two
+                state = left.queued_state(queue, jobs.get(stage.name)) or state
+            states[stage.name] = state
         return states
 
     @cached_property
@@ -151,8 +173,8 @@ class Run(RunDirectory):
         return {stage.name: stage.domain for stage in alone if stage.domain and stage.trains}
 
     def refresh(self) -> Run:
-        """Forget the events and states; the files of the run may have changed."""
-        for name in ("events", "states"):
+        """Forget the former names, events and states; the files of the run may have changed."""
+        for name in ("former", "events", "states"):
             self.__dict__.pop(name, None)
         return self
 
@@ -167,19 +189,19 @@ class Run(RunDirectory):
         Raises:
             UserError: the run has no stage of a name.
         """
-        known = {stage.name: stage for stage in self.stages}
-        wanted = set(names)
-        for name in sorted(wanted - known.keys()):
-            raise UserError(f"{shown(self.path)} has no stage {name}; {hint(name, known)}")
-        return [stage for stage in self.stages if not wanted or stage.name in wanted]
+        by_name = {stage.name: stage for stage in self.stages}
+        selected = set(names)
+        for name in sorted(selected - by_name.keys()):
+            raise UserError(f"{shown(self.path)} has no stage {name}; {hint(name, by_name)}")
+        return [stage for stage in self.stages if not selected or stage.name in selected]
 
     def downstream(self, names: Iterable[str]) -> list[Stage]:
         """Return the named stages and all that depend on them, in the order of the graph."""
-        found = set(names)
+        reached = set(names)
         for stage in self.stages:  # inputs come first
-            if not found.isdisjoint(stage.inputs):
-                found.add(stage.name)
-        return [stage for stage in self.stages if stage.name in found]
+            if not reached.isdisjoint(stage.inputs):
+                reached.add(stage.name)
+        return [stage for stage in self.stages if stage.name in reached]
 
     def write_settings(self) -> None:
         """Write run.yaml, with every default written out.
@@ -216,18 +238,18 @@ class Run(RunDirectory):
             path = self.stage(stage.name).results
             if not stage.declared.evaluates or states[stage.name].state != "done":
                 continue
-            if (found := read_models(path)) is None:
+            if (evaluated := read_models(path)) is None:
                 raise UserError(
                     f"{shown(path)} is damaged; rerun the evaluation with --from {stage.name}"
                 )
-            for model, domains in found.items():
+            for model, domains in evaluated.items():
                 models.setdefault(model, {}).update(domains)
         return self.in_order(models)
 
     def in_order(self, models: Mapping[str, OfModel]) -> dict[str, OfModel]:
         """Return models by name in the order of the plan; those of no stage come last."""
-        known = (stage.name for stage in self.stages if stage.name in models)
-        return {name: models[name] for name in dict.fromkeys([*known, *models])}
+        ordered = (stage.name for stage in self.stages if stage.name in models)
+        return {name: models[name] for name in dict.fromkeys([*ordered, *models])}
 
     def model_path(self, reference: str) -> Path:
         """Return the checkpoint that a reference of a stage means.
@@ -237,14 +259,13 @@ class Run(RunDirectory):
         """
         if not is_path(reference):
             return self.checkpoint_path(reference)
-        if (found := outside_model(Path(reference))) is None:
+        if (checkpoint := outside_model(Path(reference))) is None:
             raise UserError(f"{reference}: no stage, checkpoint or Hugging Face checkpoint there")
-        return found.path.absolute()
+        return checkpoint.path.absolute()
 
     @contextmanager
     def lock(self, shared: bool = False) -> Iterator[None]:
         with super().lock(shared):
-            check_renamed(self)
             self.refresh()
             yield
 
@@ -253,23 +274,6 @@ class Run(RunDirectory):
         with super().lock_submission() as descriptor:
             self.refresh()
             yield descriptor
-
-
-def check_renamed(run: RunDirectory) -> None:
-    """Raise UserError while a renaming of stages is unfinished: their work has two names."""
-    if run.renaming.exists():
-        raise UserError(unfinished_text(run))
-
-
-def unfinished_text(run: RunDirectory) -> str:
-    """Return that a renaming was interrupted, and the command that finishes it."""
-    try:
-        found = json.loads(read_text(run.renaming))
-        names = f"{found['old']} {found['new']}"
-    except (OSError, ValueError, RecursionError, KeyError, TypeError):
-        names = "OLD NEW"
-    here = shown(run.path)
-    return f"{here}: a renaming was interrupted; finish it with: braid mv {here} {names}"
 
 
 def as_done(states: Mapping[str, StageState], *these: State) -> dict[str, StageState]:
@@ -317,7 +321,7 @@ def damaged_verdict(directory: StageDirectory, event: Event) -> str | None:
 class _Output:
     """The output that attempts at a stage left behind, and its newest event in the ledger."""
 
-    run: RunDirectory
+    run: Run
     stage: Stage
     event: Event | None
     checkpoint: Checkpoint | None
@@ -363,6 +367,9 @@ class _Output:
             # It may have failed before its first attempt.
             cause = event.cause if event is not None and event.state == "failed" else ""
             return StageState("pending", cause, self.attempts)
+        if self.run.former:  # inputs that are renamed, and not moved yet
+            names = {old: new for new, old in self.run.former.items()}
+            recorded = renamed(recorded, names, stage.reads)
         if done or has_work:
             reasons = list(changes(recorded, now()))
             reasons += [

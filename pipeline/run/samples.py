@@ -57,8 +57,8 @@ class StageSamples:
     def __init__(self, directory: StageDirectory) -> None:
         """Find the files; raise UserError where a directory cannot be read."""
         self._directory = directory
-        for each in (directory.rollouts, directory.samples):
-            _check_readable(each)
+        for recorded in (directory.rollouts, directory.samples):
+            _check_readable(recorded)
         self.files = sorted(directory.rollouts.glob("step_*.parquet"))
         self.files += sorted(directory.samples.rglob("*.parquet"))
         self._damaged: dict[int, str] = {}
@@ -83,10 +83,10 @@ class StageSamples:
 
         Those of damaged files are left out.
         """
-        chosen = None if problems is None else pyarrow.array(problems, pyarrow.string())
+        keys = None if problems is None else pyarrow.array(problems, pyarrow.string())
         for table in self._tables([*COLUMNS]):
-            if chosen is not None:
-                table = table.filter(compute.is_in(table["problem"], chosen))
+            if keys is not None:
+                table = table.filter(compute.is_in(table["problem"], keys))
             yield from map(mapped, table.drop_columns([*PLACE]).to_pylist())
 
     @cached_property
@@ -149,22 +149,22 @@ class StageSamples:
                 query's.
         """
         table = self._light
-        for name, wanted in (
+        for name, label in (
             ("domain", query.domain),
             ("model", query.model),
             ("finish_reason", query.finish),
         ):
-            if wanted is not None:
-                table = self._equal(table, name, wanted)
+            if label is not None:
+                table = self._equal(table, name, label)
         if query.steps:
             steps = set(query.steps).intersection(table["step"].unique().to_pylist())
             if not steps:
-                first, *_, last = [self.steps[0], *self.steps]
+                earliest, *_, last = [self.steps[0], *self.steps]
                 raise UserError(
-                    f"no samples of step {query.steps[0]}; there are some from {first} to {last}"
+                    f"no samples of step {query.steps[0]}; there are some from {earliest} to {last}"
                 )
-            wanted = pyarrow.array(steps, pyarrow.int32())
-            table = table.filter(compute.is_in(table["step"], wanted))
+            numbers = pyarrow.array(steps, pyarrow.int32())
+            table = table.filter(compute.is_in(table["step"], numbers))
         if query.problem is not None:
             table = table.filter(compute.starts_with(table["problem"], query.problem))
         if query.reward is not None:
@@ -173,39 +173,41 @@ class StageSamples:
             table = self._grepped(table, query.grep)
         return _ordered(table, query.order)
 
-    def _equal(self, table: pyarrow.Table, column: str, wanted: str) -> pyarrow.Table:
-        known = [each for each in table[column].unique().to_pylist() if each is not None]
-        if wanted not in known:
-            raise UserError(f"no samples of {column} {wanted}; {hint(wanted, known)}")
-        return table.filter(compute.equal(table[column], wanted))
+    def _equal(self, table: pyarrow.Table, column: str, label: str) -> pyarrow.Table:
+        labels = [text for text in table[column].unique().to_pylist() if text is not None]
+        if label not in labels:
+            raise UserError(f"no samples of {column} {label}; {hint(label, labels)}")
+        return table.filter(compute.equal(table[column], label))
 
     def _scored(self, table: pyarrow.Table, name: str, score: float) -> pyarrow.Table:
         if not name:
             return table.filter(compute.equal(table["reward"], score))
-        parts = self._beside(table, ["reward_parts"])["reward_parts"].to_pylist()
-        known = {key for each in parts for key, _ in each or ()}
-        if name not in known:
-            raise UserError(f"no sample has a reward {name}; {hint(name, sorted(known))}")
-        return table.filter(pyarrow.array([dict(each or ()).get(name) == score for each in parts]))
+        by_sample = self._beside(table, ["reward_parts"])["reward_parts"].to_pylist()
+        reward_names = {key for rewards in by_sample for key, _ in rewards or ()}
+        if name not in reward_names:
+            raise UserError(f"no sample has a reward {name}; {hint(name, sorted(reward_names))}")
+        return table.filter(
+            pyarrow.array([dict(rewards or ()).get(name) == score for rewards in by_sample])
+        )
 
     def _grepped(self, table: pyarrow.Table, pattern: re.Pattern[str]) -> pyarrow.Table:
         texts = self._beside(table, ["prompt", "response"])
         pairs = zip(texts["prompt"].to_pylist(), texts["response"].to_pylist(), strict=True)
-        found = [any(text and pattern.search(text) for text in pair) for pair in pairs]
-        return table.filter(pyarrow.array(found, pyarrow.bool_()))
+        matches = [any(text and pattern.search(text) for text in pair) for pair in pairs]
+        return table.filter(pyarrow.array(matches, pyarrow.bool_()))
 
     def _beside(self, table: pyarrow.Table, columns: Sequence[str]) -> pyarrow.Table:
         """Return further columns of the samples of a table, in its order."""
-        places = zip(*(table[each].to_pylist() for each in PLACE), strict=True)
+        places = zip(*(table[column].to_pylist() for column in PLACE), strict=True)
         return self._at([*places], columns)
 
     def _at(self, places: Sequence[tuple[int, int]], columns: Sequence[str]) -> pyarrow.Table:
         """Return columns of the samples at some `PLACE`s, in their order."""
         ranks = sorted(range(len(places)), key=places.__getitem__)
         tables = []
-        for file, own in groupby((places[rank] for rank in ranks), key=itemgetter(0)):
+        for file, of_file in groupby((places[rank] for rank in ranks), key=itemgetter(0)):
             table = self._read(file, self.files[file], columns)
-            rows = [number for _, number in own]
+            rows = [number for _, number in of_file]
             if max(rows) >= len(table):
                 raise UserError(f"{shown(self.files[file])}: it has other samples now; look again")
             tables.append(table.take(rows))
@@ -216,27 +218,27 @@ class StageSamples:
             order[rank] = at
         return pyarrow.concat_tables(tables).take(order)
 
-    def whole(self, found: Sequence[Row]) -> list[Row]:
+    def whole(self, light_rows: Sequence[Row]) -> list[Row]:
         """Return all columns of samples that were found, each with its `model` and `file`."""
-        places = [(row["file"], row["number"]) for row in found]
+        places = [(row["file"], row["number"]) for row in light_rows]
         table = self._at(places, [*COLUMNS]).drop_columns([*PLACE])
         files = (str(self.files[file]) for file, _ in places)
         rows = map(mapped, table.to_pylist())
         return [{**row, "file": file} for row, file in zip(rows, files, strict=True)]
 
-    def routes(self, found: Row) -> list[list[list[int]]] | None:
+    def routes(self, row: Row) -> list[list[list[int]]] | None:
         """Return the experts of each token of a sample's response, by routed layer.
 
         Those of the position that predicts the token. None where they are not recorded.
         """
         import numpy as np  # torch-free, and yet a tenth of a second that no other look waits for
 
-        path = self.files[found["file"]]
+        path = self.files[row["file"]]
         arrays = path.with_suffix(".npz")
         if not arrays.exists():
             return None
         lengths = ("prompt_tokens", "response_tokens")
-        columns = [self._read(found["file"], path, [each])[each].to_pylist() for each in lengths]
+        columns = [self._read(row["file"], path, [name])[name].to_pylist() for name in lengths]
         counts = [len(one) + len(other) - 1 for one, other in zip(*columns, strict=True)]
         try:
             with naming(arrays), open_file(arrays) as file, np.load(file) as held:
@@ -245,7 +247,7 @@ class StageSamples:
             raise UserError(f"{shown(arrays)}: damaged: {error}") from error
         if len(all_routes) != sum(counts):
             return None
-        number = found["number"]
+        number = row["number"]
         end = sum(counts[: number + 1])
         routes: list[list[list[int]]] = all_routes[end - len(columns[1][number]) : end].tolist()
         return routes
@@ -327,10 +329,10 @@ def _flipped(rows: Sequence[Row]) -> Iterator[Row]:
             of_problem = seen.setdefault((row["domain"], row["problem"]), {})
             of_problem.setdefault(row["step"], []).append(row)
     for steps in seen.values():
-        first, last = (steps[step] for step in (min(steps), max(steps)))
-        before, after = (_share(each) >= RIGHT for each in (first, last))
+        earliest, last = (steps[step] for step in (min(steps), max(steps)))
+        before, after = (_share(rows) >= RIGHT for rows in (earliest, last))
         if before != after:
-            yield next(row for row in first if row["solved"] == before)
+            yield next(row for row in earliest if row["solved"] == before)
             yield next(row for row in last if row["solved"] == after)
 
 

@@ -65,23 +65,23 @@ def check_selection(
 
     Dependencies are checked as they will be: the `reused` stages done, those to `rerun` pending.
     """
-    wanted = run.chosen(only)
+    selected = run.chosen(only)
     run.chosen(rerun)
     # `check_stale` refuses stale stages.
-    check_dependencies(wanted, as_done(planned_states(run, run.states, reused, rerun), "stale"))
+    check_dependencies(selected, as_done(planned_states(run, run.states, reused, rerun), "stale"))
 
 
 def check_dependencies(
-    wanted: Sequence[Stage],
+    selected: Sequence[Stage],
     states: Mapping[str, StageState],
     remedy: str = "add them with --only, or run without --only",
 ) -> None:
     """Raise UserError where a wanted stage depends on one that will not be done."""
-    running = {stage.name for stage in wanted}
+    running = {stage.name for stage in selected}
     lines = [
         f"  {stage.name} {'waits for' if name in stage.after else 'needs'} {name}, which is "
         f"{states[name].state}"
-        for stage in wanted
+        for stage in selected
         if states[stage.name].state != "done"
         for name in stage.waits_for
         if states[name].state != "done" and name not in running
@@ -90,12 +90,12 @@ def check_dependencies(
         raise UserError("\n".join(["missing dependencies:", *lines, remedy]))
 
 
-def check_stale(run: Run, wanted: Sequence[Stage], *, record: bool = True) -> None:
+def check_stale(run: Run, selected: Sequence[Stage], *, record: bool = True) -> None:
     """Raise StaleStages where a wanted stage, or an input of one, is stale.
 
     `record` also writes the refusal into the ledger.
     """
-    stale = stale_among(run.states, wanted)
+    stale = stale_among(run.states, selected)
     for name, state in stale.items() if record else ():
         run.ledger.append(name, "stale", state.cause, state.attempts)
     if stale:
@@ -122,7 +122,7 @@ def check_settings(run: Run, rerun: Sequence[str], moved: Sequence[str]) -> None
     if not set(stale) - {stage.name for stage in run.downstream(rerun)}:
         say(f"resuming {shown(run.path)} with other settings:", *lines, *moved)
         return
-    if all(any(matches(key, each) for each in NON_INVALIDATING_KEYS) for key in differing):
+    if all(any(matches(key, pattern) for pattern in NON_INVALIDATING_KEYS) for key in differing):
         check_stale(run, run.stages, record=False)
     raise UserError(
         "\n".join([f"{shown(run.path)} was started with a different config:", *lines, *moved])
@@ -140,17 +140,17 @@ def check_run_directory(config: Path, run: RunDirectory) -> None:
     A run is found by its name, and a directory that was copied or moved keeps the name in its
     run.yaml: without this check its settings would resume the original.
     """
-    own = RunDirectory(config.parent)
-    started = own.ledger.path.exists() or own.lock_file.exists()
-    if config.name != own.settings_file.name or not started:
+    origin = RunDirectory(config.parent)
+    started = origin.ledger.path.exists() or origin.lock_file.exists()
+    if config.name != origin.settings_file.name or not started:
         return
-    if own.path.resolve() == run.path.resolve():
+    if origin.path.resolve() == run.path.resolve():
         return
-    wanted, given = own.path.resolve(), run.path.absolute()
-    options = [f"--name {visible(wanted.name)}"] if wanted.name != given.name else []
-    if wanted.parent != given.parent.resolve():
-        options.append(f"--runs-dir {shown(wanted.parent)}")
-    there, here = shown(wanted), shown(run.path)
+    source, destination = origin.path.resolve(), run.path.absolute()
+    options = [f"--name {visible(source.name)}"] if source.name != destination.name else []
+    if source.parent != destination.parent.resolve():
+        options.append(f"--runs-dir {shown(source.parent)}")
+    there, here = shown(source), shown(run.path)
     effect = "resume" if run.settings_file.exists() else "start"
     raise UserError(
         f"{shown(config)} belongs to the run in {there}, but its name is {visible(run.name)} and "
@@ -203,9 +203,11 @@ def _recorded_date(run: RunDirectory) -> date | None:
     return load_started(run.settings_file).model.chat_template_date
 
 
-def stale_among(states: Mapping[str, StageState], wanted: Sequence[Stage]) -> dict[str, StageState]:
+def stale_among(
+    states: Mapping[str, StageState], selected: Sequence[Stage]
+) -> dict[str, StageState]:
     """Return the stale stages among the wanted ones and their inputs."""
-    touched = {name for stage in wanted for name in (stage.name, *stage.inputs)}
+    touched = {name for stage in selected for name in (stage.name, *stage.inputs)}
     return {
         name: state for name, state in states.items() if name in touched and state.state == "stale"
     }
@@ -219,7 +221,7 @@ def put_aside(run: Run, stages: Iterable[Stage]) -> list[Path]:
         if not directory.exists():
             continue
         taken = [path.suffix[1:] for path in run.replaced.glob(f"{stage.name}.*")]
-        number = 1 + max((int(each) for each in taken if each.isdecimal()), default=0)
+        number = 1 + max((int(suffix) for suffix in taken if suffix.isdecimal()), default=0)
         to = run.replaced / f"{stage.name}.{number}"
         to.parent.mkdir(exist_ok=True)
         directory.rename(to)
@@ -266,7 +268,7 @@ def find_fork(run: Run, other: RunDirectory) -> RunFork:
     events = latest(other.ledger.events())
     done = {name for name, state in run.states.items() if state.state == "done"}
     checkpoints: dict[str, Checkpoint | None] = {}
-    found = RunFork()
+    fork = RunFork()
     for stage in run.stages:  # dependencies come first
         ours, theirs = run.stage(stage.name), other.stage(stage.name)
         checkpoints[stage.name] = ours.output()
@@ -283,16 +285,16 @@ def find_fork(run: Run, other: RunDirectory) -> RunFork:
             continue
         if differing := next(changes(manifest, now), None):
             undated = manifest.settings.get(DATE, "") is None and now.settings.get(DATE) is not None
-            found.differing[stage.name] = UNDATED if undated else differing
+            fork.differing[stage.name] = UNDATED if undated else differing
             continue
-        if asked := [gate for gate in stage.after if gate not in done]:
-            found.held[stage.name] = asked[0]
+        if pending_gates := [gate for gate in stage.after if gate not in done]:
+            fork.held[stage.name] = pending_gates[0]
             continue
         checkpoints[stage.name] = newest
         done.add(stage.name)
-        said = f": {event.cause}" if stage.declared.judges else ""
-        found.reused[stage.name] = f"reused from {shown(other.path)}{said}"
-    return found
+        verdict = f": {event.cause}" if stage.declared.judges else ""
+        fork.reused[stage.name] = f"reused from {shown(other.path)}{verdict}"
+    return fork
 
 
 def reuse_stages(run: Run, other: RunDirectory, fork: RunFork) -> None:

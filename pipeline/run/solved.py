@@ -30,14 +30,14 @@ def solved_problems(directory: StageDirectory, stage: Stage, samples: int = 1) -
     problems: dict[str, int] = {}
     for model in stage.models:
         path = directory.solved / f"{file_name(model)}.json"
-        found = read_json(COUNTS, path, stage)
-        if found is None or not all(found.get(domain) for domain in stage.evaluated_on[model]):
+        counts = read_json(COUNTS, path, stage)
+        if counts is None or not all(counts.get(domain) for domain in stage.evaluated_on[model]):
             raise damaged(path, stage)
-        for domain, right in found.items():
+        for domain, right in counts.items():
             count = problems.setdefault(domain, len(right))
-            if not all(0 <= each <= samples for each in right) or count != len(right):
+            if not all(0 <= answers <= samples for answers in right) or count != len(right):
                 raise damaged(path, stage)
-        solved[model] = found
+        solved[model] = counts
     return solved
 
 

@@ -37,24 +37,24 @@ def phases(path: Path, process: str) -> list[Phase]:
 
     A line that a crash has cut short is ignored.
     """
-    found: dict[tuple[int, int], Phase] = {}
+    by_key: dict[tuple[int, int], Phase] = {}
     open_: set[tuple[int, int]] = set()
     life = 0
     for line in _lines(path):
         if "process" in line:  # a new one: what the last one did has ended
             life += 1
             for key in open_:
-                found[key] = replace(found[key], end=line["time"])
+                by_key[key] = replace(by_key[key], end=line["time"])
             open_ = set()
         elif "name" in line:
             key = (life, line["phase"])
             about = {name: line.get(name) for name in ("waits_for", "step")}
-            found[key] = Phase(process, line["name"], line["time"], None, **about)
+            by_key[key] = Phase(process, line["name"], line["time"], None, **about)
             open_.add(key)
         elif (key := (life, line["phase"])) in open_:
             open_.remove(key)
-            found[key] = replace(found[key], end=line["time"])
-    return list(found.values())
+            by_key[key] = replace(by_key[key], end=line["time"])
+    return list(by_key.values())
 
 
 def _lines(path: Path) -> Iterator[Mapping[str, Any]]:
@@ -98,16 +98,16 @@ def rank_phases(run: RunDirectory, stage: Stage) -> dict[str, list[Phase]]:
 
 def engine_phases(run: RunDirectory, stage: Stage) -> dict[str, list[Phase]]:
     """Return the phases of the engines that serve a stage: its own, or the run's."""
-    own = sorted(run.stage(stage.name).engines.glob("*/timeline.jsonl"))
-    files = own or sorted(run.engines.rglob("timeline.jsonl"))
-    found = {}
+    stage_files = sorted(run.stage(stage.name).engines.glob("*/timeline.jsonl"))
+    files = stage_files or sorted(run.engines.rglob("timeline.jsonl"))
+    by_engine = {}
     for path in files:
         name = f"engine {EngineDirectory(path.parent).path.name}"
-        found[name] = phases(path, name)
-    return found
+        by_engine[name] = phases(path, name)
+    return by_engine
 
 
 def innermost(of_process: list[Phase]) -> Phase | None:
     """Return the present phase of a process that began last; None where it is in none."""
-    present = [each for each in of_process if each.end is None]
+    present = [phase for phase in of_process if phase.end is None]
     return present[-1] if present else None

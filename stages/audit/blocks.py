@@ -77,6 +77,9 @@ def recorded_stage(run: RecordedRun, name: str) -> RecordedStage:
         only = domains[0] if len(domains) == 1 else None
         teachers = _teachers(block_settings, name, domains)
         parent = block_settings["from"] and _resolved(run, block_settings["from"], only)
+        was = block_settings.get("was", block_settings.get("seeded_as"))  # its older name
+        if was and block_settings["for_each"] and "{domain}" not in was:
+            was = f"{was}.{{domain}}"
         return RecordedStage(
             name,
             block_settings["kind"],
@@ -94,7 +97,7 @@ def recorded_stage(run: RecordedRun, name: str) -> RecordedStage:
             tuple(_objectives(run, block_settings, domains, parent))
             if block_settings["kind"] == "grpo"
             else (),
-            _placed(block_settings["seeded_as"] or name, only),
+            _placed(was or name, only),
         )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from pydantic import Field
+from pydantic import AliasChoices, Field
 
 from parallel.settings import (
     EngineSettings,
@@ -89,10 +89,12 @@ class StageSettings(Settings):
     after: tuple[str, ...] = Field(
         default=(), description="stages that it waits for and does not load"
     )
-    seeded_as: str | None = Field(
+    # A run.yaml of an older version says `seeded_as`, also where it is null.
+    was: str | None = Field(
         default=None,
-        description="name that its random numbers derive from, with {domain} as in `as`; null: its"
-        " own. `braid mv` sets it, so that a renamed stage repeats bit for bit",
+        validation_alias=AliasChoices("was", "seeded_as"),
+        description="first name of the block, or its first `as`, which its random numbers derive"
+        " from: finished and half-finished work is kept under the new name; null: its own",
     )
 
     @property

@@ -250,7 +250,7 @@ WITHOUT_EFFECT = {
     "as": "tried separately, since it needs another name",
     "domains": "tried separately, since it needs another name",
     "after": "when the stage starts",
-    "seeded_as": "which random numbers were drawn: the audit reads the recorded samples",
+    "was": "which random numbers were drawn: the audit reads the recorded samples",
     "tokenizer": "the audit reads tokens",
     "max_positions": "how long a sample may be",
     "architecture": "of other families",

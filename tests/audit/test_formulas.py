@@ -240,7 +240,7 @@ def test_unlike_objectives_of_a_stage_are_each_of_its_domain(tmp_path: Path) -> 
         {"aggregation": aggregation, "kl": kl} for aggregation in ("token_mean", "constant")
     )
     domains = {name: {"objective": alike} for name in ("a", "b")} | {"c": {"objective": other}}
-    block = {"kind": "grpo", "from": "base", **dict.fromkeys(("for_each", "as", "seeded_as"))}
+    block = {"kind": "grpo", "from": "base", **dict.fromkeys(("for_each", "as", "was"))}
     mixed = {**dict.fromkeys(OF_DOMAIN), **block, "domains": None}
     stages = {"mixed": mixed, "two": {**mixed, "domains": ["a", "b"]}, "base": mixed}
     for name in ("mixed", "two"):
@@ -255,7 +255,7 @@ def test_unlike_objectives_of_a_stage_are_each_of_its_domain(tmp_path: Path) -> 
 
 
 def test_equal_objectives_with_a_reference_of_each_domain_are_apart(tmp_path: Path) -> None:
-    block = {"kind": "grpo", "from": "base", **dict.fromkeys(("for_each", "as", "seeded_as"))}
+    block = {"kind": "grpo", "from": "base", **dict.fromkeys(("for_each", "as", "was"))}
     stage_block = {**dict.fromkeys(OF_DOMAIN), **block, "domains": None}
     objective = {"kl": {"reference": "experts", "coefficient": 0.1}}
     stages = {

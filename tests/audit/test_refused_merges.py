@@ -17,7 +17,7 @@ from stages.audit.token_steps import merge_step
 def test_a_merge_that_the_student_teaches_is_not_audited(teachers: Any) -> None:
     block = {
         **{"kind": "distill", "from": "cold_start", "teachers": teachers},
-        **{"domains": None, "for_each": None, "as": None, "seeded_as": None},
+        **{"domains": None, "for_each": None, "as": None, "was": None},
     }
     settings = {"domains": {"sums": {}, "words": {}}, "stages": {"merge": block}}
     run: Any = SimpleNamespace(path=Path("runs/small"), settings=settings)

@@ -111,11 +111,11 @@ def test_a_stage_waits_for_what_it_does_not_load(config: Path) -> None:
 def test_random_numbers_derive_from_another_name_where_one_is_stated(config: Path) -> None:
     plain = stages_of(config)
     assert [stage.seeded_as for stage in plain.values()] == [*plain]
-    template = "stages.experts.as='new.{domain}'", "stages.experts.seeded_as='experts.{domain}'"
-    renamed = stages_of(config, *template)
-    assert renamed["new.sums"].seeded_as == "experts.sums"
-    assert renamed["new.sums"].reads == plain["experts.sums"].reads
-    assert stages_of(config, "stages.merge.seeded_as=first")["merge"].seeded_as == "first"
+    for was in ("was=experts", "was='experts.{domain}'"):
+        renamed = stages_of(config, "stages.experts.as='new.{domain}'", f"stages.experts.{was}")
+        assert renamed["new.sums"].seeded_as == "experts.sums"
+        assert renamed["new.sums"].reads == plain["experts.sums"].reads
+    assert stages_of(config, "stages.merge.was=first")["merge"].seeded_as == "first"
 
 
 # What no graph can be compiled of.
@@ -152,9 +152,8 @@ def test_random_numbers_derive_from_another_name_where_one_is_stated(config: Pat
             "stages.more.as: more would name the stages of all domains alike; write more.{domain}",
         ),
         (
-            "more: {kind: grpo, from: cold_start, for_each: domain, seeded_as: more}",
-            "stages.more.seeded_as: more would name the stages of all domains alike; write "
-            "more.{domain}",
+            "more: {kind: grpo, from: cold_start, for_each: domain, was: ../more}",
+            "stages.more.was: ../more must be letters, digits, _, - or ., since it names",
         ),
         (
             "more: {kind: export, from: merge, as: ../more}",

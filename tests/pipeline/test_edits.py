@@ -48,15 +48,14 @@ def test_a_renamed_block_is_recognised(braid: Braid, config: Path, small: Path) 
     assert found["reused"] == ["cold_start"]
     code, out, _ = braid("plan", wanted)
     assert code == 0
-    hint = f"  renamed? reuse it with: braid mv {small} experts rl\n"
+    hint = "  renamed? keep its work with `was: experts` in stages.rl\n"
     stays = f"  deleted: experts.sums: its output stays in {small}/stages/experts.sums\n"
     assert hint in out and stays in out
     code, _, err = braid("run", wanted)
     assert code == 1
     assert hint in err and stays in err
-    assert braid("mv", "small", "experts", "rl")[0] == 0
-    stated = edited_copy(wanted, ("rl: {", "rl: {seeded_as: 'experts.{domain}', "))
-    assert edit(braid, stated) is None  # what `braid mv` says to state
+    stated = edited_copy(wanted, ("rl: {", "rl: {was: experts, "))
+    assert edit(braid, stated) is None
 
 
 def test_two_renamed_blocks_are_recognised_through_each_other(
@@ -69,26 +68,24 @@ def test_two_renamed_blocks_are_recognised_through_each_other(
         ("teachers: experts", "teachers: rl"),
     )
     assert edit(braid, wanted)["renamed"] == [["cold_start", "warm"], ["experts", "rl"]]
-    assert braid("mv", "small", "cold_start", "warm")[0] == 0
-    assert braid("mv", "small", "experts", "rl")[0] == 0
-    seeded = ("warm:\n", "warm:\n    seeded_as: cold_start\n")
-    stated = edited_copy(wanted, seeded, ("rl: {", "rl: {seeded_as: 'experts.{domain}', "))
-    assert edit(braid, stated) is None
+    stated = edited_copy(wanted, ("warm:\n", "warm:\n    was: cold_start\n"))
+    assert edit(braid, stated)["renamed"] == [["experts", "rl"]]
+    assert edit(braid, edited_copy(stated, ("rl: {", "rl: {was: experts, "))) is None
 
 
 def test_another_seed_by_hand_is_stale(braid: Braid, config: Path, small: Path) -> None:
     """The names that random numbers derive from, of a block of each kind."""
-    other = "stages.experts.seeded_as='other.{domain}'"
-    cause = "seeded_as was experts.sums and is now other.sums"
+    other = "stages.experts.was='other.{domain}'"
+    cause = "the name that seeds it was experts.sums and is now other.sums"
     code, out, _ = braid("plan", config, other, "--json")
     found = json.loads(out)["edit"]
     assert (code, found["stale"]["experts.sums"]) == (0, cause)
     assert found["reused"] == ["cold_start"]
     code, _, err = braid("run", config, other)
     assert code == 1
-    assert 'stages.experts.seeded_as: null there, "other.{domain}" here' in err
+    assert 'stages.experts.was: null there, "other.{domain}" here' in err
     for name, stale in (("evaluate", ["evaluate"]), ("export", [])):
-        code, out, _ = braid("plan", config, f"stages.{name}.seeded_as=other", "--json")
+        code, out, _ = braid("plan", config, f"stages.{name}.was=other", "--json")
         found = json.loads(out)["edit"]  # an export draws nothing
         assert [*(found or {"stale": {}})["stale"]] == stale
 
@@ -101,7 +98,7 @@ def test_a_manifest_of_before_has_no_seed_that_could_differ(
     assert manifest.pop("seeded_as") == "merge"
     path.write_text(json.dumps(manifest))
     assert edit(braid, config) is None
-    code, out, _ = braid("plan", config, "stages.merge.seeded_as=other", "--json")
+    code, out, _ = braid("plan", config, "stages.merge.was=other", "--json")
     assert (code, json.loads(out)["edit"]) == (0, None)
 
 
@@ -127,8 +124,10 @@ def test_another_as_is_recognised(braid: Braid, config: Path, runs: Path) -> Non
     first = edited_copy(config, ("experts: {", "experts: {as: 'a.{domain}', "))
     assert braid("run", first)[0] == 0
     second = edited_copy(config, ("experts: {", "experts: {as: 'b.{domain}', "))
-    assert edit(braid, second)["renamed"] == [["a.{domain}", "b.{domain}"]]
-    assert "small 'a.{domain}' 'b.{domain}'" in braid("plan", second)[1]
+    assert edit(braid, second)["renamed"] == [["a.{domain}", "experts"]]
+    assert "`was: 'a.{domain}'` in stages.experts\n" in braid("plan", second)[1]
+    third = edited_copy(second, ("experts: {", "experts: {was: 'a.{domain}', "))
+    assert edit(braid, third) is None
 
 
 def test_a_renamed_block_with_other_settings_is_new(

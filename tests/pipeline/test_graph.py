@@ -67,7 +67,7 @@ def test_stages_come_after_their_inputs(settings: RunSettings) -> None:
         ("stages.experts.loop={steps: 3}", {"experts.sums", "experts.words"}),
         ("stages.experts.guards.drift.action=off", set()),
         ("stages.merge.after=[experts.sums]", set()),
-        ("stages.experts.seeded_as='other.{domain}'", set()),
+        ("stages.experts.was='other.{domain}'", set()),
         ("logging.trackers=[]", set()),
         ("name=other", set()),
     ],

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 
 from pipeline.config.validate import load
-from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import Stage, compile_graph
 from pipeline.run.lineage import changes, lineage_from
 from stages.kinds.kind import MODEL
 from stages.kinds.merge_weights.settings import MergeWeightsSettings
 from tests.pipeline.conftest import CONFIG, Braid
-from tests.pipeline.violations import errors, violation, with_data
+from tests.pipeline.violations import edited_copy, errors, violation, with_data
 
 SOUP = {"kind": "merge_weights", "from": "cold_start", "models": "experts", "method": "ties"}
 PAIR = "stages.soup.models={s: experts.sums, w: experts.words}"
@@ -241,10 +240,14 @@ def test_a_domain_without_demonstrations_is_named(config: Path, rows: Path) -> N
 
 
 def test_a_renamed_stage_keeps_its_merges(config: Path, braid: Braid, runs: Path) -> None:
-    pair = "stages.soup.models={a: experts.sums, b: merge}"
-    code, _, err = braid("run", str(config), pair)
+    pair = "stages.soup.models={{a: experts.sums, b: {}}}"
+    code, _, err = braid("run", str(config), pair.format("merge"))
     assert code == 0, err
-    assert braid("mv", "small", "merge", "distilled")[0] == 0
-    settings = load(RunDirectory(runs / "small").settings_file, to_start=False)
-    assert settings.stages["soup"].model_dump()["models"] == {"a": "experts.sums", "b": "distilled"}
+    distilled = edited_copy(
+        config,
+        ("\n  merge:\n", "\n  distilled:\n    was: merge\n"),
+        ("from: merge", "from: distilled"),
+    )
+    assert braid("run", str(distilled), pair.format("distilled"))[0] == 0
     assert braid("status")[1] == "small: 7 done\n"
+    assert len(list((runs / "small/stages/soup").glob("attempt_*"))) == 1

@@ -53,7 +53,7 @@ def test_a_stage_waits_for_those_after_it_and_loads_none_of_them(graph: Graph) -
 def test_another_name_changes_nothing_that_a_stage_reads(graph: Graph) -> None:
     """A renamed stage repeats bit for bit where it is seeded as before."""
     before = graph()["experts.sums"]
-    renamed = {"as": "policy.{domain}", "seeded_as": "experts.{domain}"}
+    renamed = {"as": "policy.{domain}", "was": "experts.{domain}"}
     now = graph(experts=renamed)["policy.sums"]
     assert now.reads == before.reads
     assert before.seeded_as == now.seeded_as == "experts.sums"

@@ -100,7 +100,6 @@ COMMANDS = {
     "run --fork small --name other": ["CONFIG"],
     "cancel": ["small"],
     "gate override --reason x": ["small", "gates.experts.sums"],
-    "mv": ["small", "merge", "joined"],
 }
 
 
@@ -228,7 +227,6 @@ ON_A_RUN: dict[str, tuple[list[str], str | None]] = {
     "gate override": (["gate", "override", "RUN", "merge", "--reason", "x"], REFUSES),
     "logs": (["logs", "RUN", "merge"], None),
     "look": (["look", "RUN", "--waits"], None),
-    "mv": (["mv", "RUN", "merge", "joined"], REFUSES),
     "plan": (["plan", "RUN/run.yaml"], None),
     "report": (["report", "RUN"], TAKES_PLACE),
     "resume": (["resume", "RUN"], REFUSES),
@@ -243,7 +241,7 @@ ON_A_RUN: dict[str, tuple[list[str], str | None]] = {
 WITHOUT_A_RUN = {"doctor", "domain check", "domain new", "init"}
 PLANTED = [
     *("run.lock", "submit.lock", "results.lock", "ledger.jsonl", "results.json", "report.html"),
-    *("renaming.json", "slurm/submit.sh", "stages/merge/stage.lock", ".report.html.1"),
+    *("slurm/submit.sh", "stages/merge/stage.lock", ".report.html.1"),
 ]
 
 

@@ -17,7 +17,7 @@ from pipeline.run.lineage import changes
 from pipeline.run.run import Run
 from stages.kinds.distill.settings import DistillSettings
 from tests.pipeline.conftest import Braid
-from tests.pipeline.violations import errors
+from tests.pipeline.violations import edited_copy, errors
 
 SEVERAL = "{sums: {cold_start: 0.25, experts: 0.75}, words: experts.words}"
 PRECISION = "hidden_states_precision"
@@ -147,10 +147,10 @@ def test_the_gate_compares_with_the_teacher_of_the_largest_weight(config: Path) 
 
 def test_a_renamed_block_is_renamed_in_the_weights(config: Path, braid: Braid, runs: Path) -> None:
     assert braid("run", config, *RIGHT, taught_by(SEVERAL))[0] == 0
-    assert braid("mv", "small", "experts", "teachers")[0] == 0
-    text = (runs / "small/run.yaml").read_text()
-    assert "cold_start: 0.25" in text and "teachers: 0.75" in text
+    renamed = edited_copy(config, ("experts: {kind: grpo,", "rl: {was: experts, kind: grpo,"))
+    assert braid("run", renamed, *RIGHT, taught_by(SEVERAL.replace("experts", "rl")))[0] == 0
     assert braid("status")[1] == "small: 6 done\n"
+    assert len(list((runs / "small/stages/merge").glob("attempt_*"))) == 1
 
 
 def test_a_bundle_routes_domains_to_weighted_teachers(

@@ -37,7 +37,7 @@ EXECUTED = {
 # Need a finished run, a cluster, a model's weights or a GPU.
 PARSED = {
     *("audit", "bundle", "cancel", "compare", "diff", "domain", "doctor", "evaluate", "export"),
-    *("gate", "init", "logs", "look", "mv", "plan", "report", "resume", "run", "simulate"),
+    *("gate", "init", "logs", "look", "plan", "report", "resume", "run", "simulate"),
     *("status", "submit", "validate", "why"),
 }
 # Of packages that this environment does not have: `make bench-trl` builds theirs.

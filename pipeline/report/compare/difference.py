@@ -19,13 +19,16 @@ def difference(run: Run, other: Run) -> dict[str, Any]:
     settings.pop("name", None)
     names = dict.fromkeys(stage.name for stage in (*run.stages, *other.stages))
     stages = {name: _lineage_difference(run, other, name) for name in names}
-    return {"settings": settings, "stages": {name: each for name, each in stages.items() if each}}
+    return {
+        "settings": settings,
+        "stages": {name: differences for name, differences in stages.items() if differences},
+    }
 
 
-def difference_lines(found: dict[str, Any]) -> list[str]:
+def difference_lines(difference: dict[str, Any]) -> list[str]:
     """Return the lines of `braid diff`; none where nothing differs."""
     lines = []
-    for title, block in {"settings": found["settings"], **found["stages"]}.items():
+    for title, block in {"settings": difference["settings"], **difference["stages"]}.items():
         if block:
             lines += [title, *(f"  {k}: {_text(a)} | {_text(b)}" for k, (a, b) in block.items())]
     return lines
@@ -33,25 +36,25 @@ def difference_lines(found: dict[str, Any]) -> list[str]:
 
 def _lineage_difference(run: RunDirectory, other: RunDirectory, name: str) -> Differences:
     """Return the differences of a stage other than its settings."""
-    ours, theirs = (read_manifest(each.stage(name)) for each in (run, other))
+    ours, theirs = (read_manifest(directory.stage(name)) for directory in (run, other))
     if ours is None or theirs is None:
         return {"started": (ours is not None, theirs is not None)} if ours is not theirs else {}
-    found: Differences = {}
-    found["code"], found["layout"] = (ours.code, theirs.code), (ours.layout, theirs.layout)
+    pairs: Differences = {}
+    pairs["code"], pairs["layout"] = (ours.code, theirs.code), (ours.layout, theirs.layout)
     for title, here, there in (
         ("version of", ours.versions, theirs.versions),
         ("checkpoint of", _short(ours.parents), _short(theirs.parents)),
         ("files of", _short(ours.files), _short(theirs.files)),
     ):
         for key in dict.fromkeys([*here, *there]):
-            found[f"{title} {key}"] = here.get(key), there.get(key)
-    found["newest checkpoint"] = _newest(run, name), _newest(other, name)
-    return {what: (here, there) for what, (here, there) in found.items() if here != there}
+            pairs[f"{title} {key}"] = here.get(key), there.get(key)
+    pairs["newest checkpoint"] = _newest(run, name), _newest(other, name)
+    return {what: (here, there) for what, (here, there) in pairs.items() if here != there}
 
 
 def _newest(run: RunDirectory, name: str) -> str | None:
-    found = run.stage(name).newest_checkpoint()
-    return f"step {found.step}, {found.digest[:DIGEST_LENGTH]}" if found else None
+    checkpoint = run.stage(name).newest_checkpoint()
+    return f"step {checkpoint.step}, {checkpoint.digest[:DIGEST_LENGTH]}" if checkpoint else None
 
 
 def _short(digests: dict[str, str | None]) -> dict[str, str]:

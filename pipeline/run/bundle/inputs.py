@@ -68,29 +68,29 @@ def copy_inputs(
     yield from _models(stages, tree, directory, weights)
 
 
-def input_digest(each: BundleInput, path: Path | None) -> str | None:
+def input_digest(bundled: BundleInput, path: Path | None) -> str | None:
     """Return the digest of an input at a path; None where nothing is there.
 
     The path of a reward's code is the directory that its module is imported from; without one it is
     imported as by a stage.
     """
-    if each.function is not None:
-        return code_digest(each.function, path)
+    if bundled.function is not None:
+        return code_digest(bundled.function, path)
     if path is None:
         return None
-    if each.kind in get_args(Files):
-        settings = FileSettings.model_validate({"source": each.kind, "path": path.absolute()})
+    if bundled.kind in get_args(Files):
+        settings = FileSettings.model_validate({"source": bundled.kind, "path": path.absolute()})
         return files_digest(settings.files(), whole=True)
-    if each.kind == "tokenizer":
+    if bundled.kind == "tokenizer":
         return files_digest(_tokenizer_files(path), whole=True)
     return _model_digest(outside_model(path))
 
 
-def _model_digest(found: Checkpoint | None) -> str | None:
+def _model_digest(checkpoint: Checkpoint | None) -> str | None:
     """Return the digest of a model; of collected responses by their bytes, which nothing checks."""
-    if found is not None and found.path.is_file():
-        return sha256(found.path)
-    return found.digest if found else None
+    if checkpoint is not None and checkpoint.path.is_file():
+        return sha256(checkpoint.path)
+    return checkpoint.digest if checkpoint else None
 
 
 def holders(tree: Tree, pattern: Key) -> Iterator[tuple[str, Any, Any]]:
@@ -98,17 +98,17 @@ def holders(tree: Tree, pattern: Key) -> Iterator[tuple[str, Any, Any]]:
 
     Of a list every element.
     """
-    found: list[tuple[str, Any]] = [("", tree)]
+    blocks: list[tuple[str, Any]] = [("", tree)]
     *above, last = pattern
-    for part in above:
-        found = [
+    for step in above:
+        blocks = [
             (f"{key}{name}.", value[name])
-            for key, value in found
+            for key, value in blocks
             if isinstance(value, dict)
-            for name in (value if part == "*" else [part])
+            for name in (value if step == "*" else [step])
             if name in value
         ]
-    for key, value in found:
+    for key, value in blocks:
         for name in (list(value) if last == "*" else [last]) if isinstance(value, dict) else ():
             if isinstance(value.get(name), list):
                 yield from ((f"{key}{name}.{n}", value[name], n) for n in range(len(value[name])))
@@ -118,8 +118,8 @@ def holders(tree: Tree, pattern: Key) -> Iterator[tuple[str, Any, Any]]:
 
 def _readers(stages: Stages, key: str) -> tuple[str, ...]:
     """Return the stages that read a key of the run."""
-    own = {stage.name: key.removeprefix(f"stages.{stage.block}.") for stage in stages}
-    return tuple(stage.name for stage in stages if own[stage.name] in stage.reads)
+    keys = {stage.name: key.removeprefix(f"stages.{stage.block}.") for stage in stages}
+    return tuple(stage.name for stage in stages if keys[stage.name] in stage.reads)
 
 
 def _data(stages: Stages, tree: Tree, directory: Path) -> Iterator[BundleInput]:
@@ -137,31 +137,31 @@ def _data(stages: Stages, tree: Tree, directory: Path) -> Iterator[BundleInput]:
                 continue
             if not files:
                 raise UserError(f"{key}.path: {shown(source.path)}: no such file; restore it")
-            root, rest = _split(source.path)
+            root, pattern_below = _split(source.path)
             inside = Path("data") / key.removeprefix("domains.")
             for file in files:
                 _copy(file, directory / inside / file.relative_to(root))
-            block["path"] = str(inside / rest)
+            block["path"] = str(inside / pattern_below)
             yield _with_digest(
                 BundleInput(f"{key}.path", kind, block["path"], True, "", readers), directory
             )
 
 
-def _with_digest(each: BundleInput, directory: Path) -> BundleInput:
+def _with_digest(copied: BundleInput, directory: Path) -> BundleInput:
     """Return a copied input with the digest of its copy."""
-    found = input_digest(each, directory / each.path)
-    assert found is not None, f"{each.key} was copied to {each.path}"
-    return replace(each, digest=found)
+    digest = input_digest(copied, directory / copied.path)
+    assert digest is not None, f"{copied.key} was copied to {copied.path}"
+    return replace(copied, digest=digest)
 
 
 def _split(path: Path) -> tuple[Path, Path]:
     """Return the directory that holds all files of a path or pattern, and the rest of it."""
     if path.is_dir():
         return path, Path()
-    parts = path.parts
-    fixed = next((n for n, part in enumerate(parts) if set(part) & set(MAGIC)), len(parts) - 1)
-    fixed = len(parts) - 1 if path.is_file() else fixed
-    return Path(*parts[:fixed]), Path(*parts[fixed:])
+    names = path.parts
+    fixed = next((n for n, name in enumerate(names) if set(name) & set(MAGIC)), len(names) - 1)
+    fixed = len(names) - 1 if path.is_file() else fixed
+    return Path(*names[:fixed]), Path(*names[fixed:])
 
 
 def _code(stages: Stages, tree: Tree, directory: Path) -> Iterator[BundleInput]:
@@ -174,16 +174,16 @@ def _code(stages: Stages, tree: Tree, directory: Path) -> Iterator[BundleInput]:
         where = Path(reward["path"]) if reward["path"] else None
         module = reward["function"].partition(":")[0]
         readers = _readers(stages, f"{key}.function")
-        if (found := module_files(module, where)) is None:
+        if (modules := module_files(module, where)) is None:
             if readers and where is None and find_spec(module.partition(".")[0]) is None:
                 raise UserError(
                     f"{key}.function: no module {module}; set PYTHONPATH as for the run, or"
                     f" {key}.path to the directory that it is imported from"
                 )
             continue  # compiled
-        inside = roots.setdefault(found.root, f"code/{len(roots)}")
-        copied = not found.installed
-        given = BundleInput(
+        inside = roots.setdefault(modules.root, f"code/{len(roots)}")
+        copied = not modules.installed
+        bundled = BundleInput(
             f"{key}.path",
             "code",
             inside if copied else "",
@@ -193,11 +193,11 @@ def _code(stages: Stages, tree: Tree, directory: Path) -> Iterator[BundleInput]:
             function=reward["function"],
         )
         if copied:
-            for file in found.files:
-                _copy(file, directory / inside / file.relative_to(found.root))
+            for file in modules.files:
+                _copy(file, directory / inside / file.relative_to(modules.root))
             reward["path"] = inside
-            given = _with_digest(given, directory)
-        yield given
+            bundled = _with_digest(bundled, directory)
+        yield bundled
 
 
 def _tokenizer_files(directory: Path) -> list[Path]:
@@ -218,8 +218,8 @@ def _tokenizer(stages: Stages, tree: Tree, directory: Path) -> Iterator[BundleIn
         _copy(file, directory / "tokenizer" / file.relative_to(source))
     tree["model"]["tokenizer"] = "tokenizer"
     readers = _readers(stages, TOKENIZER)
-    given = BundleInput(TOKENIZER, "tokenizer", "tokenizer", True, "", readers)
-    yield _with_digest(given, directory)
+    copied = BundleInput(TOKENIZER, "tokenizer", "tokenizer", True, "", readers)
+    yield _with_digest(copied, directory)
 
 
 def _models(stages: Stages, tree: Tree, directory: Path, weights: Weights) -> Iterator[BundleInput]:
@@ -231,29 +231,29 @@ def _models(stages: Stages, tree: Tree, directory: Path, weights: Weights) -> It
             for path in [*stated] if isinstance(stated, dict) else [stated]:
                 if not isinstance(path, str) or not is_path(path):
                     continue
-                found = outside_model(Path(path))
-                if (digest := _model_digest(found)) is None or found is None:
+                checkpoint = outside_model(Path(path))
+                if (digest := _model_digest(checkpoint)) is None or checkpoint is None:
                     raise UserError(f"{key}: {visible(path)}: no model there; restore it")
                 if weights == "copy" and path not in copies:
                     copies[path] = f"weights/{len(copies)}"
-                    _copy_model(Path(path), found, directory / copies[path])
+                    _copy_model(Path(path), checkpoint, directory / copies[path])
                 at = copies.get(path, path)
                 readers = tuple(stage.name for stage in stages if path in stage.sources)
                 readers = readers or _readers(stages, key)
                 yield BundleInput(key, "model", at, path in copies, digest, readers)
             if isinstance(stated, dict):  # weights of teachers, by model
-                holder[name] = {copies.get(path, path): each for path, each in stated.items()}
+                holder[name] = {copies.get(path, path): weight for path, weight in stated.items()}
             elif isinstance(stated, str):
                 holder[name] = copies.get(stated, stated)
 
 
-def _copy_model(path: Path, found: Checkpoint, target: Path) -> None:
+def _copy_model(path: Path, checkpoint: Checkpoint, target: Path) -> None:
     """Copy a model so that `outside_model` finds it at the target."""
-    if found.path.is_file():  # collected responses
-        for file in (found.path, path / COLLECTION):
+    if checkpoint.path.is_file():  # collected responses
+        for file in (checkpoint.path, path / COLLECTION):
             _copy(file, target / file.name)
-    elif found.files or not (path / HUGGING_FACE).is_file():
-        shutil.copytree(found.path, target / "checkpoints" / found.path.name)
+    elif checkpoint.files or not (path / HUGGING_FACE).is_file():
+        shutil.copytree(checkpoint.path, target / "checkpoints" / checkpoint.path.name)
     else:
         names = [*WEIGHTS, *TOKENIZER_FILES, GENERATION]
         for file in sorted({file for name in names for file in path.glob(name)}):

@@ -72,13 +72,13 @@ class Bundle:
         """
         file = self.path / INDEX
         try:
-            found = json.loads(read_text(file))
-            if isinstance(found, dict) and found.get("format", FORMAT) != FORMAT:
+            index = json.loads(read_text(file))
+            if isinstance(index, dict) and index.get("format", FORMAT) != FORMAT:
                 raise UserError(
-                    f"{shown(file)}: format {found['format']}, and this version reads {FORMAT}; "
+                    f"{shown(file)}: format {index['format']}, and this version reads {FORMAT}; "
                     "run it with the version that wrote it"
                 )
-            return TypeAdapter(_Index).validate_python(found)
+            return TypeAdapter(_Index).validate_python(index)
         except (ValidationError, ValueError, RecursionError) as error:
             raise UserError(f"{shown(file)}: damaged; bundle the run again") from error
 
@@ -89,7 +89,7 @@ class Bundle:
         elsewhere, with the bundled content.
         """
         tree = settings.model_dump(mode="json")
-        wrong = [line for each in self.index.inputs if (line := self._wrong(each, tree))]
+        wrong = [line for bundled in self.index.inputs if (line := self._wrong(bundled, tree))]
         if wrong:
             here = shown(self.path)
             lines = [
@@ -100,37 +100,45 @@ class Bundle:
             ]
             raise UserError("\n".join(lines))
 
-    def _wrong(self, each: BundleInput, tree: Tree) -> str | None:
+    def _wrong(self, bundled: BundleInput, tree: Tree) -> str | None:
         """Return what is wrong with an input; None where its content is the bundled one."""
-        stated = _value_at(tree, each.key)
-        named_with = f"with {each.key}=PATH"
+        stated = _value_at(tree, bundled.key)
+        named_with = f"with {bundled.key}=PATH"
         if isinstance(stated, dict):
-            stated, named_with = self._teacher(each, stated), f"in {each.key}"
-        gone = stated is None and each.function is None
-        if gone or (each.kind == "model" and not is_path(stated)):
+            stated, named_with = self._teacher(bundled, stated), f"in {bundled.key}"
+        gone = stated is None and bundled.function is None
+        if gone or (bundled.kind == "model" and not is_path(stated)):
             return None  # an override has removed what reads it, or named a stage instead
         path = Path(os.path.normpath(Path(stated).absolute())) if stated else None
-        name = f"{each.key}: {shown(path) if path else each.function}"
-        here = each.copied and str(path) == os.path.normpath((self.path / each.path).absolute())
+        name = f"{bundled.key}: {shown(path) if path else bundled.function}"
+        here = bundled.copied and str(path) == os.path.normpath(
+            (self.path / bundled.path).absolute()
+        )
         if path and here and not path.resolve().is_relative_to(self.path.resolve()):
             return f"{name}: outside the bundle; bundle the run again"
-        found = input_digest(each, path)
-        if found == each.digest:
+        digest = input_digest(bundled, path)
+        if digest == bundled.digest:
             return None
-        first = f"; {each.readers[0]} is the first stage that reads it" if each.readers else ""
-        if found is None:
-            return f"{name}: missing; restore it, or name its copy {named_with}{first}"
-        return f"{name}: its content differs; restore it{first}"
+        reader = (
+            f"; {bundled.readers[0]} is the first stage that reads it" if bundled.readers else ""
+        )
+        if digest is None:
+            return f"{name}: missing; restore it, or name its copy {named_with}{reader}"
+        return f"{name}: its content differs; restore it{reader}"
 
-    def _teacher(self, each: BundleInput, weights: dict[str, Any]) -> str | None:
+    def _teacher(self, bundled_model: BundleInput, weights: dict[str, Any]) -> str | None:
         """Return the path of a domain's weighted teacher; None where only stages teach it.
 
         That is the bundled path, or one that an override names with the same content.
         """
-        bundled = os.path.normpath((self.path / each.path).absolute())
+        bundled = os.path.normpath((self.path / bundled_model.path).absolute())
         paths = [path for path in weights if is_path(path)]
         at = (path for path in paths if os.path.normpath(Path(path).absolute()) == bundled)
-        same = (path for path in paths if input_digest(each, Path(path)) == each.digest)
+        same = (
+            path
+            for path in paths
+            if input_digest(bundled_model, Path(path)) == bundled_model.digest
+        )
         return next(chain(at, same, paths), None)
 
 
@@ -139,13 +147,13 @@ def _value_at(value: Any, key: str) -> Any:
 
     A free name, as of a merged model, may have dots itself.
     """
-    named = enumerate(value) if isinstance(value, list) else ()
-    for name, each in value.items() if isinstance(value, dict) else named:
+    numbered = enumerate(value) if isinstance(value, list) else ()
+    for name, below in value.items() if isinstance(value, dict) else numbered:
         if key == str(name):
-            return each
+            return below
         inside = key.startswith(f"{name}.")
-        if inside and (found := _value_at(each, key.removeprefix(f"{name}."))) is not None:
-            return found
+        if inside and (match := _value_at(below, key.removeprefix(f"{name}."))) is not None:
+            return match
     return None
 
 
@@ -166,7 +174,7 @@ def bundle_at(path: Path) -> Bundle | None:
 
 def foreseen(bundle: Bundle, run: Run) -> list[str]:
     """Return a text on the settings of the first stage that make its outputs differ; or none."""
-    bundled = {each.name: each.lineage for each in bundle.index.stages}
+    bundled = {stage.name: stage.lineage for stage in bundle.index.stages}
     for stage in run.stages:
         if (theirs := bundled.get(stage.name)) is None:
             continue
@@ -189,9 +197,9 @@ def compare(bundle: Bundle, run: Run, only: Collection[str] = ()) -> list[str]:
     if not index.deterministic:
         why = "its run is not deterministic: true, so equal digests cannot be expected"
         return [f"{shown(bundle.path)}: not compared: {why}"]
-    bundled = {each.name: each for each in index.stages if each.output is not None}
-    known = {stage.name for stage in run.stages}
-    if absent := [name for name in bundled if name not in known]:
+    bundled = {stage.name: stage for stage in index.stages if stage.output is not None}
+    names = {stage.name for stage in run.stages}
+    if absent := [name for name in bundled if name not in names]:
         raise UserError(f"{where} has no stage {absent[0]}, which the bundle has")
     compared = [s for s in run.stages if s.name in bundled and (not only or s.name in only)]
     if not compared:
@@ -206,10 +214,10 @@ def compare(bundle: Bundle, run: Run, only: Collection[str] = ()) -> list[str]:
             f"{where}: {missing[0]} is the first stage that has no finished output yet; "
             f"{len(ours) - len(missing)} of {len(ours)} stages are equal"
         )
-    asked = [stage.name for stage in run.stages if not only or stage.name in only]
-    if left := [name for name in asked if name not in ours]:
+    selected = [stage.name for stage in run.stages if not only or stage.name in only]
+    if left := [name for name in selected if name not in ours]:
         return [
-            f"{where}: the output of {len(ours)} of {len(asked)} stages equals the bundle's; not"
+            f"{where}: the output of {len(ours)} of {len(selected)} stages equals the bundle's; not"
             f" compared, since the bundle has no finished output of them: {', '.join(left)}"
         ]
     return [f"{where}: the output of all {len(ours)} stages equals the bundle's"]
@@ -256,12 +264,12 @@ def _differences(bundle: Bundle, theirs: Manifest | None, ours: Manifest | None)
         yield "its manifest.json is missing"
         return
     machine = [
-        {"code": each.code, "processor": which}
-        for each, which in ((theirs, bundle.index.processor), (ours, processor()))
+        {"code": manifest.code, "processor": which}
+        for manifest, which in ((theirs, bundle.index.processor), (ours, processor()))
     ]
     inputs = _inputs(theirs), _inputs(ours)
     roles = (theirs.roles, ours.roles) if inputs[0] == inputs[1] else ({}, {})
-    named: list[tuple[str, Mapping[str, Any], Mapping[str, Any]]] = [
+    sections: list[tuple[str, Mapping[str, Any], Mapping[str, Any]]] = [
         ("input", *inputs),
         ("input as", *roles),
         ("files of", theirs.files, ours.files),
@@ -270,7 +278,7 @@ def _differences(bundle: Bundle, theirs: Manifest | None, ours: Manifest | None)
         ("version of", theirs.versions, ours.versions),
         ("", machine[0], machine[1]),
     ]
-    for title, there, here in named:
+    for title, there, here in sections:
         yield from _pairs(title, there, here)
 
 
@@ -280,7 +288,7 @@ def _settings(theirs: Tree, ours: Tree) -> tuple[Tree, Tree]:
         key
         for key in theirs.keys() & ours.keys()
         if key.rpartition(".")[2] in PLACES
-        and all(each is None or is_path(str(each)) for each in (theirs[key], ours[key]))
+        and all(path is None or is_path(str(path)) for path in (theirs[key], ours[key]))
     }
     there, here = ({k: v for k, v in of.items() if k not in places} for of in (theirs, ours))
     return there, here
@@ -288,13 +296,13 @@ def _settings(theirs: Tree, ours: Tree) -> tuple[Tree, Tree]:
 
 def _inputs(lineage: Manifest) -> dict[str, Any]:
     """Return the digests of a stage's inputs; of models from outside wherever they are."""
-    outside = sorted(str(each) for name, each in lineage.parents.items() if is_path(name))
-    own = {name: each for name, each in lineage.parents.items() if not is_path(name)}
-    return {**own, "models": outside} if outside else own
+    outside = sorted(str(digest) for name, digest in lineage.parents.items() if is_path(name))
+    stages = {name: digest for name, digest in lineage.parents.items() if not is_path(name)}
+    return {**stages, "models": outside} if outside else stages
 
 
 def _pairs(title: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:
     for key in dict.fromkeys([*there, *here]):
         if there.get(key) != here.get(key):
-            was, now = (json.dumps(each.get(key)) for each in (there, here))
+            was, now = (json.dumps(settings.get(key)) for settings in (there, here))
             yield f"{title} {key}: {was} in the bundle, {now} here".strip()

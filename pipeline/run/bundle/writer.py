@@ -58,7 +58,7 @@ def write_bundle(run: Run, to: Path, weights: Weights) -> Path:
 
 def _fill(run: Run, directory: Path, weights: Weights) -> None:
     tree: Tree = run.settings.model_dump(mode="json")
-    inputs = [asdict(each) for each in copy_inputs(run.stages, tree, directory, weights)]
+    inputs = [asdict(bundled) for bundled in copy_inputs(run.stages, tree, directory, weights)]
     write_atomically(directory / CONFIG, dump(tree))
     index = {
         "format": FORMAT,
@@ -66,7 +66,7 @@ def _fill(run: Run, directory: Path, weights: Weights) -> None:
         "deterministic": run.settings.deterministic,
         "processor": processor(),
         "settings": run.settings.model_dump(mode="json"),
-        "routing": {each.name: _routing(run, each) for each in run.stages if each.teachers},
+        "routing": {stage.name: _routing(run, stage) for stage in run.stages if stage.teachers},
         "inputs": inputs,
         "secrets": [*_secrets(tree)],
         "stages": [_stage(run, stage) for stage in run.stages],
@@ -80,12 +80,12 @@ def _routing(run: Run, stage: Stage) -> Tree:
     """Return the teacher of each domain, or the weights of several by their names."""
     block = run.settings.stages[stage.block or ""]
     assert isinstance(block, DistillSettings)
-    found: Tree = {}
+    routing: Tree = {}
     for domain in stage.domains:
         weights = block.teacher_weights(domain)
-        named = {stage.teachers.get(label, SELF): weight for label, weight in weights.items()}
-        found[domain] = named if len(weights) > 1 else next(iter(named))
-    return found
+        by_teacher = {stage.teachers.get(label, SELF): weight for label, weight in weights.items()}
+        routing[domain] = by_teacher if len(weights) > 1 else next(iter(by_teacher))
+    return routing
 
 
 def _secrets(tree: Tree) -> Iterator[Tree]:
@@ -134,24 +134,24 @@ def finished_output(run: Run, stage: Stage) -> str | None:
         return files_digest(directory.exported.rglob("*"), whole=True)
     if stage.declared.collects:
         directory.check_collected()
-    found = directory.output()
-    return found.digest if found else None
+    output = directory.output()
+    return output.digest if output else None
 
 
 def _results_digest(stage: Stage, directory: StageDirectory) -> str | None:
     manifest = read_manifest(directory)
     parents = manifest.parents if manifest else {}
-    outside = {name: str(found) for name, found in parents.items() if is_path(name)}
+    outside = {name: str(parent) for name, parent in parents.items() if is_path(name)}
 
     def portable(text: str) -> str:
-        for path, found in outside.items():
-            text = text.replace(path, found)
+        for path, parent in outside.items():
+            text = text.replace(path, parent)
         return text
 
     verdict = read_verdict(directory) if stage.declared.judges else None
     try:
         models = json.loads(read_text(directory.results))["models"]
-        scores = sorted([portable(name), found] for name, found in models.items())
+        scores = sorted([portable(name), domains] for name, domains in models.items())
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
         return None
     reasons = [verdict.outcome, *map(portable, verdict.reasons)] if verdict else None
@@ -186,8 +186,8 @@ def processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.processor() or platform.machine())
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(models, platform.processor() or platform.machine())
 
 
 def _pack(directory: Path, archive: Path) -> None:

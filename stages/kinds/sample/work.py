@@ -241,7 +241,7 @@ class RejectionSampling:
                 **prompt,
                 **response_columns(sample, self.engines.tokenizer),
                 **shared,
-                "stage": self.job.seeded_as,  # after `braid mv` too, so that it repeats
+                "stage": self.job.seeded_as,  # not its name, so that a renamed stage repeats
                 "seed": group.seed + number,
             }
             for number, sample in enumerate(group.samples)
