@@ -43,20 +43,22 @@ def record_loads(
         return {}
     slots = {domain: expert_slots(routes, experts) for domain, routes in sorted(by_domain.items())}
     rows = [
-        {"step": step, "domain": domain, "layer": layer, "slots": of_layer}
-        for domain, own in slots.items()
-        for layer, of_layer in enumerate(own)
+        {"step": step, "domain": domain, "layer": layer, "slots": layer_slots}
+        for domain, domain_slots in slots.items()
+        for layer, layer_slots in enumerate(domain_slots)
     ]
     write_table(path, rows, SCHEMA)
-    used = np.any([own > 0 for own in slots.values()], axis=0)
+    used = np.any([domain_slots > 0 for domain_slots in slots.values()], axis=0)
     return {"idle_experts": float(1 - used.mean())}
 
 
 def expert_slots(routes: Sequence[np.ndarray], experts: int) -> np.ndarray:
     """Return how often each expert is in routes [tokens, layers, K]; int64 [layers, experts]."""
     layers = routes[0].shape[1]
-    found = np.zeros(layers * experts, np.int64)
-    first = np.arange(layers)[:, None] * experts  # a layer's experts follow those before it
-    for each in routes:
-        found += np.bincount((each.astype(np.int64) + first).ravel(), minlength=len(found))
-    return found.reshape(layers, experts)
+    counts = np.zeros(layers * experts, np.int64)
+    layer_offsets = np.arange(layers)[:, None] * experts  # a layer's experts follow those before it
+    for sample_routes in routes:
+        counts += np.bincount(
+            (sample_routes.astype(np.int64) + layer_offsets).ravel(), minlength=len(counts)
+        )
+    return counts.reshape(layers, experts)

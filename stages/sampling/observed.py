@@ -33,31 +33,33 @@ def is_recorded(sample: Sample, share: float) -> bool:
 @torch.no_grad()
 def observe(responses: Responses, temperature: float, share: float) -> None:
     """Keep the entropies of the micro-batch's recorded samples in it, and pi_old."""
-    part = responses.batch
-    recorded = [is_recorded(sample, share) for sample in part.samples]
-    if not any(recorded) or "entropies" in part.recorded:
+    micro_batch = responses.batch
+    recorded = [is_recorded(sample, share) for sample in micro_batch.samples]
+    if not any(recorded) or "entropies" in micro_batch.recorded:
         return
-    assert part.old_logprobs is not None and isinstance(responses.logits, Tensor)
-    logits, of = responses.logits, part.place // part.mask.shape[1]
+    assert micro_batch.old_logprobs is not None and isinstance(responses.logits, Tensor)
+    logits, of = responses.logits, micro_batch.place // micro_batch.mask.shape[1]
     rows = torch.tensor(recorded, device=logits.device)[of]
-    entropies = part.mask.new_zeros(len(rows), dtype=torch.float32)
-    kept = responses.sampled_from
+    entropies = micro_batch.mask.new_zeros(len(rows), dtype=torch.float32)
+    sampled_from = responses.sampled_from
     if not all(recorded):
-        logits, kept = logits[rows], None if kept is None else kept[rows]
-    entropies[rows] = vocabulary.entropy(logits, temperature, kept).float()
-    add_observed(part, "trainer_logprobs", part.old_logprobs, first=True)
-    add_observed(part, "entropies", part.spread(entropies))
+        logits, sampled_from = logits[rows], None if sampled_from is None else sampled_from[rows]
+    entropies[rows] = vocabulary.entropy(logits, temperature, sampled_from).float()
+    add_observed(micro_batch, "trainer_logprobs", micro_batch.old_logprobs, create=True)
+    add_observed(micro_batch, "entropies", micro_batch.spread(entropies))
 
 
-def add_observed(part: MicroBatch, column: str, values: Tensor, first: bool = False) -> None:
+def add_observed(
+    micro_batch: MicroBatch, column: str, values: Tensor, create: bool = False
+) -> None:
     """Add values [B, R] to a column of a micro-batch that `observe` has found recorded samples in.
 
     With `first`, it is the one that finds them.
     """
-    if part.recorded or first:
-        known = part.recorded.get(column)
-        values = values.detach().float().masked_fill(~part.mask, 0.0)
-        part.recorded[column] = values if known is None else known + values
+    if micro_batch.recorded or create:
+        previous = micro_batch.recorded.get(column)
+        values = values.detach().float().masked_fill(~micro_batch.mask, 0.0)
+        micro_batch.recorded[column] = values if previous is None else previous + values
 
 
 def collect_observed(
@@ -67,18 +69,18 @@ def collect_observed(
 
     Each update is its samples, equal on all ranks but for outlines, and this rank's micro-batches.
     """
-    own: list[Observed] = []
+    observed: list[Observed] = []
     if _speaks():
         for number, (samples, batches) in enumerate(updates):
             places = {id(sample): place for place, sample in enumerate(samples)}
-            own += [
+            observed += [
                 (number, places[id(sample)], values)
-                for part in batches
-                for sample, values in _by_sample(part)
+                for micro_batch in batches
+                for sample, values in _by_sample(micro_batch)
                 if is_recorded(sample, share)
             ]
-    for found in gather_on_main(own):
-        for number, place, values in found:
+    for rank_observed in gather_on_main(observed):
+        for number, place, values in rank_observed:
             updates[number][0][place].recorded = values
 
 
@@ -90,10 +92,10 @@ def _speaks() -> bool:
     )
 
 
-def _by_sample(part: MicroBatch) -> list[tuple[Sample, dict[str, np.ndarray]]]:
-    columns = {name: values.cpu().numpy() for name, values in part.recorded.items()}
+def _by_sample(micro_batch: MicroBatch) -> list[tuple[Sample, dict[str, np.ndarray]]]:
+    columns = {name: values.cpu().numpy() for name, values in micro_batch.recorded.items()}
     return [
         (sample, {name: values[row, : len(sample.response)] for name, values in columns.items()})
-        for row, sample in enumerate(part.samples)
+        for row, sample in enumerate(micro_batch.samples)
         if columns
     ]

@@ -49,10 +49,10 @@ class PromptBuffer:
         self._in_flight: dict[str, list[Group]] = {domain: [] for domain in domains}
         self._reported_too_long = 0  # of what the streams counted
 
-    def request(self, wanted: Mapping[str, int]) -> int:
+    def request(self, counts: Mapping[str, int]) -> int:
         """Request prompts until `wanted` of each domain are in flight; return how many are new."""
         groups = []
-        for domain, count in wanted.items():
+        for domain, count in counts.items():
             new = count - len(self._in_flight[domain])
             groups += [self._group(self._next(domain)) for _ in range(new)]
         self._request(groups)
@@ -95,7 +95,7 @@ class PromptBuffer:
         whole = [group for group in groups if group.ended is not None]
         if not whole:
             return None
-        group = min(whole, key=lambda each: each.ended or 0)
+        group = min(whole, key=lambda candidate: candidate.ended or 0)
         if not self._engines.rewards.graded(group):
             return None
         self._in_flight[domain].remove(group)
@@ -125,7 +125,7 @@ class PromptBuffer:
 
     def state(self) -> dict[str, Any]:
         """Return, as JSON, every domain's cursor, its prompts in flight, counts and curricula."""
-        learned = {domain: each.state() for domain, each in self._frontiers.items()}
+        curricula = {domain: frontier.state() for domain, frontier in self._frontiers.items()}
         return {
             "cursors": {domain: stream.cursor for domain, stream in self._streams.items()},
             "begun": {
@@ -133,7 +133,7 @@ class PromptBuffer:
                 for domain, groups in self._in_flight.items()
             },
             "too_long": self._unreported_too_long(),
-            **({"curricula": learned} if learned else {}),
+            **({"curricula": curricula} if curricula else {}),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -281,8 +281,8 @@ class Collection:
             taken.useless = []
 
     def _missing(self, taken: _Taken) -> int:
-        wanted = self._buffer.sampling.prompts_per_step
-        return wanted - len(taken.useful) - len(taken.useless)
+        per_step = self._buffer.sampling.prompts_per_step
+        return per_step - len(taken.useful) - len(taken.useless)
 
 
 class Prefetcher:
@@ -306,8 +306,8 @@ class Prefetcher:
     def start(self, step: int) -> None:
         """Request the prompts that the step lacks, and start to collect it."""
         # A step that drains is sampled from the weights of the step before.
-        behind = self._settings.drains and step > 1
-        self._all_prefetched = not self._fill(1, behind)
+        off_policy = self._settings.drains and step > 1
+        self._all_prefetched = not self._fill(1, off_policy)
         self._open(step)
 
     def restart(self, step: int, groups: list[Group], attempt: int) -> None:
@@ -330,19 +330,19 @@ class Prefetcher:
         only waits and grows old.
         """
         ahead = self._settings.prefetch if self._late else min(1, self._settings.prefetch)
-        self._fill(min(ahead, self._steps - step), behind=True)
+        self._fill(min(ahead, self._steps - step), off_policy=True)
 
     def _open(self, step: int) -> None:
         self._late = False
         self._collection = Collection(self._buffer, self._settings, step, self._is_useless)
 
-    def _fill(self, steps: int, behind: bool) -> int:
+    def _fill(self, steps: int, off_policy: bool) -> int:
         """Fill up to `steps` steps of prompts in flight; return the number of new prompts.
 
         Never more than are trained on before they are too old: `max_staleness` steps, and one more
         unless they are `behind`, a version older than the step that trains on the first of them.
         """
         per_step, most = self._buffer.sampling.prompts_per_step, self._settings.max_staleness
-        wanted = math.ceil(steps * per_step * self._settings.oversampling)
-        count = min(wanted, (most + (not behind)) * per_step)
+        oversampled = math.ceil(steps * per_step * self._settings.oversampling)
+        count = min(oversampled, (most + (not off_policy)) * per_step)
         return self._buffer.request(dict.fromkeys(self._buffer.domains, count))

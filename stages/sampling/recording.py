@@ -89,14 +89,14 @@ def _is_solved(sample: Sample, rewards: Rewards) -> bool | None:
 
 def _write_arrays(path: Path, samples: Sequence[Sample]) -> None:
     routes = [sample.routes for sample in samples if sample.routes is not None]
-    kept: list[np.ndarray] = []
+    kept_ids: list[np.ndarray] = []
     if any(sample.kept is not None for sample in samples):
         for sample in samples:  # without sets, it keeps the whole vocabulary: empty sets
-            kept += sample.kept or [np.empty(0, np.int32)] * len(sample.response)
+            kept_ids += sample.kept or [np.empty(0, np.int32)] * len(sample.response)
     with replacing(path, sync=False) as file:
         np.savez_compressed(
             file,
             routes=np.concatenate(routes) if routes else np.empty(0, np.uint16),
-            kept=np.concatenate(kept) if kept else np.empty(0, np.int32),
-            kept_counts=np.array([len(each) for each in kept], np.int32),
+            kept=np.concatenate(kept_ids) if kept_ids else np.empty(0, np.int32),
+            kept_counts=np.array([len(token_ids) for token_ids in kept_ids], np.int32),
         )

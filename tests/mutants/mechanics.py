@@ -43,8 +43,8 @@ MUTANTS = [
     Mutant(
         "a failed grade is solved in an evaluation",
         "stages/kinds/evaluate/work.py",
-        "is_right(each, rewards) for each in graded(group)",
-        "each.reward is None or is_right(each, rewards) for each in group.samples",
+        "is_right(sample, rewards) for sample in graded(group)",
+        "sample.reward is None or is_right(sample, rewards) for sample in group.samples",
         "tests/stages/test_evaluate.py",
     ),
     Mutant(

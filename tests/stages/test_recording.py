@@ -125,6 +125,6 @@ def test_what_is_observed_of_tokens_that_are_not_learned_is_0() -> None:
     values = torch.tensor([[0.5, 3.0]])
     add_observed(part, "teacher_kl", values)
     assert part.recorded == {}  # `observe` has found no recorded sample in it
-    add_observed(part, "trainer_logprobs", values, first=True)
+    add_observed(part, "trainer_logprobs", values, create=True)
     add_observed(part, "trainer_logprobs", values)  # as a merge adds the loss of each teacher
     assert part.recorded["trainer_logprobs"].tolist() == [[1.0, 0.0]]

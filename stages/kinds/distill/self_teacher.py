@@ -54,19 +54,21 @@ class SelfTeacher:
 
     def grade(self, batches: list[MicroBatch]) -> None:
         """Keep its logits in the domains' micro-batches. Collective."""
-        ours = [part for part in batches if part.domain in self._domains]
+        ours = [micro_batch for micro_batch in batches if micro_batch.domain in self._domains]
         if not ours:
             return
-        theirs = [with_teacher_prompts(part) for part in ours]
+        theirs = [with_teacher_prompts(micro_batch) for micro_batch in ours]
         if self._average is None:
             logits = self._student.response_logits(theirs)
         else:
             self._average.compute_logprobs(theirs, 1.0, logits=True)
-            logits = [part.reference for part in theirs if part.reference is not None]
+            logits = [
+                micro_batch.reference for micro_batch in theirs if micro_batch.reference is not None
+            ]
         # `logits` is empty except on the last pipeline stage.
-        for part, read, found in zip(ours, theirs, logits, strict=False):
-            hidden = aligned(found.hidden, read, part)
-            part.teachers = [self._states.keep(replace(found, hidden=hidden))]
+        for micro_batch, prompted, head_logits in zip(ours, theirs, logits, strict=False):
+            hidden = aligned(head_logits.hidden, prompted, micro_batch)
+            micro_batch.teachers = [self._states.keep(replace(head_logits, hidden=hidden))]
 
     def update(self) -> None:
         """Move the average towards the student after an update."""
@@ -128,12 +130,12 @@ class Contexts:
         """Return for each sample the next right response of its group, in a circle."""
         samples, rewards = group.samples, self._domains[group.problem.domain].rewards
         right = {id(sample) for sample in graded(group) if is_right(sample, rewards)}
-        found: list[str | None] = []
+        siblings: list[str | None] = []
         for place in range(len(samples)):
-            others = [*samples[place + 1 :], *samples[:place]]
-            sibling = next((each for each in others if id(each) in right), None)
-            found.append(None if sibling is None else self._text(sibling))
-        return found
+            candidates = [*samples[place + 1 :], *samples[:place]]
+            sibling = next((candidate for candidate in candidates if id(candidate) in right), None)
+            siblings.append(None if sibling is None else self._text(sibling))
+        return siblings
 
     def _text(self, sample: Sample) -> str | None:
         return self._tokenizer.decode(sample.response) or None
@@ -169,7 +171,7 @@ class Contexts:
                 continue  # it may call what this prompt does not offer
             if isinstance(shown, tuple):
                 return str(shown[1])
-            return next(str(each["content"]) for each in shown if each["role"] == ASSISTANT)
+            return next(str(turn["content"]) for turn in shown if turn["role"] == ASSISTANT)
         return ""
 
     def _prompt(self, problem: Problem, context: str) -> np.ndarray:
@@ -177,9 +179,9 @@ class Contexts:
 
         def filled(prompt: str) -> str:
             # In one pass: a context may spell {prompt} itself.
-            parts = {PROMPT: prompt, CONTEXT: context}
-            pattern = "|".join(map(re.escape, parts))
-            return re.sub(pattern, lambda found: parts[found[0]], self._settings.template)
+            texts = {PROMPT: prompt, CONTEXT: context}
+            pattern = "|".join(map(re.escape, texts))
+            return re.sub(pattern, lambda match: texts[match[0]], self._settings.template)
 
         try:
             if problem.messages is None:
