@@ -54,7 +54,7 @@ def add_observed(
 ) -> None:
     """Add values [B, R] to a column of a micro-batch that `observe` has found recorded samples in.
 
-    With `first`, it is the one that finds them.
+    With `create`, it is the one that finds them.
     """
     if micro_batch.recorded or create:
         previous = micro_batch.recorded.get(column)

@@ -50,7 +50,7 @@ class PromptBuffer:
         self._reported_too_long = 0  # of what the streams counted
 
     def request(self, counts: Mapping[str, int]) -> int:
-        """Request prompts until `wanted` of each domain are in flight; return how many are new."""
+        """Request prompts until `counts` of each domain are in flight; return how many are new."""
         groups = []
         for domain, count in counts.items():
             new = count - len(self._in_flight[domain])
@@ -83,7 +83,7 @@ class PromptBuffer:
 
     def versions_in_flight(self, domain: str) -> list[int]:
         """Return the weight version under which each group in flight was requested."""
-        return [group.begun for group in self._in_flight[domain]]
+        return [group.dispatch_version for group in self._in_flight[domain]]
 
     def take(self, domain: str, latest: int) -> Group | None:
         """Take the first whole group of a domain, requested under version `latest` or older.
@@ -91,7 +91,7 @@ class PromptBuffer:
         Return None until it is graded: groups are taken in the order in which they became whole,
         in whatever order grades arrive.
         """
-        groups = [group for group in self._in_flight[domain] if group.begun <= latest]
+        groups = [group for group in self._in_flight[domain] if group.dispatch_version <= latest]
         whole = [group for group in groups if group.ended is not None]
         if not whole:
             return None
@@ -152,7 +152,7 @@ class PromptBuffer:
 
     def _request(self, groups: list[Group]) -> None:
         for group in groups:
-            group.begun = self._engines.version or 0
+            group.dispatch_version = self._engines.version or 0
             self._in_flight[group.problem.domain].append(group)
         if groups:
             self._engines.rewards.expect(groups)
@@ -194,13 +194,15 @@ class _Taken:
     """One domain's part of an incomplete batch; `rounds` of replacement are left."""
 
     rounds: int
-    useful: list[Group] = field(default_factory=list)
-    useless: list[Group] = field(default_factory=list)
+    informative: list[Group] = field(default_factory=list)
+    uninformative: list[Group] = field(default_factory=list)
     replaced: list[Group] = field(default_factory=list)
 
     @property
     def groups(self) -> list[Group]:
-        return sorted([*self.useful, *self.useless], key=lambda group: group.problem.index)
+        return sorted(
+            [*self.informative, *self.uninformative], key=lambda group: group.problem.index
+        )
 
 
 class Collection:
@@ -210,7 +212,7 @@ class Collection:
     for groups that would be too old before a later step has room for them.
 
     `version` is that of the weights that the step starts with; dynamic sampling replaces groups
-    that `is_useless` selects.
+    that `is_uninformative` selects.
     """
 
     def __init__(
@@ -218,10 +220,10 @@ class Collection:
         buffer: PromptBuffer,
         settings: RolloutSettings,
         version: int,
-        is_useless: Callable[[Group], bool] = attrgetter("zero_variance"),
+        is_uninformative: Callable[[Group], bool] = attrgetter("zero_variance"),
     ) -> None:
         self._buffer = buffer
-        self._is_useless = is_useless
+        self._is_uninformative = is_uninformative
         self._settings = settings
         self._version = version
         self._too_old = 0
@@ -274,15 +276,15 @@ class Collection:
         if self._version - group.weight_version > self._settings.max_staleness:
             self._too_old += len(group.samples)
             return
-        (taken.useless if self._is_useless(group) else taken.useful).append(group)
-        if taken.useless and taken.rounds and not self._missing(taken):
+        (taken.uninformative if self._is_uninformative(group) else taken.informative).append(group)
+        if taken.uninformative and taken.rounds and not self._missing(taken):
             taken.rounds -= 1
-            taken.replaced += taken.useless
-            taken.useless = []
+            taken.replaced += taken.uninformative
+            taken.uninformative = []
 
     def _missing(self, taken: _Taken) -> int:
         per_step = self._buffer.sampling.prompts_per_step
-        return per_step - len(taken.useful) - len(taken.useless)
+        return per_step - len(taken.informative) - len(taken.uninformative)
 
 
 class Prefetcher:
@@ -293,12 +295,12 @@ class Prefetcher:
         buffer: PromptBuffer,
         settings: RolloutSettings,
         steps: int,
-        is_useless: Callable[[Group], bool] = attrgetter("zero_variance"),
+        is_uninformative: Callable[[Group], bool] = attrgetter("zero_variance"),
     ) -> None:
         self._buffer = buffer
         self._settings = settings
         self._steps = steps
-        self._is_useless = is_useless
+        self._is_uninformative = is_uninformative
         self._collection: Collection | None = None
         self._all_prefetched = False  # the present step's prompts
         self._late = False  # whether the step waited though all were
@@ -334,13 +336,13 @@ class Prefetcher:
 
     def _open(self, step: int) -> None:
         self._late = False
-        self._collection = Collection(self._buffer, self._settings, step, self._is_useless)
+        self._collection = Collection(self._buffer, self._settings, step, self._is_uninformative)
 
     def _fill(self, steps: int, off_policy: bool) -> int:
         """Fill up to `steps` steps of prompts in flight; return the number of new prompts.
 
         Never more than are trained on before they are too old: `max_staleness` steps, and one more
-        unless they are `behind`, a version older than the step that trains on the first of them.
+        unless they are `off_policy`: a version older than the step that trains on the first of them.
         """
         per_step, most = self._buffer.sampling.prompts_per_step, self._settings.max_staleness
         oversampled = math.ceil(steps * per_step * self._settings.oversampling)

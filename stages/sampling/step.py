@@ -133,7 +133,9 @@ class OnPolicyStage(ABC):
         self._prefetcher: Prefetcher | None = None
         if is_main():
             self._buffer = PromptBuffer(job, domains, self.sampling, self.engines)
-            self._prefetcher = Prefetcher(self._buffer, rollout, self.loop.steps, self.is_useless)
+            self._prefetcher = Prefetcher(
+                self._buffer, rollout, self.loop.steps, self.is_uninformative
+            )
         self._batch: Batch | None = None  # of the present step; main rank only
         self._seconds: dict[str, float] = {}
         self._version = 0  # of the weights that the present step starts with; 0 before the first
@@ -342,7 +344,7 @@ class OnPolicyStage(ABC):
         """Return how samples that pi_old did not draw are weighed; here not at all."""
         return NoCorrectionSettings()
 
-    def is_useless(self, group: Group) -> bool:
+    def is_uninformative(self, group: Group) -> bool:
         """Return whether dynamic sampling replaces a group, which has nothing to learn from."""
         return group.zero_variance
 

@@ -105,7 +105,7 @@ def sample(group: Group) -> Sample:
     import numpy as np
 
     one = np.ones(1, np.int32)
-    return Sample("sums", one, one, versions=np.array([group.begun], np.int32))
+    return Sample("sums", one, one, versions=np.array([group.dispatch_version], np.int32))
 
 
 def share_of_slow(groups: list[Group]) -> float:

@@ -47,24 +47,24 @@ class ReferenceLogprobs:
     def __init__(
         self, job: StageJob, dpo: DpoSettings, streams: Mapping[str, PairStream], reference: Path
     ) -> None:
-        self._settings, self._own = job.settings, dpo
+        self._settings, self._dpo = job.settings, dpo
         self._streams, self._reference = streams, reference
-        self._found: Logprobs | None = None
+        self._logprobs: Logprobs | None = None
         path, key = job.files.reference, ""
         if is_main():
             key = self._key()
-            self._found = _read(path, key)
-        self.computed = not broadcast(self._found is not None)
+            self._logprobs = _read(path, key)
+        self.computed = not broadcast(self._logprobs is not None)
         if self.computed:
             logprobs = self._compute()
             if is_main():
                 _write(path, key, logprobs)
-                self._found = logprobs
+                self._logprobs = logprobs
 
     def of(self, pair: DrawnPair) -> tuple[float, float]:
         """Return the log-probabilities of a pair's responses, on the main rank."""
-        assert self._found is not None
-        chosen, rejected = self._found[pair.name][pair.row].tolist()
+        assert self._logprobs is not None
+        chosen, rejected = self._logprobs[pair.name][pair.row].tolist()
         return chosen, rejected
 
     def _key(self) -> str:
@@ -86,7 +86,7 @@ class ReferenceLogprobs:
         logprobs = {
             name: np.full((len(stream.rows), 2), np.nan) for name, stream in self._streams.items()
         }
-        at_once = PASSES * self._own.pairs_per_step
+        at_once = PASSES * self._dpo.pairs_per_step
         all_pairs = chain.from_iterable(stream.all() for stream in self._streams.values())
         while pairs := broadcast(list(islice(all_pairs, at_once)) if is_main() else None):
             sums = self._evaluate(policy, samples_of(pairs))
@@ -100,7 +100,7 @@ class ReferenceLogprobs:
 
     def _evaluate(self, policy: Policy, samples: list[Sample]) -> dict[int, Sequence[float]]:
         """Return both log-probabilities of every pair by its number, on every rank. Collective."""
-        budget = self._own.loop.micro_batch_tokens
+        budget = self._dpo.loop.micro_batch_tokens
         micro_batches = batch.split(samples, RankPlace.here(), budget, replay=False, together=2)
         sums = policy.evaluate(
             micro_batches, lambda responses: sequence_logprobs(responses).tolist()

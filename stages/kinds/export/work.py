@@ -111,7 +111,7 @@ def complete(
 
     `generation_config.json` is that of `model.initial_weights`, if it has one, with the end tokens
     that the policy was trained to end with: vLLM and transformers stop at those. The
-    configuration counts the layers of the MTP tensors that were `kept`, else vLLM would refuse the
+    configuration counts the layers of the `multi_token` tensors, else vLLM would refuse the
     checkpoint: it takes them for layers of the model.
     """
     tokenizer = load_tokenizer(settings)

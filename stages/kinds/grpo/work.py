@@ -97,7 +97,7 @@ class GrpoStage(OnPolicyStage):
             },
         )
 
-    def is_useless(self, group: Group) -> bool:
+    def is_uninformative(self, group: Group) -> bool:
         """Return whether dynamic sampling replaces a group, by `rollout.dynamic_sampling_by`."""
         if self.rollout.dynamic_sampling_by == "advantages":
             return self._has_zero_advantages(group)

@@ -119,10 +119,10 @@ class _Term:
         self.router = samples.router
         count = self.router.new_tensor(sum(len(inputs) for inputs in samples.inputs))
         self._scale = samples.weight / float(reduce(count))
-        self._parts = [(inputs, *_curvature(samples, inputs)) for inputs in samples.inputs]
+        self._batches = [(inputs, *_curvature(samples, inputs)) for inputs in samples.inputs]
         self.diagonal = self.router.new_zeros(self.router.shape)
         off_diagonal = 1 - self.router.new_ones(len(self.router)).diag()
-        for inputs, p, a, _ in self._parts:
+        for inputs, p, a, _ in self._batches:
             # p @ others is 1 - p, without cancellation.
             self.diagonal += (
                 self._scale * (p * (p @ off_diagonal) * a * a).T @ inputs.double().square()
@@ -131,7 +131,7 @@ class _Term:
     def times(self, vector: Tensor) -> Tensor:
         """Return the matrix times a vector of the form of a router."""
         product = vector.new_zeros(vector.shape)
-        for inputs, p, a, top in self._parts:
+        for inputs, p, a, top in self._batches:
             x = inputs.double()
             logits = a * (x @ vector.T)
             # A shift of all changes nothing; without it a p near 1 would leave rounding alone.
