@@ -113,7 +113,8 @@ class RunSettings(Settings):
     seed: Seed = Field(default=0, description="seed of all random choices")
     deterministic: bool = Field(
         default=False,
-        description="bitwise reproducible run, also after a kill; slower, needs rollout.mode: sync",
+        description="bitwise reproducible run, also after a kill; slower, needs"
+        " rollout.max_steps_ahead: 0",
     )
     model: ModelSettings
     layout: LayoutSettings = LayoutSettings()
@@ -199,7 +200,7 @@ def turn_violations(run: RunSettings) -> Iterator[tuple[str, str]]:
         return
     for at, _, _, rollout in run.rollouts():
         if rollout is not None and (name := rollout.in_flight) is not None:
-            fix = "sync" if name == "mode" else "1"
+            fix = "0" if name == "max_steps_ahead" else "1"
             yield (
                 at(f"rollout.{name}"),
                 f"{getattr(rollout, name)} keeps responses in flight while the trainer computes,"

@@ -262,8 +262,8 @@ class Collection:
         group in flight must be trained on before it is too old.
         """
         requested = self._buffer.versions_in_flight(domain)
-        oldest = self._version - self._settings.max_staleness
-        for later in range(self._settings.max_staleness):
+        oldest = self._version - self._settings.staleness_bound
+        for later in range(self._settings.staleness_bound):
             due = sum(version <= oldest + later for version in requested)
             if due >= room + later * self._buffer.sampling.prompts_per_step:
                 return oldest + later
@@ -273,7 +273,7 @@ class Collection:
         self._failures += group.failures
         self._watch_failures += len(group.watch_failures)
         self._buffer.check_failures(self._failures)
-        if self._version - group.weight_version > self._settings.max_staleness:
+        if self._version - group.weight_version > self._settings.staleness_bound:
             self._too_old += len(group.samples)
             return
         (taken.uninformative if self._is_uninformative(group) else taken.informative).append(group)
@@ -288,7 +288,7 @@ class Collection:
 
 
 class Prefetcher:
-    """The prompts of the present step, and of `settings.prefetch` steps more, kept in flight."""
+    """The prompts of the present step, and of up to `max_steps_ahead` more, kept in flight."""
 
     def __init__(
         self,
@@ -307,8 +307,8 @@ class Prefetcher:
 
     def start(self, step: int) -> None:
         """Request the prompts that the step lacks, and start to collect it."""
-        # A step that drains is sampled from the weights of the step before.
-        off_policy = self._settings.drains and step > 1
+        # A batch that is collected before the weight sync is of the step before's weights.
+        off_policy = self._settings.collects_before_sync and step > 1
         self._all_prefetched = not self._fill(1, off_policy)
         self._open(step)
 
@@ -331,7 +331,8 @@ class Prefetcher:
         No more than one step's while the engines keep up with the trainer: what is sampled early
         only waits and grows old.
         """
-        ahead = self._settings.prefetch if self._late else min(1, self._settings.prefetch)
+        steps_ahead = self._settings.max_steps_ahead
+        ahead = steps_ahead if self._late else min(1, steps_ahead)
         self._fill(min(ahead, self._steps - step), off_policy=True)
 
     def _open(self, step: int) -> None:
@@ -341,10 +342,10 @@ class Prefetcher:
     def _fill(self, steps: int, off_policy: bool) -> int:
         """Fill up to `steps` steps of prompts in flight; return the number of new prompts.
 
-        Never more than are trained on before they are too old: `max_staleness` steps, and one more
-        unless they are `off_policy`: a version older than the step that trains on the first of them.
+        Never more than are trained on before they are too old: `staleness_bound` steps, and one
+        more unless they are `off_policy`: a version older than the first step that trains on them.
         """
-        per_step, most = self._buffer.sampling.prompts_per_step, self._settings.max_staleness
+        per_step, most = self._buffer.sampling.prompts_per_step, self._settings.staleness_bound
         oversampled = math.ceil(steps * per_step * self._settings.oversampling)
         count = min(oversampled, (most + (not off_policy)) * per_step)
         return self._buffer.request(dict.fromkeys(self._buffer.domains, count))

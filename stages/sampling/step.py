@@ -126,7 +126,7 @@ class OnPolicyStage(ABC):
         self.one_pass = not entropies
         self.bounds = bounds_of(model, job.settings.engine)
         # Where a step's samples are of older weights, only probes can show a wrong weight sync.
-        self.probes = rollout.prefetch > 0 or rollout.oversampling > 1
+        self.probes = rollout.max_steps_ahead > 0 or rollout.oversampling > 1
         log = rollout_log(job, self.sampling, rollout) if is_main() else None
         self.engines = StageEngines(job, self.policy, domains, log)
         self._buffer: PromptBuffer | None = None
@@ -160,7 +160,7 @@ class OnPolicyStage(ABC):
                     raise
 
     def _step(self, step: int, attempt: int) -> dict[str, float]:
-        if self.rollout.drains:  # no response has tokens of two versions
+        if self.rollout.collects_before_sync:  # no response has tokens of two versions
             collected, synced = self.collect(step, attempt), self.sync_weights(step)
         else:
             synced, collected = self.sync_weights(step), self.collect(step, attempt)
@@ -250,7 +250,7 @@ class OnPolicyStage(ABC):
         samples: StepSamples | None = None
         if collected is not None and self._buffer is not None:
             samples = self.split_updates(collected)
-            vocabulary, most = self.job.settings.model.vocabulary_size, self.rollout.max_staleness
+            vocabulary, most = self.job.settings.model.vocabulary_size, self.rollout.staleness_bound
             samples.metrics |= batch_metrics(collected, step, self.sampling, vocabulary, most)
             samples.metrics |= self._buffer.metrics()
         return self._distribute(samples)

@@ -71,7 +71,7 @@ MUTANTS = [
     Mutant(
         "groups are trained on however old they are",
         "stages/sampling/prompt_buffer.py",
-        "if self._version - group.weight_version > self._settings.max_staleness:",
+        "if self._version - group.weight_version > self._settings.staleness_bound:",
         "if self._version - group.weight_version > 10**9:",
         "tests/stages/test_backlog.py",
     ),
