@@ -28,8 +28,7 @@ from stages.domains import DomainSettings, RolloutSettings, SamplingSettings
 from stages.objectives.groups import Group
 from stages.rewards.pool import RewardPool
 from stages.rewards.reward import Response
-from stages.sampling.expert_loads import record_loads
-from stages.sampling.recording import Rewards, record
+from stages.sampling.recording import Rewards, record, record_loads
 from stages.sampling.sample_files import samples_file
 from stages.settings import StageJob
 

@@ -41,8 +41,8 @@ from stages.sampling.logprob_check import (
     compare,
     measure_mismatch,
 )
-from stages.sampling.observed import collect_observed, observe
 from stages.sampling.prompt_buffer import Prefetcher, PromptBuffer
+from stages.sampling.recording import collect_observed, observe
 from stages.settings import StageJob
 
 # Of a step, by the metric of its seconds.

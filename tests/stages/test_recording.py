@@ -15,8 +15,7 @@ from parallel.batch import MicroBatch
 from parallel.sample import Sample
 from stages.data.tokenizer import CharacterTokenizer
 from stages.rewards.reward import Grader, Response, RewardBase
-from stages.sampling.observed import add_observed, is_recorded
-from stages.sampling.recording import record
+from stages.sampling.recording import add_observed, is_recorded, record
 from stages.sampling.sample_files import read_samples, samples_file
 from stages.settings import LoggingSettings
 from tests.fake_engines import GROUP, PROMPTS, FakeEngine, toy_domain, toy_job, toy_run

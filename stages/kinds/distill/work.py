@@ -30,7 +30,7 @@ from stages.objectives.loss import Totals, token_mean
 from stages.objectives.models import Reference
 from stages.objectives.registry import METHODS
 from stages.objectives.surrogate import CorrectionSettings
-from stages.sampling.observed import add_observed
+from stages.sampling.recording import add_observed
 from stages.sampling.step import OnPolicyStage, StepSamples
 from stages.settings import StageJob
 
