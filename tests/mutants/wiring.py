@@ -42,7 +42,7 @@ MUTANTS = [
     ),
     Mutant(
         "the teacher self reads the student's prompt",
-        "stages/kinds/distill/privileged_batches.py",
+        "stages/kinds/distill/self_teacher.py",
         "        if sample.teacher_prompt is None\n",
         "        if True\n",
         "tests/stages/test_self_teacher.py",
@@ -70,7 +70,7 @@ MUTANTS = [
     ),
     Mutant(
         "hidden states stay on the ranks that predict them of the teacher's prompt",
-        "stages/kinds/distill/privileged_batches.py",
+        "stages/kinds/distill/self_teacher.py",
         "    if group.size() == 1:\n",
         "    if group.size() >= 1:\n",
         "tests/layouts/test_self_teacher.py",
