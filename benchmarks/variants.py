@@ -47,8 +47,8 @@ HALF_RATE = {"optimizer": {"learning_rate": 4.0}}
 # the steps a minute of `sync` (docs/explanation/rollouts.md): STEPS of them take less time than
 # STEPS of `sync`, and these at least as long.
 AS_LONG = {"loop": {"steps": 3 * STEPS // 2}}
-ASYNC = {"rollout": {"mode": "async", "max_staleness": 2}}
-OVERLAP = {"rollout": {"mode": "overlap"}}
+ASYNC = {"rollout": {"max_steps_ahead": 2}}
+OVERLAP = {"rollout": {"max_steps_ahead": 1}}
 
 # All variants under one name grow from one cold start. GSPO and GMPO are not among the objectives:
 # with one update a rollout they have the very gradient of `grpo`.

@@ -95,8 +95,8 @@ class StageDirectory:
     def parents(self) -> dict[str, str]:
         """Return the digests of what the stage was started from, by name, as its manifest has."""
         try:
-            found = json.loads(read_text(self.manifest))["parents"]
-            return {str(name): str(digest) for name, digest in found.items()}
+            parents = json.loads(read_text(self.manifest))["parents"]
+            return {str(name): str(digest) for name, digest in parents.items()}
         except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
             return {}
 
@@ -110,8 +110,8 @@ class StageDirectory:
 
     def output(self) -> Checkpoint | None:
         """Return what other stages load: the newest whole checkpoint, or else collected samples."""
-        if (found := self.newest_checkpoint()) is not None:
-            return found
+        if (checkpoint := self.newest_checkpoint()) is not None:
+            return checkpoint
         try:
             digest = json.loads(read_text(self.collection))["digest"]
         except (OSError, ValueError, RecursionError, KeyError, TypeError):
@@ -124,10 +124,10 @@ class StageDirectory:
         Raises:
             UserError: they are damaged or gone, or their stage has not finished.
         """
-        found, here = self.output(), self.collected
-        if found is None or found.path != here or not here.is_file():
+        output, here = self.output(), self.collected
+        if output is None or output.path != here or not here.is_file():
             raise UserError(f"{here}: no collected responses; rerun the stage {self.path.name}")
-        if sha256(here) != found.digest:
+        if sha256(here) != output.digest:
             raise UserError(
                 f"{here}: damaged: its SHA-256 differs from the one in {COLLECTION}; restore it, or"
                 f" rerun the stage {self.path.name}"
@@ -158,8 +158,8 @@ def ended_early(checkpoint: Checkpoint | None) -> str | None:
         state = json.loads(read_text(checkpoint.path / STATE))
     except (OSError, ValueError, RecursionError):
         return None
-    found = state.get(ENDED) if isinstance(state, dict) else None
-    return found if isinstance(found, str) else None
+    reason = state.get(ENDED) if isinstance(state, dict) else None
+    return reason if isinstance(reason, str) else None
 
 
 @dataclass(frozen=True)

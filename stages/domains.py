@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from parallel.settings import (
     Count,
@@ -26,6 +26,8 @@ from stages.objectives.loss import ObjectiveSettings
 from stages.rewards.kinds import RewardSettings
 from stages.rewards.kinds.reasoning_gym import ReasoningGymReward
 
+MODES = ("sync", "overlap", "async")  # of earlier versions
+
 
 class SamplingSettings(Settings):
     """The rollouts of one step: prompts, samples of each prompt, and the sampling distribution."""
@@ -44,37 +46,99 @@ class SamplingSettings(Settings):
 
 
 class PromptRolloutSettings(Settings):
-    """The overlap of sampling with training, and the maximum policy lag."""
+    """The steps that sampling may run ahead of training, which bound the policy lag.
 
-    mode: Literal["sync", "overlap", "async"] = Field(
-        default="sync",
-        description="sync: sampling and training alternate. overlap: the next step is sampled while"
-        " this one trains. async: responses in flight continue when the weights change",
+    `mode`, of earlier versions, is read as what it meant (`by_steps_ahead`).
+    """
+
+    renamed: ClassVar[dict[str, str]] = {
+        "mode": "max_steps_ahead: 0 for sync, 1 for overlap, the former max_staleness for async"
+    }
+
+    max_steps_ahead: Natural = Field(
+        default=0,
+        description="training steps that sampling may run ahead, and so the maximum policy lag of a"
+        " sample. 0: sampling and training alternate. 1: the next step is sampled while this one"
+        " trains. 2 or more: responses in flight continue when the weights change",
     )
-    max_staleness: Count = Field(
-        default=1,
-        description="maximum policy lag of a sample, in training steps; a step waits for samples"
-        " that would exceed it, and those that do are dropped and counted",
+    sync_in_flight: bool | None = Field(
+        default=None,
+        description="sync weights while responses are in flight; false: each step's responses are"
+        " complete before. null: true with max_steps_ahead of 2 or more",
     )
+    max_staleness: Count | None = Field(
+        default=None,
+        description="maximum policy lag, in training steps, of groups that oversampling leaves to"
+        " later steps of max_steps_ahead: 0; null: 1",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_steps_ahead(cls, rollout: Any) -> Any:
+        return by_steps_ahead(rollout) if isinstance(rollout, dict) else rollout
 
     @property
-    def prefetch(self) -> int:
-        """The steps of prompts kept in flight beyond the current step's."""
-        return {"sync": 0, "overlap": 1, "async": self.max_staleness}[self.mode]
+    def staleness_bound(self) -> int:
+        """The maximum policy lag of a sample, in training steps.
+
+        Proof: no more groups are in flight than the next `staleness_bound` steps train on, and a
+        step takes those first that a later one would find too old. So a group requested under
+        version v is trained on in step v + staleness_bound at the latest.
+
+        Example: two groups a step, max_steps_ahead = 2, slow engines, group d the slowest:
+            step 1  takes a b of version 1; while it trains, c d e f are requested
+            step 2  takes c e, 1 behind, and leaves d f; g h are requested under version 2
+            step 3  waits for d f, 2 behind, since step 4 would find them 3 behind
+            step 4  waits for g h, 2 behind
+
+        >>> [PromptRolloutSettings(max_steps_ahead=steps).staleness_bound for steps in (0, 1, 4)]
+        [1, 1, 4]
+        """
+        return self.max_staleness or max(1, self.max_steps_ahead)
 
     @property
-    def drains(self) -> bool:
+    def collects_before_sync(self) -> bool:
         """True where a step is collected before the weight sync, so from one weight version."""
-        return self.mode == "overlap"
+        return self.max_steps_ahead == 1 and not self.sync_in_flight
 
     @property
     def in_flight(self) -> str | None:
         """The setting that keeps responses in flight while the trainer computes, or None."""
-        return None if self.mode == "sync" else "mode"
+        return "max_steps_ahead" if self.max_steps_ahead else None
+
+
+def by_steps_ahead(rollout: dict[str, Any]) -> dict[str, Any]:
+    """Return a rollout block by its steps ahead, without what follows from them.
+
+    A `mode` of earlier versions becomes what it meant; an unknown one stays, and is refused.
+    Without what follows from the steps, equal rollouts have equal blocks, however they are stated:
+    else a finished stage would be stale.
+
+    >>> by_steps_ahead({"mode": "async", "max_staleness": 4})
+    {'max_steps_ahead': 4}
+    >>> by_steps_ahead({"mode": "async"})  # unlike overlap, it syncs weights in flight
+    {'max_steps_ahead': 1, 'sync_in_flight': True}
+    """
+    block = dict(rollout)
+    mode, staleness = block.get("mode"), block.get("max_staleness")
+    if type(staleness) is not int:  # null is 1; of anything else pydantic says what is wrong
+        staleness = 1
+    if mode in MODES and block.keys().isdisjoint(("max_steps_ahead", "sync_in_flight")):
+        del block["mode"]
+        block["max_steps_ahead"] = {"sync": 0, "overlap": 1, "async": staleness}[mode]
+        if mode == "async":
+            block["sync_in_flight"] = True
+    steps = block.get("max_steps_ahead", 0)
+    if type(steps) is int:
+        if block.get("max_staleness") == max(1, steps):
+            del block["max_staleness"]
+        if block.get("sync_in_flight") is (steps > 1):
+            del block["sync_in_flight"]
+    return block
 
 
 class RolloutSettings(PromptRolloutSettings):
-    """The overlap of sampling with training, oversampling and dynamic sampling."""
+    """The steps that sampling may run ahead of training, oversampling and dynamic sampling."""
 
     oversampling: Annotated[float, Field(ge=1, le=1000)] = Field(
         default=1.0,

@@ -42,41 +42,41 @@ NON_INVALIDATING_KEYS = (
 
 def matches(key: str, pattern: str) -> bool:
     """Return whether `pattern` names `key` or a key above it."""
-    parts, wanted = key.split("."), pattern.split(".")
-    below = len(parts) >= len(wanted)
-    return below and all(w in ("*", p) for p, w in zip(parts, wanted, strict=False))
+    key_names, pattern_names = key.split("."), pattern.split(".")
+    below = len(key_names) >= len(pattern_names)
+    return below and all(w in ("*", p) for p, w in zip(key_names, pattern_names, strict=False))
 
 
 def flatten(value: Any, prefix: str = "") -> list[tuple[str, Any]]:
     """Return every leaf of nested mappings as (dotted key, value); an empty mapping is a leaf."""
-    found: list[tuple[str, Any]] = []
-    _flatten(value, prefix, found)
-    return found
+    pairs: list[tuple[str, Any]] = []
+    _flatten(value, prefix, pairs)
+    return pairs
 
 
-def _flatten(value: Any, prefix: str, found: list[tuple[str, Any]]) -> None:
+def _flatten(value: Any, prefix: str, pairs: list[tuple[str, Any]]) -> None:
     """Append to `found`: a list for each mapping took twice as long, a generator more."""
     if not isinstance(value, dict) or (prefix and not value):
-        found.append((prefix, value))
+        pairs.append((prefix, value))
         return
     for name, child in value.items():
         key = f"{prefix}.{name}" if prefix else name
         if isinstance(child, dict):
-            _flatten(child, key, found)
+            _flatten(child, key, pairs)
         else:
-            found.append((key, child))
+            pairs.append((key, child))
 
 
 def leaves(tree: dict[str, Any], pattern: str) -> Iterator[tuple[str, Any]]:
     """Yield every leaf at or below a dotted pattern, like `flatten`; `*` matches one name."""
-    found = [("", tree)]
-    for part in pattern.split("."):
-        found = [
+    subtrees = [("", tree)]
+    for segment in pattern.split("."):
+        subtrees = [
             (f"{prefix}.{name}" if prefix else name, value[name])
-            for prefix, value in found
+            for prefix, value in subtrees
             if isinstance(value, dict)
-            for name in (value if part == "*" else [part])
+            for name in (value if segment == "*" else [segment])
             if name in value
         ]
-    for prefix, value in found:
+    for prefix, value in subtrees:
         yield from flatten(value, prefix)

@@ -65,8 +65,8 @@ def warn_of_fallbacks() -> None:
     """Print one notice if CUDA packages are missing or do not work here."""
     from parallel.machine.device import fallbacks
 
-    if found := fallbacks():
-        report_notice("; ".join(found))
+    if reasons := fallbacks():
+        report_notice("; ".join(reasons))
 
 
 def warn_of_engines(model: ModelSettings) -> None:
@@ -95,8 +95,8 @@ def empty_devices(job: StageJob) -> None:
         return
     if job.kind != "preview" and KINDS[job.kind].samples and KINDS[job.kind].trains:
         check_turns(job.settings)
-    found = job.engine_addresses or job.idle_engines
-    on_main(lambda: put_to_sleep(found, engine, needed=bool(job.engine_addresses)))
+    addresses = job.engine_addresses or job.idle_engines
+    on_main(lambda: put_to_sleep(addresses, engine, needed=bool(job.engine_addresses)))
 
 
 def record_memory(job: StageJob) -> None:

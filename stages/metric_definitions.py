@@ -73,9 +73,11 @@ _TABLE = {
         " only reported in bf16",
         "drift_max": "largest |log mu - log pi| of a batch that older weights may have sampled,"
         " nats | as one step's change; `objective.correction` weighs what exceeds it",
-        "staleness_max": "largest staleness of a response | at most `max_staleness`",
+        "staleness_max": "largest staleness of a response | at most `max_steps_ahead`; 1 with"
+        " `oversampling` alone",
         "dropped_stale": "responses never trained on, since one of their group exceeded"
-        " `max_staleness` | 0; else it is the long ones that are dropped. Guard `stale_drops`",
+        " the bound of `staleness_max` | 0; else it is the long ones that are dropped. Guard"
+        " `stale_drops`",
         "replayed": "responses taken from the rollout log after a resume instead of sampled | 0,"
         " except in the steps that a resumed stage repeats",
         "requeued": "responses requested again, with the same seeds, since their engine was lost |"
@@ -132,9 +134,9 @@ _TABLE = {
         "drift_sequence_k3": "`mismatch_sequence_k3` of a batch of `drift_max` | below 1e-3; it"
         " grows before `drift_high_ratio` does",
         "staleness_mean": "training steps between the oldest weights that sampled a response and"
-        " those it trains | 0 in `sync`, 1 in `overlap`, below `max_staleness` in `async`",
+        " those it trains | 0 with `max_steps_ahead: 0`, 1 with 1, else below it",
         "staleness_N": "share of the responses that are N steps behind, for every N up to"
-        " `max_staleness` | adds up to 1",
+        " the bound of `staleness_max` | adds up to 1",
     },
     "groups": {
         "zero_variance": "share of the sampled prompts, also replaced ones, without any advantage;"

@@ -52,9 +52,9 @@ class MetricsLog:
     def _send_checkpoints(self) -> None:
         for step in list(self._saving):
             with suppress(UserError):  # it is damaged, which whoever loads it says
-                if (found := self._files.checkpoint(step)) is not None:
+                if (checkpoint := self._files.checkpoint(step)) is not None:
                     samples = samples_file(self._files.rollouts, step)
-                    self._trackers.checkpoint(found, self._files.parents(), samples)
+                    self._trackers.checkpoint(checkpoint, self._files.parents(), samples)
                     self._saving.remove(step)
 
     def close(self) -> None:
@@ -94,10 +94,10 @@ def reduce_sums(
         for name, domains in having.items()
     }
     reduced: dict[str, float] = {}
-    for name, part in (each for _, metrics in sums for each in metrics.items()):
+    for name, metric_sum in (named_sum for _, metrics in sums for named_sum in metrics.items()):
         counts = {"sequences": whole[name].learned, "tokens": whole[name].tokens}
-        if count := counts[part.denominator]:
-            reduced[name] = reduced.get(name, 0.0) + part.total.item() / count
+        if count := counts[metric_sum.denominator]:
+            reduced[name] = reduced.get(name, 0.0) + metric_sum.total.item() / count
     return reduced
 
 
@@ -110,7 +110,7 @@ def token_efficiency(batches: Sequence[MicroBatch]) -> dict[str, float]:
 def mean_of_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return each metric's mean over the updates that have it."""
     values: dict[str, list[float]] = {}
-    for name, value in (each for update in updates for each in update.items()):
+    for name, value in (named_value for update in updates for named_value in update.items()):
         values.setdefault(name, []).append(value)
     return {name: sum(of) / len(of) for name, of in values.items()}
 
@@ -150,13 +150,13 @@ def trained_tokens(samples: Sequence[Sample]) -> float:
 def reward_metrics(samples: list[Sample]) -> dict[str, float]:
     """Return the mean reward, and the mean of each of its parts, over the graded samples."""
     graded = [sample for sample in samples if sample.reward is not None]
-    named: dict[str, list[float]] = {}
+    by_name: dict[str, list[float]] = {}
     for sample in graded:
         for name, value in (sample.reward_parts or {}).items():
-            named.setdefault(name, []).append(value)
+            by_name.setdefault(name, []).append(value)
     return {
         "reward": sum(sample.reward or 0.0 for sample in graded) / max(len(graded), 1),
-        **{f"reward/{name}": sum(values) / len(values) for name, values in sorted(named.items())},
+        **{f"reward/{name}": sum(values) / len(values) for name, values in sorted(by_name.items())},
     }
 
 
@@ -170,6 +170,6 @@ def saturated(
     if not keeps_part(sampling.top_k, sampling.top_p):
         return {}
     _, most = kept_limits(sampling.top_k, sampling.top_p, vocabulary)
-    sizes = [len(kept) for sample in samples for kept in sample.kept or []]
+    sizes = [len(kept_ids) for sample in samples for kept_ids in sample.kept or []]
     full = sum(size >= most for size in sizes) if most < vocabulary else 0
     return {"kept_saturated": full / max(len(sizes), 1)}

@@ -113,7 +113,8 @@ class RunSettings(Settings):
     seed: Seed = Field(default=0, description="seed of all random choices")
     deterministic: bool = Field(
         default=False,
-        description="bitwise reproducible run, also after a kill; slower, needs rollout.mode: sync",
+        description="bitwise reproducible run, also after a kill; slower, needs"
+        " rollout.max_steps_ahead: 0",
     )
     model: ModelSettings
     layout: LayoutSettings = LayoutSettings()
@@ -134,33 +135,35 @@ class RunSettings(Settings):
 
     def answer_sampling(self, domain: str) -> SamplingSettings:
         """Return the distribution of answers to a domain's held-out problems; 0 degrees: greedy."""
-        own, common = self.domains[domain].evaluation, self.evaluation
-        chosen = {
-            key: getattr(common if getattr(own, key) is None else own, key)
-            for key in type(own).model_fields
+        overrides, common = self.domains[domain].evaluation, self.evaluation
+        distribution = {
+            key: getattr(common if getattr(overrides, key) is None else overrides, key)
+            for key in type(overrides).model_fields
         }
         # Unlike training, evaluation may be greedy, so the values are not validated again.
         return SamplingSettings.model_construct(
-            max_response_tokens=self.domains[domain].sampling.max_response_tokens, **chosen
+            max_response_tokens=self.domains[domain].sampling.max_response_tokens, **distribution
         )
 
     def domains_of(self, block: StageSettings) -> tuple[str, ...]:
         """Return the domains that a block is about, in the order of the run's."""
         if block.domains is None:
             return tuple(self.domains)
-        named = self.domains.keys() & block.domains
-        if len(named) < 2:  # of a thousand blocks, each about a domain, none walks all domains
-            return tuple(named)
-        return tuple(name for name in self.domains if name in named)
+        block_domains = self.domains.keys() & block.domains
+        if (
+            len(block_domains) < 2
+        ):  # of a thousand blocks, each about a domain, none walks all domains
+            return tuple(block_domains)
+        return tuple(name for name in self.domains if name in block_domains)
 
     def gate_problems(self, domain: str) -> int:
         """Return the largest number of a domain's problems that any gate needs."""
-        gates = ((each.gated, self.domains_of(each)) for each in self.stages.values())
+        gates = ((block.gated, self.domains_of(block)) for block in self.stages.values())
         return max(
             (
                 gate.problems
-                for gate, own in gates
-                if gate and domain in own and domain in (gate.domains or own)
+                for gate, block_domains in gates
+                if gate and domain in block_domains and domain in (gate.domains or block_domains)
             ),
             default=0,
         )
@@ -168,13 +171,15 @@ class RunSettings(Settings):
     def rollouts(self) -> Iterator[Rollouts]:
         """Yield what every stage that trains on samples is sampled with."""
         for name, block in self.stages.items():
-            key, own = f"stages.{name}", self.domains_of(block)
-            parts = [(each,) for each in own] if block.for_each else [own]
-            for part in parts if own else ():
-                of = block.policy(self, part) or block
+            key, block_domains = f"stages.{name}", self.domains_of(block)
+            domain_sets = (
+                [(domain,) for domain in block_domains] if block.for_each else [block_domains]
+            )
+            for domains in domain_sets if block_domains else ():
+                of = block.policy(self, domains) or block
                 if (sampling := getattr(of, "sampling", None)) is not None:
-                    at = block.keys(key, part) if isinstance(block, GrpoSettings) else under(key)
-                    yield Rollouts(at, part, sampling, getattr(of, "rollout", None))
+                    at = block.keys(key, domains) if isinstance(block, GrpoSettings) else under(key)
+                    yield Rollouts(at, domains, sampling, getattr(of, "rollout", None))
 
 
 class Rollouts(NamedTuple):
@@ -195,7 +200,7 @@ def turn_violations(run: RunSettings) -> Iterator[tuple[str, str]]:
         return
     for at, _, _, rollout in run.rollouts():
         if rollout is not None and (name := rollout.in_flight) is not None:
-            fix = "sync" if name == "mode" else "1"
+            fix = "0" if name == "max_steps_ahead" else "1"
             yield (
                 at(f"rollout.{name}"),
                 f"{getattr(rollout, name)} keeps responses in flight while the trainer computes,"
@@ -206,8 +211,8 @@ def turn_violations(run: RunSettings) -> Iterator[tuple[str, str]]:
 
 def check_turns(run: RunSettings) -> None:
     """Raise UserError with every one of `turn_violations`, each on its line."""
-    if found := [f"{key}: {message}" for key, message in turn_violations(run)]:
-        raise UserError("\n".join(dict.fromkeys(found)))
+    if violations := [f"{key}: {message}" for key, message in turn_violations(run)]:
+        raise UserError("\n".join(dict.fromkeys(violations)))
 
 
 class StageJob(Settings):
@@ -225,7 +230,7 @@ class StageJob(Settings):
     domain: str | None = None
     domains: list[str] = Field(default_factory=list, description="that the stage is about")
     seeded_as: str = Field(
-        default_factory=lambda given: given.get("stage", ""),
+        default_factory=lambda data: data.get("stage", ""),
         description="name that its random numbers derive from",
     )
     directory: Path
@@ -264,9 +269,9 @@ class StageJob(Settings):
     @property
     def policy(self) -> PolicySettings:
         """The training of the stage on rewards."""
-        found = self.own.policy(self.settings, self.domains)
-        assert found is not None, f"stages of kind {self.kind} train on no rewards"
-        return found
+        policy = self.own.policy(self.settings, self.domains)
+        assert policy is not None, f"stages of kind {self.kind} train on no rewards"
+        return policy
 
     @property
     def own_domains(self) -> dict[str, DomainSettings]:

@@ -95,8 +95,8 @@ def paired_difference(after: Answers, before: Answers, share: float = 1.0) -> Di
     one, other = after.accuracy, before.accuracy
     correlation = _corrected_correlation(after, before)
 
-    def beyond(first: float, second: float) -> float:
-        square = first**2 + second**2 - 2 * correlation * first * second
+    def beyond(width: float, other_width: float) -> float:
+        square = width**2 + other_width**2 - 2 * correlation * width * other_width
         return sqrt(max(square, 0.0))  # rounding may leave it below 0
 
     gain = one.accuracy - share * other.accuracy
@@ -155,11 +155,11 @@ def recovered_headroom(model: Answers, start: Answers, expert: Answers) -> Headr
     return Headroom(top / bottom, (linear - root) / square, (linear + root) / square)
 
 
-def mean_headroom(found: Sequence[Headroom]) -> Headroom:
+def mean_headroom(headrooms: Sequence[Headroom]) -> Headroom:
     """Return the mean over domains, whose problems are independent (Zou and Donner, 2008)."""
-    mean = fmean(each.recovered for each in found)
-    down = hypot(*(each.recovered - each.low for each in found)) / len(found)
-    up = hypot(*(each.high - each.recovered for each in found)) / len(found)
+    mean = fmean(headroom.recovered for headroom in headrooms)
+    down = hypot(*(headroom.recovered - headroom.low for headroom in headrooms)) / len(headrooms)
+    up = hypot(*(headroom.high - headroom.recovered for headroom in headrooms)) / len(headrooms)
     return Headroom(mean, mean - down, mean + up)
 
 

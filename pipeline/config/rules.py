@@ -211,9 +211,9 @@ def _bound_rules(
         ),
         (
             "max_drift",
-            rollout.mode == "sync" and rollout.oversampling == 1,
-            f"not logged with {at('rollout.mode')} = sync and no oversampling, where no sample is "
-            "stale",
+            not rollout.max_steps_ahead and rollout.oversampling == 1,
+            f"not logged with {at('rollout.max_steps_ahead')} = 0 and no oversampling, where "
+            "no sample is stale",
             "",
         ),
         (

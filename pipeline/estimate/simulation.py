@@ -188,7 +188,7 @@ def workload(stage: Stage, settings: RunSettings, assumed: Assumptions) -> StepW
         row_tokens=max(row, assumed.filled * longest),
         passes=frozen,
         updates=updates,
-        steps_in_flight=1 + rollout.prefetch,
+        steps_in_flight=1 + rollout.max_steps_ahead,
         imbalance=assumed.imbalance,
     )
 

@@ -31,6 +31,7 @@ from stages.data.end_tokens import KEY as END_TOKENS
 from stages.data.end_tokens import generation_ids
 from stages.data.settings import INSTRUCTION, FileSettings
 from stages.directory import StageDirectory
+from stages.domains import PromptRolloutSettings, by_steps_ahead
 from stages.keys import matches
 
 PACKAGES = (
@@ -187,7 +188,22 @@ def read_manifest(directory: StageDirectory) -> Manifest | None:
 
 def completed(manifest: Manifest) -> Manifest:
     """Return a manifest with the settings that its version did not have yet."""
-    return replace(manifest, settings=_completed(manifest.settings))
+    return replace(manifest, settings=_completed(_by_steps_ahead(manifest.settings)))
+
+
+def _by_steps_ahead(recorded: dict[str, Any]) -> dict[str, Any]:
+    """Return a manifest's settings with the rollouts of before `max_steps_ahead` as these."""
+    settings = dict(recorded)
+    for key in recorded:
+        if f".{key}".endswith(".rollout.mode"):
+            block = key.removesuffix("mode")
+            former = {
+                "mode": settings.pop(key),
+                "max_staleness": settings.pop(f"{block}max_staleness", 1),
+            }
+            rollout = {**PromptRolloutSettings().model_dump(), **by_steps_ahead(former)}
+            settings |= {f"{block}{name}": value for name, value in rollout.items()}
+    return settings
 
 
 def _completed(recorded: dict[str, Any]) -> dict[str, Any]:

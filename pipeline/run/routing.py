@@ -49,7 +49,7 @@ def _of_step(rows: Sequence[Mapping[str, Any]]) -> StepLoads | None:
     """Return the loads of a file's rows; None where it has none.
 
     Raises:
-        ValueError, KeyError: a row is not as `stages.sampling.expert_loads` writes them.
+        ValueError, KeyError: a row is not as `stages.sampling.recording` writes them.
     """
     slots: dict[str, Slots] = {}
     for row in rows:

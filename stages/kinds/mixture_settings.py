@@ -32,13 +32,13 @@ class StageSourceSettings(SourceSettings):
     )
 
 
-def source_of(given: Any) -> str | None:
+def source_of(source: Any) -> str | None:
     """Return the kind of a source, which `stage` and `domain` say too."""
-    if not isinstance(given, dict):
-        return getattr(given, "source", None)
-    said = (name for name in ("stage", "domain") if name in given)
-    found = given.get("source", next(said, None))
-    return None if found is None else str(found)
+    if not isinstance(source, dict):
+        return getattr(source, "source", None)
+    shorthands = (name for name in ("stage", "domain") if name in source)
+    kind = source.get("source", next(shorthands, None))
+    return None if kind is None else str(kind)
 
 
 class MixtureStageSettings(TrainedStageSettings):
@@ -55,17 +55,17 @@ class MixtureStageSettings(TrainedStageSettings):
 
     def inputs(self, run: RunBlocks, domains: Sequence[str]) -> Inputs:
         collected = {
-            name: each.stage
-            for name, each in self.data.items()
-            if isinstance(each, StageSourceSettings)
+            name: source.stage
+            for name, source in self.data.items()
+            if isinstance(source, StageSourceSettings)
         }
         return Inputs(parent=self.from_, data=collected)
 
     def files(self) -> Iterator[tuple[str, FileSettings]]:
         """Yield every source of files, with its name."""
-        for name, each in self.data.items():
-            if isinstance(each, FileSettings):
-                yield name, each
+        for name, source in self.data.items():
+            if isinstance(source, FileSettings):
+                yield name, source
 
     def violations(self, key: str, run: RunBlocks, domains: Sequence[str]) -> Found:
         yield from warmup_rules(under(key), self.optimizer, self.loop)
@@ -75,11 +75,11 @@ class MixtureStageSettings(TrainedStageSettings):
         elif count < run.layout.data:
             yield f"{key}.{self.counted}", f"{count} is {too_few(run.layout)}"
         most = run.model.max_positions
-        for name, each in self.data.items():
-            own = f"{key}.data.{name}"
+        for name, source in self.data.items():
+            source_key = f"{key}.data.{name}"
             # A dot would make several parts of the name in dotted keys, as of files' digests.
             if not re.fullmatch(r"[A-Za-z0-9_-]{1,100}", name):
-                yield own, "a source's name must be 1 to 100 letters, digits, _ or -"
-            if (longest := getattr(each, "max_tokens", None)) and longest > most:
+                yield source_key, "a source's name must be 1 to 100 letters, digits, _ or -"
+            if (longest := getattr(source, "max_tokens", None)) and longest > most:
                 why = f"{longest} is more than model.max_positions = {most}"
-                yield f"{own}.max_tokens", why
+                yield f"{source_key}.max_tokens", why

@@ -46,12 +46,14 @@ class MixtureStage(Generic[Drawn]):
 
     policy: TrainedPolicy
 
-    def __init__(self, job: StageJob, own: MixtureStageSettings) -> None:
+    def __init__(self, job: StageJob, stage_settings: MixtureStageSettings) -> None:
         self.job, self.settings = job, job.settings
         self.tokenizer = load_tokenizer(job.settings.model)
         self.sources: dict[str, SourceStream[Drawn]] = {}
-        self.mixture = Mixture({name: each.weight for name, each in own.data.items()})
-        self.per_step: int = getattr(own, own.counted)
+        self.mixture = Mixture(
+            {name: source.weight for name, source in stage_settings.data.items()}
+        )
+        self.per_step: int = getattr(stage_settings, stage_settings.counted)
 
     def counts(self) -> dict[str, int]:
         """Return how much of each source is in the next step."""
@@ -61,12 +63,12 @@ class MixtureStage(Generic[Drawn]):
         """Return what a step trains on, and the number skipped as too long. Main rank only."""
         before = sum(source.too_long for source in self.sources.values())
         counts = self.counts()
-        drawn = [
-            each
+        examples = [
+            example
             for name, source in self.sources.items()
-            for each in source.draw(step, counts[name])
+            for example in source.draw(step, counts[name])
         ]
-        return drawn, float(sum(each.too_long for each in self.sources.values()) - before)
+        return examples, float(sum(source.too_long for source in self.sources.values()) - before)
 
     def finish_step(
         self,
@@ -141,14 +143,14 @@ SequenceSource = ConversationStream | GeneratedPool
 def demonstrated(job: StageJob, domain: str, tokenizer: Tokenizer) -> SequenceSource:
     """Return the source of a domain's demonstrations."""
     seed, settings = job.settings.seed, job.settings.domains[domain]
-    wanted = settings.demonstrations
-    if isinstance(wanted, GeneratedDemonstrationSettings):
+    source = settings.demonstrations
+    if isinstance(source, GeneratedDemonstrationSettings):
         prompts = PromptStream(settings.prompts, tokenizer, domain, seed, job.seeded_as)
         samples = [
             response_sample(tokenizer, shown.problem.prompt, shown.response, domain)
-            for shown in demonstrations(wanted, prompts, seed)
+            for shown in demonstrations(source, prompts, seed)
         ]
         return GeneratedPool(samples, domain, seed)
     order, fraction = seed_of(seed, domain, "demonstrations"), settings.prompts.held_out_fraction
-    most = wanted.max_tokens or job.settings.model.max_positions
-    return ConversationStream(wanted, tokenizer, domain, order, fraction, most)
+    most = source.max_tokens or job.settings.model.max_positions
+    return ConversationStream(source, tokenizer, domain, order, fraction, most)

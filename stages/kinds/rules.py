@@ -158,11 +158,12 @@ def response_rules(at: At, sampling: SamplingSettings, run: RunBlocks) -> Found:
 
 def _rollout_rules(at: At, rollout: PromptRolloutSettings, deterministic: bool) -> Found:
     oversampling = rollout.oversampling if isinstance(rollout, RolloutSettings) else 1.0
-    if deterministic and rollout.mode != "sync":
+    steps, staleness = rollout.max_steps_ahead, rollout.max_staleness
+    if deterministic and steps:
         yield (
-            at("rollout.mode"),
-            f"{rollout.mode} is not reproducible bit for bit, since weights change while sampling; "
-            "use sync, or deterministic: false",
+            at("rollout.max_steps_ahead"),
+            f"{steps} is not reproducible bit for bit, since weights change while sampling; "
+            "use 0, or deterministic: false",
         )
     if deterministic and oversampling > 1:
         yield (
@@ -170,15 +171,27 @@ def _rollout_rules(at: At, rollout: PromptRolloutSettings, deterministic: bool) 
             f"{oversampling:g} takes the groups that finish first, which is not reproducible bit "
             "for bit; use 1, or deterministic: false",
         )
-    if rollout.max_staleness > 1 and rollout.mode == "overlap":
+    if staleness is not None and steps:
         yield (
             at("rollout.max_staleness"),
-            f"{rollout.max_staleness} must be 1: overlap samples each step with the previous "
-            "weights; use async for a larger policy lag",
+            f"{staleness} is only read with max_steps_ahead: 0, and here {steps} is the maximum "
+            f"policy lag; delete it, or set max_steps_ahead: {staleness}",
         )
-    if rollout.max_staleness > 1 and rollout.mode == "sync" and oversampling == 1:
+    if staleness is not None and not steps and oversampling == 1:
         yield (
             at("rollout.max_staleness"),
-            f"{rollout.max_staleness} has no effect: sync keeps no sample for a later step unless "
-            "oversampling is above 1",
+            f"{staleness} has no effect: max_steps_ahead: 0 keeps no sample for a later step "
+            "unless oversampling is above 1",
+        )
+    if rollout.sync_in_flight and not steps:
+        yield (
+            at("rollout.sync_in_flight"),
+            "true has no effect: max_steps_ahead: 0 has no response in flight at a weight sync; "
+            "use null, or 1 step ahead or more",
+        )
+    if rollout.sync_in_flight is False and steps > 1:
+        yield (
+            at("rollout.sync_in_flight"),
+            f"false needs max_steps_ahead: 1, not {steps}: only one step's responses can be "
+            "complete before each weight sync; use null, or 1 step ahead",
         )

@@ -30,7 +30,7 @@ Place = tuple[int, int]  # a sample's group and its number in the group
 class Group:
     """All samples of one prompt; sample i is sampled with seed + i.
 
-    `requested_version` is the version of the weights that the engines had when it was requested.
+    `dispatch_version` is the version of the weights that the engines had when it was requested.
     `ended` counts the groups that were complete before this one; None while samples are missing.
     `grades` are the pending grades of its samples, where they are wanted. Once it is `graded`, its
     samples have their rewards, `failures` says why some have none, and `watch_failures` why some
@@ -40,7 +40,7 @@ class Group:
     problem: Problem
     seed: int
     slots: list[Sample | None]
-    requested_version: int = 0
+    dispatch_version: int = 0
     ended: int | None = None
     grades: list[Future[Grade] | None] | None = None
     graded: bool = False

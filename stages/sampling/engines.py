@@ -28,8 +28,7 @@ from stages.domains import DomainSettings, RolloutSettings, SamplingSettings
 from stages.objectives.groups import Group
 from stages.rewards.pool import RewardPool
 from stages.rewards.reward import Response
-from stages.sampling.expert_loads import record_loads
-from stages.sampling.recording import Rewards, record
+from stages.sampling.recording import Rewards, record, record_loads
 from stages.sampling.sample_files import samples_file
 from stages.settings import StageJob
 
@@ -64,7 +63,7 @@ class StageEngines:
     ) -> None:
         self.job, self.policy, self.log = job, policy, log
         self.version: int | None = None  # of the weights that the engines have
-        self.graded_by = {name: each.rewards for name, each in domains.items()}
+        self.graded_by = {name: domain.rewards for name, domain in domains.items()}
         settings = job.settings
         self.tokenizer = load_tokenizer(settings.model)
         self.fleet = Fleet(
@@ -123,9 +122,11 @@ class StageEngines:
         """
         if not self.fleet.sleeps or self.version is None:
             return
-        owed = on_main(lambda: self.scheduler.owed)
-        if owed:
-            raise RuntimeError(f"{owed} responses are in flight and their engines are to sleep")
+        in_flight = on_main(lambda: self.scheduler.owed)
+        if in_flight:
+            raise RuntimeError(
+                f"{in_flight} responses are in flight and their engines are to sleep"
+            )
         self.fleet.sleep()
         self.version = None
 
@@ -155,10 +156,10 @@ class StageEngines:
                 seed = group.seed + index
                 question = GenerationRequest(group.problem.domain, tokens, seed, distribution)
                 tasks.append(Task(_SampleRequest(group, index, logged=not at_once), question))
-        known: list[Sample | None] = [None] * len(tasks)
+        logged: list[Sample | None] = [None] * len(tasks)
         if self.log is not None and self.version is not None and not at_once:
-            known = self.log.take(self.version, [task.question for task in tasks])
-        pairs = list(zip(tasks, known, strict=True))
+            logged = self.log.take(self.version, [task.question for task in tasks])
+        pairs = list(zip(tasks, logged, strict=True))
         self.scheduler.submit([task for task, sample in pairs if sample is None], at_once)
         for task, sample in pairs:
             if sample is not None:
@@ -200,8 +201,8 @@ class StageEngines:
     def drop_covered_log(self) -> None:
         """Drop the log of steps that a checkpoint holds."""
         if self.log is not None:
-            found = self.job.files.whole_checkpoints()
-            self.log.cover(found[-1].step if found else 0)
+            checkpoints = self.job.files.whole_checkpoints()
+            self.log.cover(checkpoints[-1].step if checkpoints else 0)
 
     def forget_log(self, version: int) -> bool:
         """Drop the log's responses of `version` on; return whether any was used. Collective."""
@@ -231,9 +232,9 @@ class StageEngines:
 
     def close(self) -> None:
         """Drop the requests in flight, stop the reward workers, and end the engines' turn."""
-        for each in (self._scheduler, self.log, self._rewards):
-            if each is not None:
-                each.close()
+        for resource in (self._scheduler, self.log, self._rewards):
+            if resource is not None:
+                resource.close()
         self.sleep()
 
     def _receive_until(self, ready: Callable[[], Answer | None]) -> Answer | None:
@@ -331,7 +332,9 @@ class RewardDispatcher:
             sample.reward_messages, sample.reward_failure = grade.messages or None, grade.failure
             if grade.steps:
                 steps = grade.steps
-                sample.step_rewards = [(self._token_at(sample, end), part) for end, part in steps]
+                sample.step_rewards = [
+                    (self._token_at(sample, end), reward) for end, reward in steps
+                ]
             if grade.failure is not None:
                 group.failures.append(grade.failure)
             group.watch_failures += grade.watch_failures
@@ -375,6 +378,6 @@ def rollout_log(
     model, deterministic = job.settings.model, job.settings.deterministic
     digests = [model_digest(model), parent and parent.digest]
     dumps = [sampling.model_dump(), settings.model_dump()]
-    parts = json.dumps([job.seeded_as, deterministic, *digests, *dumps])
-    origin = hashlib.sha256(parts.encode()).hexdigest()
+    decisive = json.dumps([job.seeded_as, deterministic, *digests, *dumps])
+    origin = hashlib.sha256(decisive.encode()).hexdigest()
     return RolloutLog(directory, origin, model, deterministic)

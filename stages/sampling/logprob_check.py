@@ -85,8 +85,8 @@ def measure_mismatch(
 
     policy.agreement.start()
     # Only the last pipeline stage has log-probabilities.
-    for batch, found in zip(batches, policy.evaluate(batches, recomputed), strict=False):
-        batch.old_logprobs, batch.old_entropies = found
+    for batch, outputs in zip(batches, policy.evaluate(batches, recomputed), strict=False):
+        batch.old_logprobs, batch.old_entropies = outputs
     return compare(policy, batches)
 
 

@@ -49,10 +49,10 @@ class PromptBuffer:
         self._in_flight: dict[str, list[Group]] = {domain: [] for domain in domains}
         self._reported_too_long = 0  # of what the streams counted
 
-    def request(self, wanted: Mapping[str, int]) -> int:
-        """Request prompts until `wanted` of each domain are in flight; return how many are new."""
+    def request(self, counts: Mapping[str, int]) -> int:
+        """Request prompts until `counts` of each domain are in flight; return how many are new."""
         groups = []
-        for domain, count in wanted.items():
+        for domain, count in counts.items():
             new = count - len(self._in_flight[domain])
             groups += [self._group(self._next(domain)) for _ in range(new)]
         self._request(groups)
@@ -83,7 +83,7 @@ class PromptBuffer:
 
     def versions_in_flight(self, domain: str) -> list[int]:
         """Return the weight version under which each group in flight was requested."""
-        return [group.requested_version for group in self._in_flight[domain]]
+        return [group.dispatch_version for group in self._in_flight[domain]]
 
     def take(self, domain: str, latest: int) -> Group | None:
         """Take the first whole group of a domain, requested under version `latest` or older.
@@ -91,11 +91,11 @@ class PromptBuffer:
         Return None until it is graded: groups are taken in the order in which they became whole,
         in whatever order grades arrive.
         """
-        groups = [group for group in self._in_flight[domain] if group.requested_version <= latest]
+        groups = [group for group in self._in_flight[domain] if group.dispatch_version <= latest]
         whole = [group for group in groups if group.ended is not None]
         if not whole:
             return None
-        group = min(whole, key=lambda each: each.ended or 0)
+        group = min(whole, key=lambda candidate: candidate.ended or 0)
         if not self._engines.rewards.graded(group):
             return None
         self._in_flight[domain].remove(group)
@@ -125,7 +125,7 @@ class PromptBuffer:
 
     def state(self) -> dict[str, Any]:
         """Return, as JSON, every domain's cursor, its prompts in flight, counts and curricula."""
-        learned = {domain: each.state() for domain, each in self._frontiers.items()}
+        curricula = {domain: frontier.state() for domain, frontier in self._frontiers.items()}
         return {
             "cursors": {domain: stream.cursor for domain, stream in self._streams.items()},
             "begun": {
@@ -133,7 +133,7 @@ class PromptBuffer:
                 for domain, groups in self._in_flight.items()
             },
             "too_long": self._unreported_too_long(),
-            **({"curricula": learned} if learned else {}),
+            **({"curricula": curricula} if curricula else {}),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -152,7 +152,7 @@ class PromptBuffer:
 
     def _request(self, groups: list[Group]) -> None:
         for group in groups:
-            group.requested_version = self._engines.version or 0
+            group.dispatch_version = self._engines.version or 0
             self._in_flight[group.problem.domain].append(group)
         if groups:
             self._engines.rewards.expect(groups)
@@ -194,13 +194,15 @@ class _Taken:
     """One domain's part of an incomplete batch; `rounds` of replacement are left."""
 
     rounds: int
-    useful: list[Group] = field(default_factory=list)
-    useless: list[Group] = field(default_factory=list)
+    informative: list[Group] = field(default_factory=list)
+    uninformative: list[Group] = field(default_factory=list)
     replaced: list[Group] = field(default_factory=list)
 
     @property
     def groups(self) -> list[Group]:
-        return sorted([*self.useful, *self.useless], key=lambda group: group.problem.index)
+        return sorted(
+            [*self.informative, *self.uninformative], key=lambda group: group.problem.index
+        )
 
 
 class Collection:
@@ -210,7 +212,7 @@ class Collection:
     for groups that would be too old before a later step has room for them.
 
     `version` is that of the weights that the step starts with; dynamic sampling replaces groups
-    that `is_useless` selects.
+    that `is_uninformative` selects.
     """
 
     def __init__(
@@ -218,10 +220,10 @@ class Collection:
         buffer: PromptBuffer,
         settings: RolloutSettings,
         version: int,
-        is_useless: Callable[[Group], bool] = attrgetter("zero_variance"),
+        is_uninformative: Callable[[Group], bool] = attrgetter("zero_variance"),
     ) -> None:
         self._buffer = buffer
-        self._is_useless = is_useless
+        self._is_uninformative = is_uninformative
         self._settings = settings
         self._version = version
         self._too_old = 0
@@ -260,8 +262,8 @@ class Collection:
         group in flight must be trained on before it is too old.
         """
         requested = self._buffer.versions_in_flight(domain)
-        oldest = self._version - self._settings.max_staleness
-        for later in range(self._settings.max_staleness):
+        oldest = self._version - self._settings.staleness_bound
+        for later in range(self._settings.staleness_bound):
             due = sum(version <= oldest + later for version in requested)
             if due >= room + later * self._buffer.sampling.prompts_per_step:
                 return oldest + later
@@ -271,43 +273,43 @@ class Collection:
         self._failures += group.failures
         self._watch_failures += len(group.watch_failures)
         self._buffer.check_failures(self._failures)
-        if self._version - group.weight_version > self._settings.max_staleness:
+        if self._version - group.weight_version > self._settings.staleness_bound:
             self._too_old += len(group.samples)
             return
-        (taken.useless if self._is_useless(group) else taken.useful).append(group)
-        if taken.useless and taken.rounds and not self._missing(taken):
+        (taken.uninformative if self._is_uninformative(group) else taken.informative).append(group)
+        if taken.uninformative and taken.rounds and not self._missing(taken):
             taken.rounds -= 1
-            taken.replaced += taken.useless
-            taken.useless = []
+            taken.replaced += taken.uninformative
+            taken.uninformative = []
 
     def _missing(self, taken: _Taken) -> int:
-        wanted = self._buffer.sampling.prompts_per_step
-        return wanted - len(taken.useful) - len(taken.useless)
+        per_step = self._buffer.sampling.prompts_per_step
+        return per_step - len(taken.informative) - len(taken.uninformative)
 
 
 class Prefetcher:
-    """The prompts of the present step, and of `settings.prefetch` steps more, kept in flight."""
+    """The prompts of the present step, and of up to `max_steps_ahead` more, kept in flight."""
 
     def __init__(
         self,
         buffer: PromptBuffer,
         settings: RolloutSettings,
         steps: int,
-        is_useless: Callable[[Group], bool] = attrgetter("zero_variance"),
+        is_uninformative: Callable[[Group], bool] = attrgetter("zero_variance"),
     ) -> None:
         self._buffer = buffer
         self._settings = settings
         self._steps = steps
-        self._is_useless = is_useless
+        self._is_uninformative = is_uninformative
         self._collection: Collection | None = None
         self._all_prefetched = False  # the present step's prompts
         self._late = False  # whether the step waited though all were
 
     def start(self, step: int) -> None:
         """Request the prompts that the step lacks, and start to collect it."""
-        # A step that drains is sampled from the weights of the step before.
-        behind = self._settings.drains and step > 1
-        self._all_prefetched = not self._fill(1, behind)
+        # A batch that is collected before the weight sync is of the step before's weights.
+        off_policy = self._settings.collects_before_sync and step > 1
+        self._all_prefetched = not self._fill(1, off_policy)
         self._open(step)
 
     def restart(self, step: int, groups: list[Group], attempt: int) -> None:
@@ -329,20 +331,21 @@ class Prefetcher:
         No more than one step's while the engines keep up with the trainer: what is sampled early
         only waits and grows old.
         """
-        ahead = self._settings.prefetch if self._late else min(1, self._settings.prefetch)
-        self._fill(min(ahead, self._steps - step), behind=True)
+        steps_ahead = self._settings.max_steps_ahead
+        ahead = steps_ahead if self._late else min(1, steps_ahead)
+        self._fill(min(ahead, self._steps - step), off_policy=True)
 
     def _open(self, step: int) -> None:
         self._late = False
-        self._collection = Collection(self._buffer, self._settings, step, self._is_useless)
+        self._collection = Collection(self._buffer, self._settings, step, self._is_uninformative)
 
-    def _fill(self, steps: int, behind: bool) -> int:
+    def _fill(self, steps: int, off_policy: bool) -> int:
         """Fill up to `steps` steps of prompts in flight; return the number of new prompts.
 
-        Never more than are trained on before they are too old: `max_staleness` steps, and one more
-        unless they are `behind`, a version older than the step that trains on the first of them.
+        Never more than are trained on before they are too old: `staleness_bound` steps, and one
+        more unless they are `off_policy`: a version older than the first step that trains on them.
         """
-        per_step, most = self._buffer.sampling.prompts_per_step, self._settings.max_staleness
-        wanted = math.ceil(steps * per_step * self._settings.oversampling)
-        count = min(wanted, (most + (not behind)) * per_step)
+        per_step, most = self._buffer.sampling.prompts_per_step, self._settings.staleness_bound
+        oversampled = math.ceil(steps * per_step * self._settings.oversampling)
+        count = min(oversampled, (most + (not off_policy)) * per_step)
         return self._buffer.request(dict.fromkeys(self._buffer.domains, count))

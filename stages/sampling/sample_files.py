@@ -78,7 +78,7 @@ COLUMNS = {
     "advantages": Column(VALUES, "of each token; null where all have `advantage`"),
     "learned": Column(IDS, "indices of the tokens trained on; null where all are"),
 }
-SCHEMA = pyarrow.schema({name: each.type for name, each in COLUMNS.items()})
+SCHEMA = pyarrow.schema({name: column.type for name, column in COLUMNS.items()})
 
 # Nothing reads statistics, and zstd alone makes a smaller file than with dictionaries before it;
 # both would take half of the time again.
@@ -101,12 +101,12 @@ def write_samples(path: Path, rows: Sequence[Row]) -> None:
 
 def write_table(path: Path, rows: Sequence[Row], schema: pyarrow.Schema) -> None:
     """Write rows as one file of a schema, as `write_samples` does."""
-    given = set().union(*rows)
+    present = set().union(*rows)
     arrays = [
-        pyarrow.array([row.get(each.name) for row in rows], each.type)
-        if each.name in given
-        else pyarrow.nulls(len(rows), each.type)
-        for each in schema
+        pyarrow.array([row.get(column.name) for row in rows], column.type)
+        if column.name in present
+        else pyarrow.nulls(len(rows), column.type)
+        for column in schema
     ]
     table = pyarrow.table(arrays, schema)
     with replacing(path, sync=False) as file:

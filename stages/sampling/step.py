@@ -41,8 +41,8 @@ from stages.sampling.logprob_check import (
     compare,
     measure_mismatch,
 )
-from stages.sampling.observed import collect_observed, observe
 from stages.sampling.prompt_buffer import Prefetcher, PromptBuffer
+from stages.sampling.recording import collect_observed, observe
 from stages.settings import StageJob
 
 # Of a step, by the metric of its seconds.
@@ -126,14 +126,16 @@ class OnPolicyStage(ABC):
         self.one_pass = not entropies
         self.bounds = bounds_of(model, job.settings.engine)
         # Where a step's samples are of older weights, only probes can show a wrong weight sync.
-        self.probes = rollout.prefetch > 0 or rollout.oversampling > 1
+        self.probes = rollout.max_steps_ahead > 0 or rollout.oversampling > 1
         log = rollout_log(job, self.sampling, rollout) if is_main() else None
         self.engines = StageEngines(job, self.policy, domains, log)
         self._buffer: PromptBuffer | None = None
         self._prefetcher: Prefetcher | None = None
         if is_main():
             self._buffer = PromptBuffer(job, domains, self.sampling, self.engines)
-            self._prefetcher = Prefetcher(self._buffer, rollout, self.loop.steps, self.is_useless)
+            self._prefetcher = Prefetcher(
+                self._buffer, rollout, self.loop.steps, self.is_uninformative
+            )
         self._batch: Batch | None = None  # of the present step; main rank only
         self._seconds: dict[str, float] = {}
         self._version = 0  # of the weights that the present step starts with; 0 before the first
@@ -158,7 +160,7 @@ class OnPolicyStage(ABC):
                     raise
 
     def _step(self, step: int, attempt: int) -> dict[str, float]:
-        if self.rollout.drains:  # no response has tokens of two versions
+        if self.rollout.collects_before_sync:  # no response has tokens of two versions
             collected, synced = self.collect(step, attempt), self.sync_weights(step)
         else:
             synced, collected = self.sync_weights(step), self.collect(step, attempt)
@@ -167,19 +169,24 @@ class OnPolicyStage(ABC):
             self._prefetcher.prefetch(step)  # to be sampled while this step trains
         self.engines.sleep()
         with self._timed("seconds_train"):
-            updates = [Update(each, self.pack(each)) for each in samples.updates]
+            updates = [
+                Update(update_samples, self.pack(update_samples))
+                for update_samples in samples.updates
+            ]
             checked = self.check_logprobs(updates)
             self.finish_advantages(updates)
             rate = self.policy.learning_rate
-            trained = mean_of_updates([self.update(each) for each in updates])
-        observed = [(each.samples, each.batches) for each in updates]
+            trained = mean_of_updates([self.update(update) for update in updates])
+        observed = [(update.samples, update.batches) for update in updates]
         collect_observed(observed, self.job.settings.logging.tokens)
         routed: dict[str, float] = {}
         if is_main():
             with phase("record"):
                 routed = self.engines.record(samples.updates, step)
         seconds = {**self._seconds, **self.engines.turn_seconds(), **self.engines.events()}
-        efficiency = token_efficiency([part for each in updates for part in each.batches])
+        efficiency = token_efficiency(
+            [micro_batch for update in updates for micro_batch in update.batches]
+        )
         measured = {**samples.metrics, **synced, **checked, **trained, "learning_rate": rate}
         return {**measured, **routed, **efficiency, **broadcast(seconds)}
 
@@ -202,8 +209,8 @@ class OnPolicyStage(ABC):
                     groups = self._buffer.probes(count, purpose, PROBE_TOKENS)
                 samples = self.engines.wait_for(groups, step)
             with self._timed("seconds_train"):
-                parts = self._split(samples)
-                mismatch = measure_mismatch(self.policy, parts, self.sampling.temperature)
+                micro_batches = self._split(samples)
+                mismatch = measure_mismatch(self.policy, micro_batches, self.sampling.temperature)
             exceeded = self.bounds.exceeded(mismatch, mismatch.tokens)
             if not exceeded:
                 return {**synced, **mismatch}
@@ -243,7 +250,7 @@ class OnPolicyStage(ABC):
         samples: StepSamples | None = None
         if collected is not None and self._buffer is not None:
             samples = self.split_updates(collected)
-            vocabulary, most = self.job.settings.model.vocabulary_size, self.rollout.max_staleness
+            vocabulary, most = self.job.settings.model.vocabulary_size, self.rollout.staleness_bound
             samples.metrics |= batch_metrics(collected, step, self.sampling, vocabulary, most)
             samples.metrics |= self._buffer.metrics()
         return self._distribute(samples)
@@ -258,27 +265,34 @@ class OnPolicyStage(ABC):
 
         def share(data_rank: int) -> StepSamples:
             assert samples is not None
-            updates = [self._share(each, here.data, data_rank) for each in samples.updates]
+            updates = [
+                self._share(update_samples, here.data, data_rank)
+                for update_samples in samples.updates
+            ]
             return StepSamples(updates, samples.metrics)
 
-        own = scatter(share, here.data_rank)
-        return own if samples is None else samples
+        rank_samples = scatter(share, here.data_rank)
+        return rank_samples if samples is None else samples
 
     def _share(self, samples: list[Sample], data: int, data_rank: int) -> list[Sample]:
         """Return an update's samples, of which those of other data-parallel ranks are outlines."""
-        own = {
+        rank_sample_ids = {
             id(sample)
             for _, together in self.packed_together(samples)
             for sample in batch.deal(together, data)[data_rank]
         }
-        return [sample if id(sample) in own else sample.outline() for sample in samples]
+        return [sample if id(sample) in rank_sample_ids else sample.outline() for sample in samples]
 
     def pack(self, samples: list[Sample]) -> list[MicroBatch]:
         """Return this rank's micro-batches of one update."""
         return [
-            replace(part, domain=domain, demonstrated=any(each.demonstrated for each in together))
+            replace(
+                micro_batch,
+                domain=domain,
+                demonstrated=any(sample.demonstrated for sample in together),
+            )
             for domain, together in self.packed_together(samples)
-            for part in self._split(together)
+            for micro_batch in self._split(together)
         ]
 
     def check_logprobs(self, updates: Sequence[Update]) -> dict[str, float]:
@@ -288,13 +302,13 @@ class OnPolicyStage(ABC):
         """
         if self.one_pass and len(updates) == 1 and self.trains_policy():
             return {}  # `update` compares
-        parts = [part for each in updates for part in each.batches]
+        micro_batches = [micro_batch for update in updates for micro_batch in update.batches]
         temperature = self.sampling.temperature
-        differences = measure_mismatch(self.policy, parts, temperature, self.entropies)
-        for part in parts:
-            part.weights = self._weights(part)
-        for each in updates:
-            each.checked = True
+        differences = measure_mismatch(self.policy, micro_batches, temperature, self.entropies)
+        for micro_batch in micro_batches:
+            micro_batch.weights = self._weights(micro_batch)
+        for update in updates:
+            update.checked = True
         return self._accept(differences)
 
     def update(self, update: Update) -> dict[str, float]:
@@ -326,11 +340,11 @@ class OnPolicyStage(ABC):
     def score(self, metrics: dict[str, float]) -> float:
         """Return how good the policy of a step is, by the step's metrics; higher is better."""
 
-    def correction(self, part: MicroBatch) -> CorrectionSettings:
+    def correction(self, micro_batch: MicroBatch) -> CorrectionSettings:
         """Return how samples that pi_old did not draw are weighed; here not at all."""
         return NoCorrectionSettings()
 
-    def is_useless(self, group: Group) -> bool:
+    def is_uninformative(self, group: Group) -> bool:
         """Return whether dynamic sampling replaces a group, which has nothing to learn from."""
         return group.zero_variance
 
@@ -350,16 +364,16 @@ class OnPolicyStage(ABC):
 
         Also what is recorded of tokens.
         """
-        part = responses.batch
-        if part.old_logprobs is None:
-            part.old_logprobs = logprobs.detach()
-            part.weights = self._weights(part)
+        micro_batch = responses.batch
+        if micro_batch.old_logprobs is None:
+            micro_batch.old_logprobs = logprobs.detach()
+            micro_batch.weights = self._weights(micro_batch)
         observe(responses, self.sampling.temperature, self.job.settings.logging.tokens)
 
-    def stale(self, part: MicroBatch) -> torch.Tensor:
+    def stale(self, micro_batch: MicroBatch) -> torch.Tensor:
         """Return which responses [B, 1] have tokens of older weights; bool."""
-        stale = [sample.weight_version < self._version for sample in part.samples]
-        return torch.tensor(stale, device=part.mask.device).unsqueeze(-1)
+        stale = [sample.weight_version < self._version for sample in micro_batch.samples]
+        return torch.tensor(stale, device=micro_batch.mask.device).unsqueeze(-1)
 
     def state(self) -> dict[str, Any]:
         """Return the state of the prompts. That of the main rank is saved."""
@@ -384,8 +398,8 @@ class OnPolicyStage(ABC):
 
     def _accept(self, differences: Mismatch) -> dict[str, float]:
         if self.probes:  # older weights drew the samples: the policy's drift, and no mismatch
-            named = differences.items()
-            return {f"drift_{name.removeprefix('mismatch_')}": value for name, value in named}
+            metrics = differences.items()
+            return {f"drift_{name.removeprefix('mismatch_')}": value for name, value in metrics}
         differences.check(self.bounds)
         if self.engines.log is not None:
             self.engines.log.end(self._version)
@@ -393,19 +407,21 @@ class OnPolicyStage(ABC):
 
     def _split(self, samples: list[Sample]) -> list[MicroBatch]:
         # Demonstrations have no routes to replay.
-        replay = self.replay and not any(each.demonstrated for each in samples)
+        replay = self.replay and not any(sample.demonstrated for sample in samples)
         return batch.split(samples, RankPlace.here(), self.loop.micro_batch_tokens, replay)
 
-    def _weights(self, part: MicroBatch) -> torch.Tensor | None:
+    def _weights(self, micro_batch: MicroBatch) -> torch.Tensor | None:
         """Return the factors [B, R] of the tokens' surrogates; None where nothing is corrected."""
-        correction = self.correction(part)
-        if part.old_logprobs is None or correction.name == "none":
+        correction = self.correction(micro_batch)
+        if micro_batch.old_logprobs is None or correction.name == "none":
             return None
-        found = correction_weights(part.old_logprobs, part.engine_logprobs, part.mask, correction)
+        weights = correction_weights(
+            micro_batch.old_logprobs, micro_batch.engine_logprobs, micro_batch.mask, correction
+        )
         precision = self.job.settings.model.precision
         if correction.applies_to_all(self.routing.replay, precision):
-            return found
-        return found.where(self.stale(part), 1.0)
+            return weights
+        return weights.where(self.stale(micro_batch), 1.0)
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

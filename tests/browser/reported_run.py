@@ -11,7 +11,7 @@ from typing import Any
 
 from pipeline.config.validate import load
 from pipeline.run.run import Run
-from stages.sampling.expert_loads import SCHEMA as LOADS
+from stages.sampling.recording import LOADS
 from stages.sampling.sample_files import samples_file, write_samples, write_table
 from tests.pipeline.conftest import CONFIG
 from tests.pipeline.measured_runs import Measured, write_run

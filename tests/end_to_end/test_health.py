@@ -63,7 +63,6 @@ def _wait(reached: Callable[[], bool], launched: subprocess.Popen[str]) -> None:
 
 
 REWARDS = f"{DOMAIN}.rewards={{{{{{}}}}}}"  # of one or more
-ASYNC = f"{DOMAIN}.rollout.mode=async"
 FAULTS = {
     "responses are truncated": PlantedFault(
         "unfinished ", (f"{DOMAIN}.sampling.max_response_tokens=4",)
@@ -110,7 +109,7 @@ FAULTS = {
     ),
     "samples are too old": PlantedFault(
         "drift_high_ratio ",
-        (ASYNC, f"{DOMAIN}.rollout.max_staleness=8", f"{DOMAIN}.optimizer.learning_rate=300"),
+        (f"{DOMAIN}.rollout.max_steps_ahead=8", f"{DOMAIN}.optimizer.learning_rate=300"),
     ),
     "the policy is sure": PlantedFault(
         "entropy ",

@@ -33,7 +33,7 @@ def observed(layout: LayoutSettings) -> tuple[Recorded, Recorded]:
 
     Two updates, of micro-batches that hold samples of both kinds.
     """
-    from stages.sampling.observed import add_observed, collect_observed, observe
+    from stages.sampling.recording import add_observed, collect_observed, observe
 
     policy, whole = build(layout), drawn()
     updates = [(part, batches(part, count=3)) for part in (whole[:12], whole[12:])]

@@ -59,7 +59,7 @@ MUTANTS = [
     Mutant(
         "a domain's evaluation is ignored",
         "stages/settings.py",
-        "getattr(common if getattr(own, key) is None else own, key)",
+        "getattr(common if getattr(overrides, key) is None else overrides, key)",
         "getattr(common, key)",
         "tests/stages/test_evaluate.py::test_answers_are_sampled_as_the_run_or_the_domain_says",
     ),

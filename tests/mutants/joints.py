@@ -117,7 +117,7 @@ MUTANTS = [
     Mutant(
         "oversampling goes unprobed",
         "stages/sampling/step.py",
-        "rollout.prefetch > 0 or rollout.oversampling > 1",
+        "rollout.max_steps_ahead > 0 or rollout.oversampling > 1",
         "rollout.prefetch > 0",
         "tests/stages/test_rollout_modes.py::test_groups_that_wait_for_a_later_step_need_probes",
     ),

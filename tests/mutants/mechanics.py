@@ -43,8 +43,8 @@ MUTANTS = [
     Mutant(
         "a failed grade is solved in an evaluation",
         "stages/kinds/evaluate/work.py",
-        "is_right(each, rewards) for each in graded(group)",
-        "each.reward is None or is_right(each, rewards) for each in group.samples",
+        "is_right(sample, rewards) for sample in graded(group)",
+        "sample.reward is None or is_right(sample, rewards) for sample in group.samples",
         "tests/stages/test_evaluate.py",
     ),
     Mutant(
@@ -71,7 +71,7 @@ MUTANTS = [
     Mutant(
         "groups are trained on however old they are",
         "stages/sampling/prompt_buffer.py",
-        "if self._version - group.weight_version > self._settings.max_staleness:",
+        "if self._version - group.weight_version > self._settings.staleness_bound:",
         "if self._version - group.weight_version > 10**9:",
         "tests/stages/test_backlog.py",
     ),

@@ -17,7 +17,7 @@ MUTANTS = [
     Mutant(
         "an export counts no MTP layer",
         "stages/kinds/export/work.py",
-        "setattr(config, key, kept.layers)",
+        "setattr(config, key, multi_token.layers)",
         "setattr(config, key, 0)",
         MULTI_TOKEN,
     ),

@@ -29,8 +29,8 @@ MUTANTS = [
     Mutant(
         "every prompt is graded by the first domain's teacher",
         "stages/kinds/distill/teachers.py",
-        "self._models.policy(checkpoint).evaluate(own, keep)",
-        "self._models.policy(next(iter(self._models.turns()))).evaluate(own, keep)",
+        "self._models.policy(checkpoint).evaluate(unrouted, keep)",
+        "self._models.policy(next(iter(self._models.turns()))).evaluate(unrouted, keep)",
         "tests/stages/test_distill.py",
     ),
     Mutant(
@@ -42,7 +42,7 @@ MUTANTS = [
     ),
     Mutant(
         "the teacher self reads the student's prompt",
-        "stages/kinds/distill/privileged_batches.py",
+        "stages/kinds/distill/self_teacher.py",
         "        if sample.teacher_prompt is None\n",
         "        if True\n",
         "tests/stages/test_self_teacher.py",
@@ -50,8 +50,8 @@ MUTANTS = [
     Mutant(
         "a right response is its own sibling",
         "stages/kinds/distill/self_teacher.py",
-        "others = [*samples[place + 1 :], *samples[:place]]",
-        "others = [*samples[place:], *samples[:place]]",
+        "candidates = [*samples[place + 1 :], *samples[:place]]",
+        "candidates = [*samples[place:], *samples[:place]]",
         "tests/stages/test_self_teacher.py",
     ),
     Mutant(
@@ -70,7 +70,7 @@ MUTANTS = [
     ),
     Mutant(
         "hidden states stay on the ranks that predict them of the teacher's prompt",
-        "stages/kinds/distill/privileged_batches.py",
+        "stages/kinds/distill/self_teacher.py",
         "    if group.size() == 1:\n",
         "    if group.size() >= 1:\n",
         "tests/layouts/test_self_teacher.py",
@@ -92,8 +92,8 @@ MUTANTS = [
     Mutant(
         "teachers replay the student's routes",
         "stages/kinds/distill/teachers.py",
-        "own = [part.without_routes() for part in parts]",
-        "own = parts",
+        "unrouted = [micro_batch.without_routes() for micro_batch in taught]",
+        "unrouted = taught",
         "tests/audit",
     ),
     Mutant(
@@ -176,8 +176,8 @@ MUTANTS = [
     Mutant(
         "log-probabilities of an expert are at temperature 1",
         "stages/kinds/grpo/work.py",
-        "part, temperature = responses.batch, self.sampling.temperature",
-        "part, temperature = responses.batch, 1.0",
+        "micro_batch, temperature = responses.batch, self.sampling.temperature",
+        "micro_batch, temperature = responses.batch, 1.0",
         "tests/audit",
     ),
     Mutant(
@@ -197,8 +197,8 @@ MUTANTS = [
     Mutant(
         "the entropy bonus is not added",
         "stages/kinds/grpo/work.py",
-        "own.settings.entropy_bonus > 0, own",
-        "own.settings.entropy_bonus > 1e9, own",
+        "objective.settings.entropy_bonus > 0, objective",
+        "objective.settings.entropy_bonus > 1e9, objective",
         "tests/audit",
     ),
     Mutant(
@@ -218,8 +218,8 @@ MUTANTS = [
     Mutant(
         "weights of rewards are ignored",
         "stages/kinds/grpo/work.py",
-        "name: {part: reward.weight for part, reward in rewards.items()}",
-        "name: {part: 1.0 for part in rewards}",
+        "name: {reward_name: reward.weight for reward_name, reward in rewards.items()}",
+        "name: {reward_name: 1.0 for reward_name in rewards}",
         "tests/audit",
     ),
     Mutant(
@@ -239,8 +239,8 @@ MUTANTS = [
     Mutant(
         "each of unlike objectives is normalised by its own domain's counts",
         "stages/kinds/grpo/work.py",
-        "policy_loss(tokens, totals, own.settings",
-        "policy_loss(tokens, by_domain[own.domains[0]], own.settings",
+        "policy_loss(tokens, totals, objective.settings",
+        "policy_loss(tokens, by_domain[objective.domains[0]], objective.settings",
         "tests/stages/test_unlike_objectives.py",
     ),
     Mutant(
@@ -260,8 +260,8 @@ MUTANTS = [
     Mutant(
         "fresh samples are corrected too",
         "stages/sampling/step.py",
-        "return found.where(self.stale(part), 1.0)",
-        "return found",
+        "return weights.where(self.stale(micro_batch), 1.0)",
+        "return weights",
         "tests/stages/test_expert.py",
     ),
     Mutant(
@@ -323,8 +323,8 @@ MUTANTS = [
     Mutant(
         "the cold start has no load balance",
         "stages/kinds/sft/work.py",
-        "            own.routing,\n",
-        "            type(own.routing)(load_balance=0.0),\n",
+        "            settings.routing,\n",
+        "            type(settings.routing)(load_balance=0.0),\n",
         "tests/audit",
     ),
     Mutant(

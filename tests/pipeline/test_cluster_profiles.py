@@ -113,7 +113,7 @@ def test_stage_kinds_may_request_other_nodes(run: RunDirectory, settings: RunSet
 
 
 def test_rollouts_that_shared_gpus_cannot_sample_are_not_submitted(config: Path) -> None:
-    overlap = [f"domains.{name}.rollout.mode=overlap" for name in ("sums", "words")]
+    overlap = [f"domains.{name}.rollout.max_steps_ahead=1" for name in ("sums", "words")]
     settings = load(config, overlap)
     stages = compile_graph(settings)
     check_engines(settings, ClusterSettings(), stages)  # on a CPU
@@ -121,7 +121,7 @@ def test_rollouts_that_shared_gpus_cannot_sample_are_not_submitted(config: Path)
     with pytest.raises(UserError) as refused:
         check_engines(settings, gpus, stages)
     for line, name in zip(str(refused.value).splitlines(), ("sums", "words"), strict=True):
-        assert line.startswith(f"domains.{name}.rollout.mode: overlap keeps responses")
+        assert line.startswith(f"domains.{name}.rollout.max_steps_ahead: 1 keeps responses")
     still = [stage for stage in stages if stage.kind in ("sft", "evaluate", "export")]
     check_engines(settings, gpus, still)  # these keep nothing in flight while they compute
     check_engines(load(config), gpus, stages)
@@ -141,7 +141,10 @@ def test_a_model_that_no_engine_samples_from_on_a_cpu_is_not_submitted_there(con
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("domains.sums.rollout.mode=overlap", "domains.sums.rollout.mode: overlap keeps responses"),
+        (
+            "domains.sums.rollout.max_steps_ahead=1",
+            "domains.sums.rollout.max_steps_ahead: 1 keeps responses",
+        ),
         ("engine.tensor=4", "engine: 4 ranks exceed the cluster's ranks_per_node = 3"),
     ],
 )

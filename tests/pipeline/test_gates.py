@@ -484,7 +484,7 @@ def test_bounds_of_what_is_logged_are_taken(config: Path) -> None:
         "min_router_agreement: 1}",
         "domains.sums.objective={kl: {coefficient: 0.1}, ratio: {name: rspo},"
         " correction: {level: sequence}}",
-        "domains.sums.rollout.mode=overlap",
+        "domains.sums.rollout.max_steps_ahead=1",
     ]
     gate = load(config, overrides).stages["experts"].gated
     assert gate == GainGateSettings(

@@ -17,7 +17,7 @@ from pipeline.report.view.health import symptoms
 from pipeline.report.view.overview import sparkline
 from pipeline.run.directory import RunDirectory
 from pipeline.run.run import StageState
-from stages.sampling.expert_loads import SCHEMA as LOADS
+from stages.sampling.recording import LOADS
 from stages.sampling.sample_files import COLUMNS, samples_file, write_samples, write_table
 from stages.settings import RunSettings
 from tests.pipeline.measured_runs import Measured, keys, write_run

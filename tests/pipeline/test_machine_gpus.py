@@ -62,8 +62,10 @@ def test_more_processes_than_gpus_are_refused_before_anything_is_written(
     assert "is refused" not in "".join(map(str, braid("validate", config)))
 
 
-OVERLAP = [f"domains.{name}.rollout.mode=overlap" for name in ("sums", "words")]
-REFUSED = [f"domains.{name}.rollout.mode: overlap keeps responses" for name in ("sums", "words")]
+OVERLAP = [f"domains.{name}.rollout.max_steps_ahead=1" for name in ("sums", "words")]
+REFUSED = [
+    f"domains.{name}.rollout.max_steps_ahead: 1 keeps responses" for name in ("sums", "words")
+]
 
 
 @pytest.mark.usefixtures("eight_gpus")

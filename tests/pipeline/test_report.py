@@ -29,7 +29,7 @@ from pipeline.report.page.training import MOST_POINTS, curves
 from pipeline.run.directory import RunDirectory
 from pipeline.run.routing import StepLoads, churn, read_loads
 from pipeline.run.timeline import Phase
-from stages.sampling.expert_loads import SCHEMA as LOADS
+from stages.sampling.recording import LOADS
 from stages.sampling.sample_files import samples_file, write_samples, write_table
 from stages.settings import RunSettings
 from tests.pipeline.recorded_runs import HEALTHY, STAGE, log, sample

@@ -126,12 +126,15 @@ from tests.pipeline.violations import edited, errors, judge, own, rewards
         ("domains.sums.sampling.group_size=1", "a group of one has no advantage"),
         ("domains.sums.updates_per_rollout=3", "3 does not divide domains.sums.sampling.prompts_p"),
         (
-            "stages.merge.rollout={mode: overlap, max_staleness: 2}",
-            "stages.merge.rollout.max_staleness: 2 must be 1: overlap samples each step with",
+            "stages.merge.rollout={max_steps_ahead: 1, max_staleness: 2}",
+            "stages.merge.rollout.max_staleness: 2 is only read with max_steps_ahead: 0, and",
         ),
-        ("stages.merge.rollout.max_staleness=2", "2 has no effect: sync keeps no sample for a lat"),
+        ("stages.merge.rollout.max_staleness=2", "2 has no effect: max_steps_ahead: 0 keeps no s"),
         ("stages.merge.rollout={oversampling: 2}", "stages.merge.rollout.oversampling: unknown ke"),
-        ("domains.sums.rollout.mode=asink", "should be 'sync', 'overlap' or 'async'"),
+        ("domains.sums.rollout.mode=asink", "rollout.mode: renamed to max_steps_ahead: 0 for sync"),
+        ("domains.sums.rollout={mode: sync, max_steps_ahead: 1}", "mode: renamed to max_steps_ah"),
+        ("stages.merge.rollout.sync_in_flight=true", "true has no effect: max_steps_ahead: 0 has"),
+        ("stages.merge.rollout={max_steps_ahead: 2, sync_in_flight: false}", "false needs max_ste"),
         ("domains.words.prompts.held_out_fraction=0.5", "0.5 must be 0.25, as in domains.sums, or"),
         (own("stages.nowhere.reward:exact"), "no module stages.nowhere.reward in"),
         (own("stages.data.prompts:exakt"), "prompts.py defines no exakt"),
@@ -278,18 +281,39 @@ def test_a_deterministic_run_rejects_what_is_not_reproducible(config: Path) -> N
     found = errors(
         config,
         "deterministic=true",
-        "stages.merge.rollout.mode=async",
-        "domains.sums.rollout={mode: overlap, oversampling: 1.5}",
+        "stages.merge.rollout.max_steps_ahead=2",
+        "domains.sums.rollout={max_steps_ahead: 1, oversampling: 1.5}",
     )
     assert [error.partition(" is not reproducible bit for bit")[0] for error in found] == [
-        "command line: domains.sums.rollout.mode: overlap",
+        "command line: domains.sums.rollout.max_steps_ahead: 1",
         "command line: domains.sums.rollout.oversampling: 1.5 takes the groups that finish first, "
         "which",
-        "command line: stages.merge.rollout.mode: async",
+        "command line: stages.merge.rollout.max_steps_ahead: 2",
     ]
     load(config, ["deterministic=true", "domains.sums.rollout.dynamic_sampling=2"])
-    load(config, ["stages.merge.rollout={mode: async, max_staleness: 4}"])
+    load(config, ["stages.merge.rollout.max_steps_ahead=4"])
     load(config, ["domains.sums.rollout={oversampling: 1.5, max_staleness: 2}"])
+
+
+@pytest.mark.parametrize(
+    ("former", "rollout", "prefetched", "bound", "collects_before_sync"),
+    [
+        ("{mode: sync}", "{max_steps_ahead: 0}", 0, 1, False),
+        ("{mode: overlap}", "{max_steps_ahead: 1}", 1, 1, True),
+        ("{mode: async}", "{max_steps_ahead: 1, sync_in_flight: true}", 1, 1, False),
+        ("{mode: async, max_staleness: 4}", "{max_steps_ahead: 4}", 4, 4, False),
+        ("{max_staleness: 1}", "{}", 0, 1, False),
+    ],
+)
+def test_modes_of_earlier_versions_are_read_as_steps_ahead(
+    former: str, rollout: str, prefetched: int, bound: int, collects_before_sync: bool, config: Path
+) -> None:
+    """As they were: `prefetch`, `max_staleness` and `drains` followed from `mode` alone."""
+    settings = load(config, [f"domains.sums.rollout={former}"])
+    assert settings == load(config, [f"domains.sums.rollout={rollout}"])
+    found = settings.domains["sums"].rollout
+    assert (found.max_steps_ahead, found.staleness_bound) == (prefetched, bound)
+    assert found.collects_before_sync == collects_before_sync
 
 
 def test_every_rank_and_update_needs_a_sample(config: Path) -> None:

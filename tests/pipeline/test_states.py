@@ -176,6 +176,32 @@ def test_a_manifest_from_before_a_key_makes_nothing_stale(
     assert states(run, settings) == before
 
 
+@pytest.mark.parametrize(
+    ("rollout", "mode", "staleness"),
+    [
+        ("{}", "sync", 1),
+        ("{max_steps_ahead: 1}", "overlap", 1),
+        ("{max_steps_ahead: 1, sync_in_flight: true}", "async", 1),
+        ("{max_steps_ahead: 4}", "async", 4),
+        ("{max_staleness: 3, oversampling: 2}", "sync", 3),
+    ],
+)
+def test_a_manifest_with_a_mode_of_rollouts_makes_nothing_stale(
+    rollout: str, mode: str, staleness: int, run: RunDirectory, config: Path
+) -> None:
+    settings = load(config, [f"domains.sums.rollout={rollout}"])
+    stage = next(each for each in compile_graph(settings) if each.name == "experts.sums")
+    record(run, settings, stage, "done")
+    manifest = run.stage(stage.name).manifest
+    found = json.loads(manifest.read_text())
+    for key in ("max_steps_ahead", "sync_in_flight", "max_staleness"):
+        del found["settings"][f"rollout.{key}"]
+    found["settings"] |= {"rollout.mode": mode, "rollout.max_staleness": staleness}
+    manifest.write_text(json.dumps(found))
+    recorded = read_manifest(run.stage(stage.name))
+    assert recorded is not None and recorded.settings == stage.reads
+
+
 def test_a_manifest_from_before_a_key_of_some_kinds_has_what_was_done_before(
     run: RunDirectory, config: Path
 ) -> None:

@@ -104,7 +104,7 @@ def test_groups_that_are_too_old_are_dropped_counted_and_replaced(bound: int, dr
     source.request({"sums": 3})
     for group, version in zip(list(engines.asked), (2, 3, 4), strict=True):
         engines.end(group, version=version)  # its later tokens are younger
-    collection = Collection(source, RolloutSettings(mode="async", max_staleness=bound), 5)
+    collection = Collection(source, RolloutSettings(max_steps_ahead=bound), 5)
     batch = engines.batch(collection)
     assert (batch is None) == (dropped > 0)
     assert len(engines.asked) == dropped // 2

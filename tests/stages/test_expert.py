@@ -325,10 +325,10 @@ def test_dynamic_sampling_selects_by_advantages_or_by_solved_responses(tmp_path:
     for by, expected in (("advantages", False), ("solved", True)):
         rollout = {"dynamic_sampling": 1, "dynamic_sampling_by": by}
         stage = expert(tmp_path / by, {}, rewards=rewards, rollout=rollout)
-        assert stage.is_useless(wrong) is expected
+        assert stage.is_uninformative(wrong) is expected
     assert samples[0].reward_parts is not None
     samples[0].reward_parts["right"] = 1.0
-    assert not stage.is_useless(wrong)
+    assert not stage.is_uninformative(wrong)
 
 
 def test_a_batch_baseline_learns_from_zero_variance_groups(tmp_path: Path) -> None:
@@ -343,7 +343,7 @@ def test_a_batch_baseline_learns_from_zero_variance_groups(tmp_path: Path) -> No
                 each.problem.domain = "sums"
                 for sample in each.samples:
                     sample.reward_parts = {"right": sample.reward}
-            useless = [stage.is_useless(each) for each in groups]
+            useless = [stage.is_uninformative(each) for each in groups]
             alike = [name == "grpo" and each.zero_variance for each in groups]
             assert useless == alike
             found = stage.split_updates(Batch(groups, [], 0, 0, 0)).metrics

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow.parquet as parquet
 
 from parallel.sample import Sample
-from stages.sampling.expert_loads import expert_slots, record_loads
+from stages.sampling.recording import expert_slots, record_loads
 
 EXPERTS = 4
 

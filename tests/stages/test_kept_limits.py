@@ -17,7 +17,7 @@ from stages.domains import SamplingSettings
 from stages.metrics import saturated
 from stages.objectives.kl import k3
 from stages.sampling.logprob_check import measure_mismatch
-from stages.sampling.observed import observe
+from stages.sampling.recording import observe
 from tests.stages.toys import expert
 
 TEMPERATURE = 0.8

@@ -15,8 +15,7 @@ from parallel.batch import MicroBatch
 from parallel.sample import Sample
 from stages.data.tokenizer import CharacterTokenizer
 from stages.rewards.reward import Grader, Response, RewardBase
-from stages.sampling.observed import add_observed, is_recorded
-from stages.sampling.recording import record
+from stages.sampling.recording import add_observed, is_recorded, record
 from stages.sampling.sample_files import read_samples, samples_file
 from stages.settings import LoggingSettings
 from tests.fake_engines import GROUP, PROMPTS, FakeEngine, toy_domain, toy_job, toy_run
@@ -125,6 +124,6 @@ def test_what_is_observed_of_tokens_that_are_not_learned_is_0() -> None:
     values = torch.tensor([[0.5, 3.0]])
     add_observed(part, "teacher_kl", values)
     assert part.recorded == {}  # `observe` has found no recorded sample in it
-    add_observed(part, "trainer_logprobs", values, first=True)
+    add_observed(part, "trainer_logprobs", values, create=True)
     add_observed(part, "trainer_logprobs", values)  # as a merge adds the loss of each teacher
     assert part.recorded["trainer_logprobs"].tolist() == [[1.0, 0.0]]

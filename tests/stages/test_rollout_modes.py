@@ -65,7 +65,7 @@ def test_in_turn_trains_on_samples_of_its_own_weights(tmp_path: Path) -> None:
 
 def test_one_ahead_samples_a_batch_by_the_previous_weights(tmp_path: Path) -> None:
     engine = FakeEngine(pace=0.002)
-    stage, fleet = expert(tmp_path, engine, mode="overlap")
+    stage, fleet = expert(tmp_path, engine, max_steps_ahead=1)
     refit = fleet.refit
 
     def watched(policy: Any, version: int) -> dict[str, float]:
@@ -83,7 +83,7 @@ def test_one_ahead_samples_a_batch_by_the_previous_weights(tmp_path: Path) -> No
 
 def test_groups_that_wait_for_a_later_step_need_probes(tmp_path: Path) -> None:
     """Their tokens are of older weights, so they cannot show that a weight sync was wrong."""
-    stage, _ = expert(tmp_path, FakeEngine(), mode="sync", oversampling=1.5, max_staleness=2)
+    stage, _ = expert(tmp_path, FakeEngine(), oversampling=1.5, max_staleness=2)
     assert stage.probes
 
 
@@ -91,7 +91,8 @@ def test_groups_that_wait_for_a_later_step_need_probes(tmp_path: Path) -> None:
 def test_continuous_stays_within_its_bound_and_accounts_for_every_prompt(
     bound: int, tmp_path: Path
 ) -> None:
-    stage, fleet = expert(tmp_path, FakeEngine(pace=0.01), mode="async", max_staleness=bound)
+    ahead = {"max_steps_ahead": bound, "sync_in_flight": True}
+    stage, fleet = expert(tmp_path, FakeEngine(pace=0.01), **ahead)
     measured = run(stage)
     assert fleet.versions == [1, 2, 3, 4]
     assert all(metrics["staleness_max"] <= bound for metrics in measured)
@@ -109,7 +110,7 @@ def test_continuous_stays_within_its_bound_and_accounts_for_every_prompt(
 
 
 def test_continuous_samples_no_earlier_than_needed(tmp_path: Path) -> None:
-    stage, _ = expert(tmp_path, FakeEngine(), mode="async", max_staleness=3)
+    stage, _ = expert(tmp_path, FakeEngine(), max_steps_ahead=3)
     assert [metrics["staleness_mean"] for metrics in run(stage)] == [0, 1, 1, 1]
 
 

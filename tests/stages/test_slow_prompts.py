@@ -62,7 +62,7 @@ class Simulation:
     def run(self) -> None:
         """Run all steps in the order of `OnPolicyStage._step`."""
         for step in range(1, STEPS + 1):
-            if not self.settings.drains or step == 1:
+            if not self.settings.collects_before_sync or step == 1:
                 self.engines.version = step
             self.prefetcher.start(step)
             self.note()
@@ -105,7 +105,7 @@ def sample(group: Group) -> Sample:
     import numpy as np
 
     one = np.ones(1, np.int32)
-    return Sample("sums", one, one, versions=np.array([group.requested_version], np.int32))
+    return Sample("sums", one, one, versions=np.array([group.dispatch_version], np.int32))
 
 
 def share_of_slow(groups: list[Group]) -> float:
@@ -145,7 +145,7 @@ def test_slow_prompts_are_trained_on_as_often_as_they_are_sampled(
 
 
 def test_no_more_than_a_step_is_prefetched_once_the_engines_keep_up_again() -> None:
-    simulated = Simulation(0, 0, RolloutSettings(mode="async", max_staleness=3))
+    simulated = Simulation(0, 0, RolloutSettings(max_steps_ahead=3))
     prefetcher, requested = simulated.prefetcher, []
     for step, late in ((1, False), (2, True), (3, False), (4, False), (5, False)):
         simulated.engines.version = step

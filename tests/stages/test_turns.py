@@ -284,8 +284,14 @@ def test_responses_in_flight_are_an_error_when_engines_are_to_sleep(
 @pytest.mark.parametrize(
     ("rollout", "message"),
     [
-        ({"mode": "overlap"}, "domains.sums.rollout.mode: overlap keeps responses in flight"),
-        ({"mode": "async"}, "domains.sums.rollout.mode: async keeps responses in flight"),
+        (
+            {"max_steps_ahead": 1},
+            "domains.sums.rollout.max_steps_ahead: 1 keeps responses in flight",
+        ),
+        (
+            {"max_steps_ahead": 2},
+            "domains.sums.rollout.max_steps_ahead: 2 keeps responses in flight",
+        ),
         ({"oversampling": 1.5}, "domains.sums.rollout.oversampling: 1.5 keeps responses"),
     ],
 )

@@ -21,7 +21,7 @@ TEXTS = ("prompt", "answer", "response", "reward_failure")  # --redact leaves th
 NAMED = ("domain", "problem", "model", "finish_reason", *TEXTS)
 OF_TOKENS = ("logprobs", "trainer_logprobs", "entropies", "advantages", "teacher_kl", "learned")
 MOST_WITH_TOKENS = 2000  # samples of a stage whose tokens' values are in the report
-DIGITS_OF_RECORDED = 8  # of a problem's key, which decide: stages/sampling/observed.py
+DIGITS_OF_RECORDED = 8  # of a problem's key, which decide: stages/sampling/recording.py
 DIGITS = 7  # of a token's values: engine and trainer differ in the last ones
 
 

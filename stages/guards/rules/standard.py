@@ -183,7 +183,7 @@ class DriftSettings(GuardSettings):
 
     metric = "drift_high_ratio"
     side = "above"
-    remedy = "lower rollout.max_staleness or the learning rate"
+    remedy = "lower rollout.max_steps_ahead or the learning rate"
     threshold: Fraction = 0.1
 
 
@@ -193,6 +193,6 @@ class StaleDropsSettings(GuardSettings):
 
     metric = "dropped_stale"
     side = "above"
-    remedy = "raise rollout.max_staleness, or lower rollout.oversampling"
+    remedy = "raise rollout.max_steps_ahead, or lower rollout.oversampling"
     threshold: AtLeastZero = 0.0
     patience: Count = Field(default=1, description="consecutive steps beyond the threshold")

@@ -37,8 +37,8 @@ def gradient_shares(slopes: Mapping[str, torch.Tensor]) -> dict[str, float]:
     gradient that enters the model, costs one read of it, and knows no cancellation between tokens.
     """
     names = list(slopes)
-    own = sum_over_shards(torch.stack([slopes[name] for name in names]))
-    whole = sum_over_data(dict(zip(names, own.tolist(), strict=True)))
+    rank_sums = sum_over_shards(torch.stack([slopes[name] for name in names]))
+    whole = sum_over_data(dict(zip(names, rank_sums.tolist(), strict=True)))
     total = sum(whole.values())
     return {f"gradient_share/{name}": whole[name] / (total or 1.0) for name in names}
 

@@ -26,14 +26,16 @@ class MergeData:
     They take the place of whole prompt groups of each domain. Main rank draws.
     """
 
-    def __init__(self, job: StageJob, own: DistillSettings) -> None:
-        self._count = given_prompts(own.data_share, own.sampling) * own.sampling.group_size
+    def __init__(self, job: StageJob, settings: DistillSettings) -> None:
+        self._count = (
+            given_prompts(settings.data_share, settings.sampling) * settings.sampling.group_size
+        )
         self._sources: dict[str, SequenceSource] = {}
         if self._count and is_main():
             tokenizer = load_tokenizer(job.settings.model)
             self._sources = {
                 name: _collected(job, name, tokenizer)
-                if name in own.data
+                if name in settings.data
                 else demonstrated(job, name, tokenizer)
                 for name in job.domains
             }
@@ -59,10 +61,10 @@ class MergeData:
         """The metrics of what the step's draw skipped."""
         return self._too_long
 
-    def observe(self, part: MicroBatch, loss: float) -> None:
+    def observe(self, micro_batch: MicroBatch, loss: float) -> None:
         """Add a micro-batch's share of its domain's loss, if it has data."""
-        if part.demonstrated:
-            self._losses[part.domain] += loss
+        if micro_batch.demonstrated:
+            self._losses[micro_batch.domain] += loss
 
     def metrics(self, samples: Iterable[Sample], losses: Mapping[str, float]) -> dict[str, float]:
         """Return loss and token share of data and samples, given the domains' losses. Collective.
@@ -75,15 +77,15 @@ class MergeData:
         tokens = {True: Counter[str](), False: Counter[str]()}
         for sample in samples:
             tokens[sample.demonstrated][sample.domain] += len(sample.learned)
-        found = {}
+        metrics = {}
         for name, loss in losses.items():
-            given, sampled = tokens[True][name], tokens[False][name]
-            both = given + sampled
-            found[f"data_loss/{name}"] = of_data[name] * both / max(given, 1)
-            found[f"sampled_loss/{name}"] = (loss - of_data[name]) * both / max(sampled, 1)
-            found[f"data_token_share/{name}"] = given / max(both, 1)
-            found[f"sampled_token_share/{name}"] = sampled / max(both, 1)
-        return found
+            data_tokens, sampled_tokens = tokens[True][name], tokens[False][name]
+            both = data_tokens + sampled_tokens
+            metrics[f"data_loss/{name}"] = of_data[name] * both / max(data_tokens, 1)
+            metrics[f"sampled_loss/{name}"] = (loss - of_data[name]) * both / max(sampled_tokens, 1)
+            metrics[f"data_token_share/{name}"] = data_tokens / max(both, 1)
+            metrics[f"sampled_token_share/{name}"] = sampled_tokens / max(both, 1)
+        return metrics
 
     def state(self) -> dict[str, Any]:
         """Return every source's cursor; nothing without data."""

@@ -43,9 +43,9 @@ def merge_data_rules(
         if data:
             yield at("data"), "only read with data_share above 0; set that, or delete it"
         return
-    per_step, given = sampling.prompts_per_step, given_prompts(share, sampling)
-    whole = math.isclose(share * per_step, given, abs_tol=1e-6)
-    if not whole or not 0 < given < per_step:
+    per_step, data_prompts = sampling.prompts_per_step, given_prompts(share, sampling)
+    whole = math.isclose(share * per_step, data_prompts, abs_tol=1e-6)
+    if not whole or not 0 < data_prompts < per_step:
         yield (
             at("data_share"),
             f"{share:g} x {at('sampling.prompts_per_step')} = {per_step} must be a whole number of"

@@ -58,58 +58,58 @@ class Preflight:
 
         `kl` is its share of the mean over the step's tokens. Collective over tensor-parallel ranks.
         """
-        part = responses.batch
-        if part.demonstrated:
+        micro_batch = responses.batch
+        if micro_batch.demonstrated:
             return
         ours = responses.logits
         student = ours if isinstance(ours, HeadLogits) else ours.detach()
-        ids = part.own_targets
+        ids = micro_batch.own_targets
         log_p, log_q = vocabulary.logprobs(student, ids), vocabulary.logprobs(logits, ids)
         apart = (log_q < math.log(NEXT_TO_NOTHING)) & (log_p > math.log(LIKELY))
-        found = _Seen(kl, abs(kl), len(ids), Counter(ids[apart].tolist()))
-        self._seen.setdefault(teacher, _Seen()).add(found)
+        seen = _Seen(kl, abs(kl), len(ids), Counter(ids[apart].tolist()))
+        self._seen.setdefault(teacher, _Seen()).add(seen)
 
     def report(self) -> dict[str, float]:
         """Log what was seen on all ranks, warn, and return the metrics. Collective."""
         whole: dict[str, _Seen] = {}
         # Tensor-parallel ranks have seen the same tokens; a KL is one for all context-parallel.
-        first = parallel_state.get_tensor_model_parallel_rank() == 0
-        context = parallel_state.get_context_parallel_rank() == 0
-        for seen in gather((first, context, self._seen)):
-            of_tokens, of_kl, teachers = seen
-            for teacher, each in teachers.items() if of_tokens else ():
-                kl = each.kl if of_kl else 0.0
-                own = _Seen(kl, each.most, each.tokens, each.disjoint)
-                whole.setdefault(teacher, _Seen()).add(own)
+        first_tensor_rank = parallel_state.get_tensor_model_parallel_rank() == 0
+        first_context_rank = parallel_state.get_context_parallel_rank() == 0
+        for rank_seen in gather((first_tensor_rank, first_context_rank, self._seen)):
+            of_tokens, of_kl, teachers = rank_seen
+            for teacher, seen in teachers.items() if of_tokens else ():
+                kl = seen.kl if of_kl else 0.0
+                counted = _Seen(kl, seen.most, seen.tokens, seen.disjoint)
+                whole.setdefault(teacher, _Seen()).add(counted)
         self._seen = {}
-        whole = {teacher: each for teacher, each in sorted(whole.items()) if each.tokens}
+        whole = {teacher: seen for teacher, seen in sorted(whole.items()) if seen.tokens}
         if is_main() and whole:
             self._log(whole)
         return {
-            **{f"preflight_kl/{teacher}": each.kl for teacher, each in whole.items()},
+            **{f"preflight_kl/{teacher}": seen.kl for teacher, seen in whole.items()},
             **{
-                f"disjoint_tokens/{teacher}": each.disjoint.total() / each.tokens
-                for teacher, each in whole.items()
+                f"disjoint_tokens/{teacher}": seen.disjoint.total() / seen.tokens
+                for teacher, seen in whole.items()
             },
         }
 
     def _log(self, whole: dict[str, _Seen]) -> None:
-        kls = ", ".join(f"{name} {each.kl:.4g} nats" for name, each in whole.items())
+        kls = ", ".join(f"{name} {seen.kl:.4g} nats" for name, seen in whole.items())
         print(f"{self._stage}: KL of the student to its teachers, by domain: {kls}", flush=True)
-        for teacher, each in whole.items():
+        for teacher, seen in whole.items():
             domain, model = domain_of(teacher), self._models[teacher]
             who = f"stages.{self._stage}: the teacher of {domain}, {model},"
-            if each.most == 0:
+            if seen.most == 0:
                 report_notice(
                     f"{who} equals the student, and teaches nothing; name another one, or see why "
                     "its training changed nothing: no reward, or none that differ"
                 )
-            if each.disjoint:
-                common = each.disjoint.most_common(SHOWN)
+            if seen.disjoint:
+                common = seen.disjoint.most_common(SHOWN)
                 tokens = ", ".join(f"{self._shown(token)} {n} times" for token, n in common)
                 report_notice(
-                    f"{who} gives less than {NEXT_TO_NOTHING:g} to {each.disjoint.total()} of"
-                    f" {each.tokens} tokens that the student sampled with more than {LIKELY:g}:"
+                    f"{who} gives less than {NEXT_TO_NOTHING:g} to {seen.disjoint.total()} of"
+                    f" {seen.tokens} tokens that the student sampled with more than {LIKELY:g}:"
                     f" {tokens}; their supports are disjoint: check its tokenizer, its chat"
                     " template and its prompts"
                 )

@@ -13,8 +13,11 @@ from dataclasses import replace
 from random import Random
 
 import numpy as np
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
 
-from parallel.batch import MicroBatch
+from parallel.batch import MicroBatch, RankPlace, collate
 from parallel.model.kept_logits import HiddenStates
 from parallel.model.policy import TrainedPolicy
 from parallel.sample import Sample
@@ -25,7 +28,6 @@ from stages.data.settings import GeneratedDemonstrationSettings
 from stages.data.tokenizer import Tokenizer, TokenizerError
 from stages.domains import DomainSettings
 from stages.guards.measures import graded, is_right
-from stages.kinds.distill.privileged_batches import aligned, with_teacher_prompts
 from stages.kinds.distill.self_teacher_settings import CONTEXT, PROMPT, SELF, SelfTeacherSettings
 from stages.objectives.groups import Group
 from stages.objectives.kl import AVERAGE, KLSettings
@@ -54,19 +56,21 @@ class SelfTeacher:
 
     def grade(self, batches: list[MicroBatch]) -> None:
         """Keep its logits in the domains' micro-batches. Collective."""
-        ours = [part for part in batches if part.domain in self._domains]
+        ours = [micro_batch for micro_batch in batches if micro_batch.domain in self._domains]
         if not ours:
             return
-        theirs = [with_teacher_prompts(part) for part in ours]
+        theirs = [with_teacher_prompts(micro_batch) for micro_batch in ours]
         if self._average is None:
             logits = self._student.response_logits(theirs)
         else:
             self._average.compute_logprobs(theirs, 1.0, logits=True)
-            logits = [part.reference for part in theirs if part.reference is not None]
+            logits = [
+                micro_batch.reference for micro_batch in theirs if micro_batch.reference is not None
+            ]
         # `logits` is empty except on the last pipeline stage.
-        for part, read, found in zip(ours, theirs, logits, strict=False):
-            hidden = aligned(found.hidden, read, part)
-            part.teachers = [self._states.keep(replace(found, hidden=hidden))]
+        for micro_batch, prompted, head_logits in zip(ours, theirs, logits, strict=False):
+            hidden = aligned(head_logits.hidden, prompted, micro_batch)
+            micro_batch.teachers = [self._states.keep(replace(head_logits, hidden=hidden))]
 
     def update(self) -> None:
         """Move the average towards the student after an update."""
@@ -128,12 +132,12 @@ class Contexts:
         """Return for each sample the next right response of its group, in a circle."""
         samples, rewards = group.samples, self._domains[group.problem.domain].rewards
         right = {id(sample) for sample in graded(group) if is_right(sample, rewards)}
-        found: list[str | None] = []
+        siblings: list[str | None] = []
         for place in range(len(samples)):
-            others = [*samples[place + 1 :], *samples[:place]]
-            sibling = next((each for each in others if id(each) in right), None)
-            found.append(None if sibling is None else self._text(sibling))
-        return found
+            candidates = [*samples[place + 1 :], *samples[:place]]
+            sibling = next((candidate for candidate in candidates if id(candidate) in right), None)
+            siblings.append(None if sibling is None else self._text(sibling))
+        return siblings
 
     def _text(self, sample: Sample) -> str | None:
         return self._tokenizer.decode(sample.response) or None
@@ -168,7 +172,7 @@ class Contexts:
                 continue  # it may call what this prompt does not offer
             if isinstance(shown, tuple):
                 return str(shown[1])
-            return next(str(each["content"]) for each in shown if each["role"] == ASSISTANT)
+            return next(str(turn["content"]) for turn in shown if turn["role"] == ASSISTANT)
         return ""
 
     def _prompt(self, problem: Problem, context: str) -> np.ndarray:
@@ -176,9 +180,9 @@ class Contexts:
 
         def filled(prompt: str) -> str:
             # In one pass: a context may spell {prompt} itself.
-            parts = {PROMPT: prompt, CONTEXT: context}
-            pattern = "|".join(map(re.escape, parts))
-            return re.sub(pattern, lambda found: parts[found[0]], self._settings.template)
+            texts = {PROMPT: prompt, CONTEXT: context}
+            pattern = "|".join(map(re.escape, texts))
+            return re.sub(pattern, lambda match: texts[match[0]], self._settings.template)
 
         try:
             if problem.messages is None:
@@ -193,3 +197,34 @@ class Contexts:
             raise TokenizerError(
                 f"{error}; in what the teacher self of {problem.domain} reads of {row}"
             ) from error
+
+
+def with_teacher_prompts(batch: MicroBatch) -> MicroBatch:
+    """Return the batch as its teacher reads it, which routes by itself.
+
+    It has the samples of `batch` in their order, and so the same responses and masks. A sample
+    without a prompt for the teacher keeps its own.
+    """
+    samples = [
+        sample
+        if sample.teacher_prompt is None
+        else replace(sample, prompt=sample.teacher_prompt, teacher_prompt=None)
+        for sample in batch.samples
+    ]
+    return replace(collate(samples, RankPlace.here(), replay=False), domain=batch.domain)
+
+
+def aligned(hidden: Tensor, theirs: MicroBatch, ours: MicroBatch) -> Tensor:
+    """Return hidden states [n, H] at the response tokens of `ours` that this rank predicts.
+
+    hidden [m, H] are at those that it predicts of `theirs`. Context parallelism cuts sequences by
+    their length: with another prompt, another rank may predict a token. Each token is predicted by
+    one rank, so that the sum over ranks is exact. Collective over the context-parallel ranks.
+    """
+    group = parallel_state.get_context_parallel_group()
+    if group.size() == 1:
+        return hidden  # in both the tokens are in the order of the samples
+    whole = hidden.new_zeros(ours.mask.numel(), hidden.shape[1])
+    whole[theirs.place] = hidden
+    dist.all_reduce(whole, group=group)
+    return whole[ours.place]

@@ -56,9 +56,9 @@ def self_teacher_rules(
     Of a block with for_each, `taught` are those of one stage.
     """
     block = at("self_teacher")
-    for part in (PROMPT, CONTEXT):
-        if part not in teacher.template:
-            yield f"{block}.template", f"must contain {part}"
+    for placeholder in (PROMPT, CONTEXT):
+        if placeholder not in teacher.template:
+            yield f"{block}.template", f"must contain {placeholder}"
     if teacher.context == "column" and teacher.column is None:
         yield f"{block}.column", "required with context: column"
     if teacher.context != "column" and teacher.column is not None:
@@ -104,8 +104,8 @@ def _context_rules(block: str, teacher: SelfTeacherSettings, run: RunBlocks, dom
             " another context",
         )
     elif teacher.context == "demonstration":
-        made = isinstance(of.demonstrations, GeneratedDemonstrationSettings)
-        if made and not generated:
+        demonstrates = isinstance(of.demonstrations, GeneratedDemonstrationSettings)
+        if demonstrates and not generated:
             yield (
                 f"{block}.context",
                 f"demonstration, but domains.{domain}.demonstrations are generated, which requires"

@@ -45,9 +45,11 @@ def domain_of(label: str) -> str:
 def _teachers(value: Any) -> Any:
     """Reject what is no form of teachers, in one message instead of one for each."""
 
-    def one_or_weighted(given: Any) -> bool:
-        weighted = isinstance(given, dict) and given and all(map(_is_number, given.values()))
-        return bool(weighted) or isinstance(given, str)
+    def one_or_weighted(teachers: Any) -> bool:
+        weighted = (
+            isinstance(teachers, dict) and teachers and all(map(_is_number, teachers.values()))
+        )
+        return bool(weighted) or isinstance(teachers, str)
 
     by_domain = isinstance(value, dict) and all(map(one_or_weighted, value.values()))
     if not by_domain and not isinstance(value, str):
@@ -131,16 +133,16 @@ class DistillSettings(TrainedStageSettings):
 
     @field_validator("method", mode="before")
     @classmethod
-    def _block_of_name(cls, given: Any) -> Any:
-        return {"name": given} if isinstance(given, str) else given
+    def _block_of_name(cls, method: Any) -> Any:
+        return {"name": method} if isinstance(method, str) else method
 
     def inputs(self, run: RunBlocks, domains: Sequence[str]) -> Inputs:
         start = self.method.start_model
         models = {start: start} if start not in (None, PARENT, self.from_) else {}
-        named = self.teachers_of(domains).items()
+        teachers = self.teachers_of(domains).items()
         return Inputs(
             parent=self.from_,
-            teachers={label: teacher for label, teacher in named if teacher != SELF},
+            teachers={label: teacher for label, teacher in teachers if teacher != SELF},
             models=models,
             data={name: self.data[name].stage for name in domains if name in self.data},
         )
@@ -155,27 +157,29 @@ class DistillSettings(TrainedStageSettings):
 
     def read(self, run: RunBlocks, domains: Sequence[str]) -> dict[str, Any]:
         """Return the block, and the domains' rewards and advantages where the method reads them."""
-        found = super().read(run, domains)
+        block = super().read(run, domains)
         weights = {name: self.teacher_weights(name) for name in domains}
         if several := {
-            name: list(each.values()) for name, each in weights.items() if len(each) > 1
+            name: list(by_teacher.values())
+            for name, by_teacher in weights.items()
+            if len(by_teacher) > 1
         }:
-            found["teacher_weights"] = several
+            block["teacher_weights"] = several
         # Absent where they say nothing: else every finished merge would be stale.
         if not self.self_taught(domains):
-            del found["self_teacher"]
+            del block["self_teacher"]
         if not self.data_share:
-            del found["data_share"]
-        del found["data"]  # the lineage has what it names
+            del block["data_share"]
+        del block["data"]  # the lineage has what it names
         if self.method.needs_rewards:
-            found["graded_by"] = {
+            block["graded_by"] = {
                 name: {
                     "advantage": run.domains[name].objective.advantage.model_dump(mode="json"),
                     **run.domains[name].model_dump(mode="json", include={"rewards"}),
                 }
                 for name in domains
             }
-        return found
+        return block
 
     def teachers_of(self, domains: Sequence[str]) -> Mapping[str, str]:
         """Return the teachers of domains that have any, as they are named, by label."""
@@ -201,22 +205,26 @@ class DistillSettings(TrainedStageSettings):
 
     def _by_label(self, domain: str) -> dict[str, tuple[str, float]]:
         """Return the name and weight of each of a domain's teachers."""
-        named = self.teachers if isinstance(self.teachers, str) else self.teachers.get(domain, {})
-        if isinstance(named, str):
-            return {domain: (named, 1.0)}
-        labels = [f"{domain}/{n + 1}" for n in range(len(named))] if len(named) > 1 else [domain]
-        return dict(zip(labels, named.items(), strict=False))
+        teachers = (
+            self.teachers if isinstance(self.teachers, str) else self.teachers.get(domain, {})
+        )
+        if isinstance(teachers, str):
+            return {domain: (teachers, 1.0)}
+        labels = (
+            [f"{domain}/{n + 1}" for n in range(len(teachers))] if len(teachers) > 1 else [domain]
+        )
+        return dict(zip(labels, teachers.items(), strict=False))
 
     def self_taught(self, domains: Sequence[str]) -> Sequence[str]:
         """Return the domains that the student itself teaches, and none beside it."""
-        named = self.teachers_of(domains)
-        return [domain for domain in domains if named.get(domain) == SELF]
+        teachers = self.teachers_of(domains)
+        return [domain for domain in domains if teachers.get(domain) == SELF]
 
     def demonstrated(self, domains: Sequence[str]) -> Sequence[str]:
         """Return the domains whose demonstrations it reads."""
         shown = self.self_taught(domains) if self.self_teacher.context == "demonstration" else ()
-        given = [name for name in domains if self.data_share and name not in self.data]
-        return [name for name in domains if name in given or name in shown]
+        reads_data = [name for name in domains if self.data_share and name not in self.data]
+        return [name for name in domains if name in reads_data or name in shown]
 
     def run_keys(self, domains: Sequence[str]) -> Iterator[str]:
         yield from super().run_keys(domains)
@@ -232,9 +240,11 @@ class DistillSettings(TrainedStageSettings):
         if self.from_ is None:
             yield at("from"), "must name what the student starts from"
         # With for_each: domain, a stage reads its own entry of those for all domains of the block.
-        known = [name for name in run.domains if self.domains is None or name in self.domains]
+        block_domains = [
+            name for name in run.domains if self.domains is None or name in self.domains
+        ]
         if isinstance(self.teachers, dict):
-            taught = ", ".join(name for name in known if name in self.teachers)
+            taught = ", ".join(name for name in block_domains if name in self.teachers)
             if missing := [name for name in domains if name not in self.teachers]:
                 names, it = f"domain {missing[0]}", "it"
                 if len(missing) > 1:
@@ -247,24 +257,26 @@ class DistillSettings(TrainedStageSettings):
             "domain_weights": self.domain_weights,
             "data": self.data,
         }
-        for block, named in by_domain.items():
-            for name in sorted(set(named) - set(known)) if isinstance(named, dict) else ():
-                yield at(f"{block}.{name}"), f"no such domain: {name}; {hint(name, known)}"
+        for block, mapping in by_domain.items():
+            for name in (
+                sorted(set(mapping) - set(block_domains)) if isinstance(mapping, dict) else ()
+            ):
+                yield at(f"{block}.{name}"), f"no such domain: {name}; {hint(name, block_domains)}"
         yield from self._method_violations(under(f"{key}.method"), at, run, domains)
-        if self.self_teacher != SelfTeacherSettings() and not self.self_taught(known):
+        if self.self_teacher != SelfTeacherSettings() and not self.self_taught(block_domains):
             why = "only read where a teacher is self; name self in teachers, or delete it"
             yield at("self_teacher"), why
-        own, group = self.self_taught(domains), self.sampling.group_size
-        yield from self_teacher_rules(at, self.self_teacher, self.method, group, run, own)
+        self_taught, group = self.self_taught(domains), self.sampling.group_size
+        yield from self_teacher_rules(at, self.self_teacher, self.method, group, run, self_taught)
         of = self.data_share, self.data, self.method, self.sampling
-        yield from merge_data_rules(at, *of, run, domains, own)
+        yield from merge_data_rules(at, *of, run, domains, self_taught)
         yield from warmup_rules(at, self.optimizer, self.loop)
         yield from sampling_rules(at, self.sampling, self.rollout, run)
 
     def _weight_violations(self, at: At) -> Found:
         """Check the weights of domains with several teachers."""
-        for domain, named in self.teachers.items() if isinstance(self.teachers, dict) else ():
-            weights = named if isinstance(named, dict) else {}
+        for domain, teachers in self.teachers.items() if isinstance(self.teachers, dict) else ():
+            weights = teachers if isinstance(teachers, dict) else {}
             if SELF in weights and len(weights) > 1:
                 yield (
                     at(f"teachers.{domain}"),
@@ -283,10 +295,10 @@ class DistillSettings(TrainedStageSettings):
             else:
                 if weights and abs(sum(weights.values()) - 1) > MOST_OFF:
                     total = f"the weights of the teachers sum to {sum(weights.values()):g}"
-                    each = ", ".join(f"{name}: {weight:g}" for name, weight in weights.items())
+                    listed = ", ".join(f"{name}: {weight:g}" for name, weight in weights.items())
                     yield (
                         at(f"teachers.{domain}"),
-                        f"{total}, but must sum to 1: {{{each}}}; null drops a teacher of an"
+                        f"{total}, but must sum to 1: {{{listed}}}; null drops a teacher of an"
                         " extended file",
                     )
 

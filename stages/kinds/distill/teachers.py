@@ -62,20 +62,24 @@ class Teachers:
         """
         graded: dict[tuple[int, Path], KeptLogits] = {}
         for checkpoint in self._models.turns():
-            parts = [part for part in batches if checkpoint in self._of[part.domain]]
+            taught = [
+                micro_batch for micro_batch in batches if checkpoint in self._of[micro_batch.domain]
+            ]
             keep = partial(self._keep, checkpoint)
             # They choose their own routes. Nothing is kept except on the last pipeline stage.
-            own = [part.without_routes() for part in parts]
-            kept = self._models.policy(checkpoint).evaluate(own, keep)
-            for part, logits in zip(parts, kept, strict=False):
-                graded[id(part), checkpoint] = logits
-        for part in batches if graded else ():
-            part.teachers = [graded[id(part), each] for each in self._of[part.domain]]
+            unrouted = [micro_batch.without_routes() for micro_batch in taught]
+            kept_logits = self._models.policy(checkpoint).evaluate(unrouted, keep)
+            for micro_batch, logits in zip(taught, kept_logits, strict=False):
+                graded[id(micro_batch), checkpoint] = logits
+        for micro_batch in batches if graded else ():
+            micro_batch.teachers = [
+                graded[id(micro_batch), checkpoint] for checkpoint in self._of[micro_batch.domain]
+            ]
 
     def clear(self, batches: Sequence[MicroBatch]) -> None:
         """Forget what the step kept."""
-        for part in batches:
-            part.teachers = ()
+        for micro_batch in batches:
+            micro_batch.teachers = ()
         self.hidden_states.clear()
 
     def _keep(self, checkpoint: Path, responses: Responses) -> KeptLogits:
@@ -141,7 +145,7 @@ class _OneInTurn:
         """Yield each teacher once its weights are read, beginning with the one that has them."""
         if self._policy.residency.moves:
             self._loaded = None  # it left the device without a copy
-        order = sorted(self._plans, key=lambda each: each != self._loaded)
+        order = sorted(self._plans, key=lambda checkpoint: checkpoint != self._loaded)
         for checkpoint, following in zip(order, [*order[1:], None], strict=True):
             if checkpoint != self._loaded:
                 self._plans[checkpoint].fill()

@@ -65,8 +65,8 @@ class MethodBase(AlgorithmSettings):
 
     @model_serializer(mode="wrap")
     def _plain_name(self, keys: Any) -> Any:
-        found = keys(self)
-        return found["name"] if len(found) == 1 else found
+        dumped = keys(self)
+        return dumped["name"] if len(dumped) == 1 else dumped
 
 
 class SampledMethod(MethodBase):

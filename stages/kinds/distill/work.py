@@ -30,7 +30,7 @@ from stages.objectives.loss import Totals, token_mean
 from stages.objectives.models import Reference
 from stages.objectives.registry import METHODS
 from stages.objectives.surrogate import CorrectionSettings
-from stages.sampling.observed import add_observed
+from stages.sampling.recording import add_observed
 from stages.sampling.step import OnPolicyStage, StepSamples
 from stages.settings import StageJob
 
@@ -75,9 +75,9 @@ class DistillStage(OnPolicyStage):
         self.weights = {domain: settings.teacher_weights(domain) for domain in self.domains}
         self.names = {
             label: f"{domain}/{name}"
-            for domain, own in self.weights.items()
+            for domain, by_teacher in self.weights.items()
             for label, name in settings.teacher_names(domain).items()
-            if len(own) > 1
+            if len(by_teacher) > 1
         }
         self.self_teacher: SelfTeacher | None = None
         self.contexts: Contexts | None = None
@@ -85,9 +85,9 @@ class DistillStage(OnPolicyStage):
         if taught := settings.self_taught(job.domains):
             states = self.teachers.hidden_states
             self.self_teacher = SelfTeacher(job, self.policy, settings.self_teacher, taught, states)
-            own = {domain: domains[domain] for domain in taught}
+            taught_domains = {domain: domains[domain] for domain in taught}
             most = job.settings.model.max_positions
-            self.contexts = Contexts(settings.self_teacher, own, tokenizer, most)
+            self.contexts = Contexts(settings.self_teacher, taught_domains, tokenizer, most)
         self.preflight = Preflight(job.stage, tokenizer, self._models())
 
     def step(self, step: int) -> dict[str, float]:
@@ -101,13 +101,15 @@ class DistillStage(OnPolicyStage):
         A sample whose reward failed has an advantage of 0: its teacher grades it all the same.
         """
         for name, domain in self.domains.items() if self.method.needs_rewards else ():
-            own = [group for group in batch.groups if group.problem.domain == name]
-            weights = {part: reward.weight for part, reward in domain.rewards.items()}
-            assign_advantages(own, domain.objective.advantage, weights)
+            domain_groups = [group for group in batch.groups if group.problem.domain == name]
+            weights = {reward_name: reward.weight for reward_name, reward in domain.rewards.items()}
+            assign_advantages(domain_groups, domain.objective.advantage, weights)
         graded_samples(batch.groups)  # numbers them
-        found = {} if self.contexts is None else self.contexts.assign(batch.groups)
+        context_metrics = {} if self.contexts is None else self.contexts.assign(batch.groups)
         samples = [sample for group in batch.groups for sample in group.samples]
-        return StepSamples([[*samples, *self.data.drawn]], {**found, **self.data.too_long})
+        return StepSamples(
+            [[*samples, *self.data.drawn]], {**context_metrics, **self.data.too_long}
+        )
 
     def packed_together(self, samples: list[Sample]) -> list[tuple[str, list[Sample]]]:
         """Return the samples of each domain, since each has its own teachers, and its data apart.
@@ -115,17 +117,21 @@ class DistillStage(OnPolicyStage):
         What no engine has sampled has no routes to replay and no log-probabilities to compare.
         Both kinds of a domain are adjacent, so that a teacher's head is read once for them.
         """
-        kinds = sorted({False, *(each.demonstrated for each in samples)})
+        kinds = sorted({False, *(sample.demonstrated for sample in samples)})
         return [
             (
                 domain,
-                [each for each in samples if (each.domain, each.demonstrated) == (domain, data)],
+                [
+                    sample
+                    for sample in samples
+                    if (sample.domain, sample.demonstrated) == (domain, data)
+                ],
             )
             for domain in self.domains
             for data in kinds
         ]
 
-    def correction(self, part: MicroBatch) -> CorrectionSettings:
+    def correction(self, micro_batch: MicroBatch) -> CorrectionSettings:
         """Return how the method weighs sampled tokens by pi / mu."""
         return self.method.weighing
 
@@ -147,7 +153,7 @@ class DistillStage(OnPolicyStage):
 
         read = sum(sample.length for sample in samples)
         losses = dict.fromkeys(self.domains, 0.0)
-        by_teacher = {label: 0.0 for each in self.weights.values() for label in each}
+        by_teacher = {label: 0.0 for weights in self.weights.values() for label in weights}
         for domain, value, kls in self.policy.accumulate(batches, loss, read):
             losses[domain] += value
             for label, kl in kls.items():
@@ -155,8 +161,8 @@ class DistillStage(OnPolicyStage):
         self.teachers.clear(batches)
         losses, by_teacher = sum_over_data(losses), sum_over_data(by_teacher)
         kls = {
-            domain: sum(weight * by_teacher[label] for label, weight in own.items())
-            for domain, own in self.weights.items()
+            domain: sum(weight * by_teacher[label] for label, weight in weights.items())
+            for domain, weights in self.weights.items()
         }
         return {
             "loss": sum(shares[domain] * value for domain, value in losses.items()),
@@ -207,34 +213,36 @@ class DistillStage(OnPolicyStage):
 
     def _models(self) -> dict[str, str]:
         """Return every teacher, a stage or a path, by its name in metrics."""
-        found = {}
-        for label in (label for own in self.weights.values() for label in own):
+        models = {}
+        for label in (label for weights in self.weights.values() for label in weights):
             path = self.job.teachers.get(label, Path(SELF))
             saved = path.parent.name == "checkpoints"
-            found[self.names.get(label, label)] = path.parents[1].name if saved else str(path)
-        return found
+            models[self.names.get(label, label)] = path.parents[1].name if saved else str(path)
+        return models
 
     def _loss(self, responses: Responses, totals: Totals) -> tuple[torch.Tensor, Weighted]:
         """Return the loss of a micro-batch, and the KL to each teacher of its domain, by label.
 
         The student's log-probabilities are remembered as pi_old.
         """
-        part, temperature = responses.batch, self.sampling.temperature
+        micro_batch, temperature = responses.batch, self.sampling.temperature
         with torch.set_grad_enabled(self.method.samples):
             logprobs = responses.logprobs(temperature)
         self.remember(responses, logprobs)
         terms, kls = [], {}
-        for kept, (label, weight) in zip(
-            part.teachers, self.weights[part.domain].items(), strict=True
+        for kept_logits, (label, weight) in zip(
+            micro_batch.teachers, self.weights[micro_batch.domain].items(), strict=True
         ):
-            taught = TaughtTokens(responses, kept.load(), part.reference, logprobs, temperature)
+            taught = TaughtTokens(
+                responses, kept_logits.load(), micro_batch.reference, logprobs, temperature
+            )
             values = METHODS[self.method.name](taught, self.method)
-            value = token_mean(values, part.mask, totals)
-            add_observed(part, "teacher_kl", weight * values)
+            value = token_mean(values, micro_batch.mask, totals)
+            add_observed(micro_batch, "teacher_kl", weight * values)
             kl = value
             if not self.method.is_kl:
                 with torch.no_grad():
-                    kl = token_mean(responses.kl(taught.teacher), part.mask, totals)
+                    kl = token_mean(responses.kl(taught.teacher), micro_batch.mask, totals)
             terms.append(weight * value)
             kls[label] = kl.item()
             if self._version == 1:
@@ -247,5 +255,5 @@ def sampled_settings(merge: DistillSettings) -> DistillSettings:
     """Return the settings with the prompts of a step that the student answers itself."""
     sampling = merge.sampling
     prompts = sampling.prompts_per_step - given_prompts(merge.data_share, sampling)
-    own = sampling.model_copy(update={"prompts_per_step": prompts})
-    return merge.model_copy(update={"sampling": own})
+    student_sampling = sampling.model_copy(update={"prompts_per_step": prompts})
+    return merge.model_copy(update={"sampling": student_sampling})

@@ -44,7 +44,7 @@ class Pair:
 
     def samples(self, tokenizer: Tokenizer, name: str) -> tuple[Sample, Sample]:
         """Return the prompt with each response, as samples of the source `name`."""
-        chosen, rejected = (self._sample(tokenizer, name, each) for each in self.responses)
+        chosen, rejected = (self._sample(tokenizer, name, response) for response in self.responses)
         return chosen, rejected
 
     @property
@@ -57,9 +57,9 @@ class Pair:
             assert isinstance(response, str)
             return response_sample(tokenizer, self.prompt, response, name)
         assert not isinstance(response, str)
-        given = sum(message["role"] == ASSISTANT for message in self.prompt)
+        prompt_turns = sum(message["role"] == ASSISTANT for message in self.prompt)
         messages = [*self.prompt, *response]
-        return conversation_sample(tokenizer, messages, name, given, self.tools)
+        return conversation_sample(tokenizer, messages, name, prompt_turns, self.tools)
 
 
 class PairRows(Protocol):
@@ -132,7 +132,7 @@ class CollectedPairs:
     def __init__(self, file: Path, key: str, held_out_fraction: float) -> None:
         self._file, self._key = file, f"{key}.stage"
         below = ceil(held_out_fraction * 2**64)
-        found: dict[tuple[str, str], _Extremes] = {}
+        by_prompt: dict[tuple[str, str], _Extremes] = {}
         try:
             for at, row in ROWS["parquet"].scan(file, EXTREMES):
                 if isinstance(row, RowError):
@@ -141,14 +141,14 @@ class CollectedPairs:
                 if (
                     reward is not None and int(problem[:SPLIT_DIGITS], base=16) >= below
                 ):  # null: it failed
-                    found.setdefault((row["domain"], problem), _Extremes()).add(at, reward)
+                    by_prompt.setdefault((row["domain"], problem), _Extremes()).add(at, reward)
         except (OSError, RowError) as error:
             raise DataError(self._key, f"{file}: {error}") from error
-        self._rows = [each for each in found.values() if each.high > each.low]
+        self._rows = [extremes for extremes in by_prompt.values() if extremes.high > extremes.low]
         if not self._rows:
             raise DataError(
                 self._key,
-                f"{file}: none of its {len(found)} prompts has responses of different rewards;"
+                f"{file}: none of its {len(by_prompt)} prompts has responses of different rewards;"
                 " sample more responses to a prompt, and keep bad ones too",
             )
 
@@ -156,8 +156,8 @@ class CollectedPairs:
         return len(self._rows)
 
     def digest(self) -> str:
-        chosen = [each.places for each in self._rows]
-        return _digest([sha256(self._file)], [], np.array(chosen, np.int64))
+        places = [extremes.places for extremes in self._rows]
+        return _digest([sha256(self._file)], [], np.array(places, np.int64))
 
     def samples(self, row: int, tokenizer: Tokenizer, name: str) -> tuple[Sample, Sample]:
         chosen, rejected = (self._sample(at, tokenizer, name) for at in self._rows[row].places)
@@ -239,8 +239,8 @@ class PairStream:
 
     def __post_init__(self) -> None:
         digest = hashlib.sha256(f"{self.rows.digest()}/{self.limit}".encode())
-        for drawn in probed(self._read, range(len(self.rows)), self.key):
-            for sample in (drawn.chosen, drawn.rejected):  # of this tokenizer and its template
+        for pair in probed(self._read, range(len(self.rows)), self.key):
+            for sample in (pair.chosen, pair.rejected):  # of this tokenizer and its template
                 for ids in (sample.prompt, sample.response, sample.learned):
                     digest.update(np.int64(len(ids)).tobytes() + ids.tobytes())
         self.digest = digest.hexdigest()
@@ -258,10 +258,10 @@ class PairStream:
         for _ in range(2 * len(self.rows)):  # consecutive rows that include a whole epoch
             row = self._order.row(self.cursor)
             self.cursor += 1
-            if (drawn := usable(self._read, row, self.key)) is None:
+            if (pair := usable(self._read, row, self.key)) is None:
                 continue
-            if self._fits(drawn):
-                return drawn
+            if self._fits(pair):
+                return pair
             self.too_long += 1
         raise self._all_too_long()
 
@@ -270,17 +270,17 @@ class PairStream:
 
         Raises DataError where all are too long.
         """
-        found = False
+        any_fits = False
         for row in range(len(self.rows)):
-            drawn = usable(self._read, row, self.key)
-            if drawn is not None and self._fits(drawn):
-                found = True
-                yield drawn
-        if not found:
+            pair = usable(self._read, row, self.key)
+            if pair is not None and self._fits(pair):
+                any_fits = True
+                yield pair
+        if not any_fits:
             raise self._all_too_long()
 
-    def _fits(self, drawn: DrawnPair) -> bool:
-        return max(drawn.chosen.length, drawn.rejected.length) <= self.limit
+    def _fits(self, pair: DrawnPair) -> bool:
+        return max(pair.chosen.length, pair.rejected.length) <= self.limit
 
     def _all_too_long(self) -> DataError:
         why = f"every pair has a sequence of more than {self.limit} tokens; raise it"
@@ -299,5 +299,5 @@ def split_key(prompt: Turns) -> str:
     if isinstance(prompt, str):
         return content_key(prompt)
     roles = [message["role"] for message in prompt]
-    first = prompt[: roles.index(ASSISTANT)] if ASSISTANT in roles else prompt
-    return min(content_key(prompt), content_key(first)) if first else content_key(prompt)
+    opening = prompt[: roles.index(ASSISTANT)] if ASSISTANT in roles else prompt
+    return min(content_key(prompt), content_key(opening)) if opening else content_key(prompt)

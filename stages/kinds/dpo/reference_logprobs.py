@@ -45,26 +45,26 @@ class ReferenceLogprobs:
     """
 
     def __init__(
-        self, job: StageJob, own: DpoSettings, streams: Mapping[str, PairStream], reference: Path
+        self, job: StageJob, dpo: DpoSettings, streams: Mapping[str, PairStream], reference: Path
     ) -> None:
-        self._settings, self._own = job.settings, own
+        self._settings, self._dpo = job.settings, dpo
         self._streams, self._reference = streams, reference
-        self._found: Logprobs | None = None
+        self._logprobs: Logprobs | None = None
         path, key = job.files.reference, ""
         if is_main():
             key = self._key()
-            self._found = _read(path, key)
-        self.computed = not broadcast(self._found is not None)
+            self._logprobs = _read(path, key)
+        self.computed = not broadcast(self._logprobs is not None)
         if self.computed:
-            found = self._compute()
+            logprobs = self._compute()
             if is_main():
-                _write(path, key, found)
-                self._found = found
+                _write(path, key, logprobs)
+                self._logprobs = logprobs
 
-    def of(self, drawn: DrawnPair) -> tuple[float, float]:
+    def of(self, pair: DrawnPair) -> tuple[float, float]:
         """Return the log-probabilities of a pair's responses, on the main rank."""
-        assert self._found is not None
-        chosen, rejected = self._found[drawn.name][drawn.row].tolist()
+        assert self._logprobs is not None
+        chosen, rejected = self._logprobs[pair.name][pair.row].tolist()
         return chosen, rejected
 
     def _key(self) -> str:
@@ -83,39 +83,45 @@ class ReferenceLogprobs:
         """Return the log-probabilities; the main rank's are complete. Collective."""
         policy = Policy(self._settings.model, self._settings.layout)
         load.weights(policy, self._reference)
-        found = {
+        logprobs = {
             name: np.full((len(stream.rows), 2), np.nan) for name, stream in self._streams.items()
         }
-        at_once = PASSES * self._own.pairs_per_step
-        drawn = chain.from_iterable(stream.all() for stream in self._streams.values())
-        while pairs := broadcast(list(islice(drawn, at_once)) if is_main() else None):
+        at_once = PASSES * self._dpo.pairs_per_step
+        all_pairs = chain.from_iterable(stream.all() for stream in self._streams.values())
+        while pairs := broadcast(list(islice(all_pairs, at_once)) if is_main() else None):
             sums = self._evaluate(policy, samples_of(pairs))
             for number, of_pair in sums.items() if is_main() else ():
-                found[pairs[number].name][pairs[number].row] = of_pair
+                logprobs[pairs[number].name][pairs[number].row] = of_pair
         del policy
         gc.collect()  # its modules and hooks are cycles
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        return found
+        return logprobs
 
     def _evaluate(self, policy: Policy, samples: list[Sample]) -> dict[int, Sequence[float]]:
         """Return both log-probabilities of every pair by its number, on every rank. Collective."""
-        budget = self._own.loop.micro_batch_tokens
-        parts = batch.split(samples, RankPlace.here(), budget, replay=False, together=2)
-        sums = policy.evaluate(parts, lambda responses: sequence_logprobs(responses).tolist())
-        own = {
-            part.samples[at].group: values[at : at + 2]
-            for part, values in zip(parts, sums, strict=False)  # empty except on the last stage
+        budget = self._dpo.loop.micro_batch_tokens
+        micro_batches = batch.split(samples, RankPlace.here(), budget, replay=False, together=2)
+        sums = policy.evaluate(
+            micro_batches, lambda responses: sequence_logprobs(responses).tolist()
+        )
+        rank_logprobs = {
+            micro_batch.samples[at].group: values[at : at + 2]
+            for micro_batch, values in zip(
+                micro_batches, sums, strict=False
+            )  # empty except on the last stage
             for at in range(0, len(values), 2)
         }
-        return {number: both for each in gather(own) for number, both in each.items()}
+        return {
+            number: both for logprobs in gather(rank_logprobs) for number, both in logprobs.items()
+        }
 
 
-def samples_of(drawn: Sequence[DrawnPair]) -> list[Sample]:
+def samples_of(pairs: Sequence[DrawnPair]) -> list[Sample]:
     """Return the samples of pairs in turn, chosen and rejected, with their pair's number."""
-    for number, pair in enumerate(drawn):
+    for number, pair in enumerate(pairs):
         pair.chosen.group = pair.rejected.group = number
-    return [sample for pair in drawn for sample in (pair.chosen, pair.rejected)]
+    return [sample for pair in pairs for sample in (pair.chosen, pair.rejected)]
 
 
 def sequence_logprobs(responses: Responses) -> Tensor:
@@ -142,9 +148,9 @@ def _read(path: Path, key: str) -> Logprobs | None:
     return None
 
 
-def _write(path: Path, key: str, found: Logprobs) -> None:
+def _write(path: Path, key: str, logprobs: Logprobs) -> None:
     """Write the file atomically: a killed process leaves none, or the whole."""
     arrays: dict[str, Any] = {KEY: np.array(key)}
-    arrays |= {f"{OF}{name}": values for name, values in found.items()}
+    arrays |= {f"{OF}{name}": values for name, values in logprobs.items()}
     with replacing(path) as file:
         np.savez(file, allow_pickle=False, **arrays)

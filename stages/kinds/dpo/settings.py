@@ -105,11 +105,11 @@ class DpoSettings(MixtureStageSettings):
 
     def read(self, run: RunBlocks, domains: Sequence[str]) -> dict[str, Any]:
         """Return the block without the names of its inputs, whose digests are in the lineage."""
-        found = super().read(run, domains)
-        del found[REFERENCE]
-        for source in found["data"].values():
+        block = super().read(run, domains)
+        del block[REFERENCE]
+        for source in block["data"].values():
             source.pop("stage", None)
-        return found
+        return block
 
     def violations(self, key: str, run: RunBlocks, domains: Sequence[str]) -> Found:
         if self.from_ is None:

@@ -41,16 +41,20 @@ class Dpo(MixtureStage[DrawnPair]):
     def __init__(self, job: StageJob) -> None:
         assert isinstance(job.own, DpoSettings)
         super().__init__(job, job.own)
-        self.own = own = job.own
+        self.own = settings = job.own
         streams: dict[str, PairStream] = {}
         if is_main():
-            streams = {name: _stream(job, own, name, self.tokenizer) for name in own.data}
+            streams = {name: _stream(job, settings, name, self.tokenizer) for name in settings.data}
             self.sources = {**streams}
         origin = job.models.get(REFERENCE, job.parent)
         assert origin is not None
-        self.reference = ReferenceLogprobs(job, own, streams, origin)
+        self.reference = ReferenceLogprobs(job, settings, streams, origin)
         self.policy = TrainedPolicy(
-            job.settings.model, job.settings.layout, own.optimizer, own.loop.steps, own.routing
+            job.settings.model,
+            job.settings.layout,
+            settings.optimizer,
+            settings.loop.steps,
+            settings.routing,
         )
 
     def step(self, step: int) -> dict[str, float]:
@@ -64,7 +68,7 @@ class Dpo(MixtureStage[DrawnPair]):
     def _draw(self, step: int) -> tuple[list[DrawnPair], list[Both], float]:
         """Return a step's pairs, their reference, and the number skipped as too long."""
         pairs, too_long = self.draw(step)
-        return pairs, [self.reference.of(each) for each in pairs], too_long
+        return pairs, [self.reference.of(pair) for pair in pairs], too_long
 
 
 def accumulate(
@@ -81,29 +85,36 @@ def accumulate(
     count = len(reference)
 
     def loss(responses: Responses) -> tuple[torch.Tensor, dict[str, float]]:
-        part = responses.batch
-        logprobs, tokens = sequence_logprobs(responses), part.mask.sum(-1)
-        of = [reference[each.group] for each in part.samples[::2]]
-        known = logprobs.new_tensor(of).view(-1, 2)
+        micro_batch = responses.batch
+        logprobs, tokens = sequence_logprobs(responses), micro_batch.mask.sum(-1)
+        of = [reference[sample.group] for sample in micro_batch.samples[::2]]
+        reference_logprobs = logprobs.new_tensor(of).view(-1, 2)
         pairs = PairLogprobs(
-            *(logprobs[::2], logprobs[1::2], known[:, 0], known[:, 1], tokens[::2], tokens[1::2])
+            *(
+                logprobs[::2],
+                logprobs[1::2],
+                reference_logprobs[:, 0],
+                reference_logprobs[:, 1],
+                tokens[::2],
+                tokens[1::2],
+            )
         )
-        found = preference_loss(pairs, count, settings)
-        return found.loss.float(), found.sums
+        preference = preference_loss(pairs, count, settings)
+        return preference.loss.float(), preference.sums
 
     read = sum(sample.length for sample in samples)
     sums = Counter(dict.fromkeys(METRICS, 0.0))
-    for part in policy.accumulate(batches, loss, read):
-        sums.update(part)
+    for batch_sums in policy.accumulate(batches, loss, read):
+        sums.update(batch_sums)
     return {name: value / count for name, value in sum_over_data(dict(sums)).items()}
 
 
 METRICS = ("loss", "reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy")
 
 
-def _stream(job: StageJob, own: DpoSettings, name: str, tokenizer: Tokenizer) -> PairStream:
+def _stream(job: StageJob, settings: DpoSettings, name: str, tokenizer: Tokenizer) -> PairStream:
     """Return the stream of a source, without the prompts that the run's domains hold out."""
-    key, source = f"stages.{job.block}.data.{name}", own.data[name]
+    key, source = f"stages.{job.block}.data.{name}", settings.data[name]
     # The same in every domain, since the split is by text.
     fraction = next(iter(job.settings.domains.values())).prompts.held_out_fraction
     rows: PairRows

@@ -54,8 +54,8 @@ class EvaluateSettings(StageSettings):
     )
 
     def inputs(self, run: RunBlocks, domains: Sequence[str]) -> Inputs:
-        named = {name: name for name in self.models or ()}
-        return Inputs(models=named, every_model=self.models is None)
+        models = {name: name for name in self.models or ()}
+        return Inputs(models=models, every_model=self.models is None)
 
     def read(self, run: RunBlocks, domains: Sequence[str]) -> dict[str, Any]:
         return {"kind": self.kind}

@@ -57,10 +57,10 @@ class Evaluation:
         self.version = 0  # of the checkpoint that the engines have
         if is_main():
             problems = self.settings.problems
-            asked = {name: problems * len(self.domains_of(name)) for name in job.models}
-            self.answered = sum(asked[name] for name in job.models if self.has(name))
+            problem_counts = {name: problems * len(self.domains_of(name)) for name in job.models}
+            self.answered = sum(problem_counts[name] for name in job.models if self.has(name))
             keep_steps(job.files.metrics, self.answered)
-            self.log = MetricsLog(job, sum(asked.values()))
+            self.log = MetricsLog(job, sum(problem_counts.values()))
             self.problems = {
                 domain: held_out_problems(
                     settings.prompts,
@@ -72,7 +72,10 @@ class Evaluation:
                 )
                 for domain, settings in self.domains.items()
             }
-            keys = {name: [each.key for each in found] for name, found in self.problems.items()}
+            keys = {
+                name: [problem.key for problem in domain_problems]
+                for name, domain_problems in self.problems.items()
+            }
             write_atomically(job.files.problems, json.dumps(keys))
 
     def domains_of(self, name: str) -> list[str]:
@@ -115,9 +118,9 @@ class Evaluation:
             domain, problems = next(iter(self.problems.items()))
             purpose = f"check, attempt {attempt}" if attempt else "check"
             groups = self._request(domain, problems[:CHECKED], purpose)
-        drawn = self.engines.wait_for(groups, self.version)
+        samples = self.engines.wait_for(groups, self.version)
         self.engines.sleep()
-        return drawn
+        return samples
 
     def finish(self) -> None:
         """Gather the models' results into results.json."""
@@ -141,8 +144,8 @@ class Evaluation:
             if is_main():
                 self.answered += len(right)
                 share = sum(solved) / (len(solved) * self.settings.samples_per_problem)
-                found = {"accuracy": share, **counted}
-                self.log.write(self.answered, found, model=name, domain=domain)
+                metrics = {"accuracy": share, **counted}
+                self.log.write(self.answered, metrics, model=name, domain=domain)
         return solved
 
     def _solved_from(
@@ -167,7 +170,7 @@ class Evaluation:
             failures = [failure for group in groups for failure in group.failures]
             self.engines.rewards.check_failures(failures, sum(len(group.slots) for group in groups))
             answers = [sample for group in groups for sample in group.samples]
-            found = {
+            counts = {
                 "sampled_tokens": sum(len(sample.response) for sample in answers),
                 "reward_failures": len(failures),
                 "watch_failures": sum(len(group.watch_failures) for group in groups),
@@ -178,8 +181,10 @@ class Evaluation:
             answered = [replace(sample, versions=None) for sample in answers]
             record(path, start, [answered], self.engines.tokenizer, graded_by, auditable)
             rewards = self.domains[domain].rewards
-            solved = [sum(is_right(each, rewards) for each in graded(group)) for group in groups]
-            return solved, {metric: float(value) for metric, value in found.items()}
+            solved = [
+                sum(is_right(sample, rewards) for sample in graded(group)) for group in groups
+            ]
+            return solved, {metric: float(value) for metric, value in counts.items()}
 
         return self.engines.wait(counted, self.version)
 

@@ -55,8 +55,8 @@ def run(job: StageJob) -> None:
         MultiTokenTensors(job.settings.model)  # its errors come before a model is loaded
     policy = Policy(job.settings.model, job.settings.layout)
     load.weights(policy, job.parent)
-    own = job.output.is_relative_to(job.directory)
-    export(policy, job.output, replaces=own, parent=job.parent)
+    inside_run = job.output.is_relative_to(job.directory)
+    export(policy, job.output, replaces=inside_run, parent=job.parent)
 
 
 def export(
@@ -81,9 +81,9 @@ def export(
     before = probe(policy)
     with beside(output) as unfinished:
         if is_main():
-            kept = MultiTokenTensors(policy.settings)
-            expected = expected_tensors(hugging_face_config(policy.settings)) | kept.specs
-            stream = chain(policy.weights(), kept.stream())
+            multi_token = MultiTokenTensors(policy.settings)
+            expected = expected_tensors(hugging_face_config(policy.settings)) | multi_token.specs
+            stream = chain(policy.weights(), multi_token.stream())
             digests = write(unfinished, expected, stream, shard_bytes)
             verify(unfinished, expected, digests)
         else:
@@ -96,14 +96,14 @@ def export(
         if max_over_ranks(not all(torch.equal(old, new) for old, new in pairs)):
             raise WeightsError(f"{output}: verification failed", ["other logits than the policy's"])
         if is_main():
-            complete(policy.settings, unfinished, kept, parent=parent)
+            complete(policy.settings, unfinished, multi_token, parent=parent)
             publish(unfinished, output, replaces=replaces)
 
 
 def complete(
     settings: ModelSettings,
     unfinished: Path,
-    kept: MultiTokenTensors,
+    multi_token: MultiTokenTensors,
     quantization: dict[str, Any] | None = None,
     parent: Path | None = None,
 ) -> None:
@@ -111,18 +111,21 @@ def complete(
 
     `generation_config.json` is that of `model.initial_weights`, if it has one, with the end tokens
     that the policy was trained to end with: vLLM and transformers stop at those. The
-    configuration counts the layers of the MTP tensors that were `kept`, else vLLM would refuse the
+    configuration counts the layers of the `multi_token` tensors, else vLLM would refuse the
     checkpoint: it takes them for layers of the model.
     """
     tokenizer = load_tokenizer(settings)
     config = hugging_face_config(settings)
     ends: Any = [*tokenizer.end_tokens] if len(tokenizer.end_tokens) > 1 else tokenizer.end_token
     config.eos_token_id, config.pad_token_id = ends, tokenizer.pad_token
-    if modules := kept.modules:
+    if modules := multi_token.modules:
         key = "num_mtp_layers" if hasattr(config, "num_mtp_layers") else "mtp_num_hidden_layers"
-        setattr(config, key, kept.layers)
+        setattr(config, key, multi_token.layers)
         names = ", ".join(modules)
-        print(f"kept {len(kept.specs)} tensors for multi-token prediction, of {names}", flush=True)
+        print(
+            f"kept {len(multi_token.specs)} tensors for multi-token prediction, of {names}",
+            flush=True,
+        )
     if quantization is not None:
         config.quantization_config = quantization
     config.save_pretrained(unfinished)
@@ -163,19 +166,19 @@ def publish(unfinished: Path, output: Path, *, replaces: bool) -> None:
     except OSError as error:
         if error.errno not in TAKEN:
             raise
-        kept = _named_beside(unfinished, output)
+        fallback = _named_beside(unfinished, output)
         raise UserError(
             f"{output} was taken during the export ({error.strerror}) and is left as it is; the "
-            f"model is complete and verified in {kept}"
+            f"model is complete and verified in {fallback}"
         ) from None
 
 
 def _named_beside(unfinished: Path, output: Path) -> Path:
     """Give a directory the first free name of `output`-2, `output`-3 and so on; return it."""
     for number in count(2):
-        kept = output.with_name(f"{output.name}-{number}")
+        candidate = output.with_name(f"{output.name}-{number}")
         try:
-            return unfinished.rename(kept)
+            return unfinished.rename(candidate)
         except OSError as error:
             if error.errno not in TAKEN:
                 raise
@@ -227,10 +230,10 @@ def scratch(output: Path) -> Iterator[Path]:
     with (
         tempfile.TemporaryDirectory(
             dir=output.parent, prefix=f".{output.name}.", ignore_cleanup_errors=True
-        ) as made,
-        locked(Path(made)),
+        ) as temporary,
+        locked(Path(temporary)),
     ):
-        unfinished = Path(made) / output.name
+        unfinished = Path(temporary) / output.name
         unfinished.mkdir()
         yield unfinished
 

@@ -80,19 +80,19 @@ class GrpoSettings(StageSettings):
     def inputs(self, run: RunBlocks, domains: Sequence[str]) -> Inputs:
         loaded = (*OWN_REFERENCES, self.from_)
         references = {
-            domain: each.kl.reference
-            for domain, each in self.objectives(run, domains).items()
-            if each.kl.coefficient > 0 and each.kl.reference not in loaded
+            domain: objective.kl.reference
+            for domain, objective in self.objectives(run, domains).items()
+            if objective.kl.coefficient > 0 and objective.kl.reference not in loaded
         }
         return Inputs(parent=self.from_, references=references)
 
     def policy(self, run: RunBlocks, domains: Sequence[str]) -> PolicySettings:
         """Return how the stage trains; of several domains with the objective of the first."""
         stated = {name: value for name in TRAINING if (value := getattr(self, name)) is not None}
-        first = run.domains[domains[0]]
+        first_domain = run.domains[domains[0]]
         if len(domains) == 1:
-            return first.model_copy(update=stated)
-        return PolicySettings.model_construct(**{"objective": first.objective, **stated})
+            return first_domain.model_copy(update=stated)
+        return PolicySettings.model_construct(**{"objective": first_domain.objective, **stated})
 
     def objectives(self, run: RunBlocks, domains: Sequence[str]) -> dict[str, ObjectiveSettings]:
         """Return the objective of every domain."""
@@ -107,11 +107,11 @@ class GrpoSettings(StageSettings):
 
     def read(self, run: RunBlocks, domains: Sequence[str]) -> dict[str, Any]:
         policy = self.policy(run, domains).model_dump(mode="json", include=set(TRAINING))
-        own = self.objectives(run, domains)
-        if len(own) > 1 and len(set(map(repr, own.values()))) > 1:
+        objectives = self.objectives(run, domains)
+        if len(objectives) > 1 and len(set(map(repr, objectives.values()))) > 1:
             del policy["objective"]
             policy["objectives"] = {
-                name: each.model_dump(mode="json") for name, each in own.items()
+                name: objective.model_dump(mode="json") for name, objective in objectives.items()
             }
         return {"kind": self.kind, **policy}
 
@@ -135,8 +135,8 @@ class GrpoSettings(StageSettings):
         rewards = {reward for name in domains for reward in run.domains[name].rewards}
         policy = self.policy(run, domains)
         for name, objective in self.objectives(run, domains).items():
-            own = policy.model_copy(update={"objective": objective})
-            yield from policy_rules(self.keys(key, domains, name), own, rewards, run)
+            domain_policy = policy.model_copy(update={"objective": objective})
+            yield from policy_rules(self.keys(key, domains, name), domain_policy, rewards, run)
 
     def keys(self, key: str, domains: Sequence[str], of: str | None = None) -> At:
         """Return where each key of the policy is stated: in this block, or in its only domain.
@@ -144,12 +144,12 @@ class GrpoSettings(StageSettings):
         With several domains an objective that is not stated in this block is that of the domain
         `of`.
         """
-        [first, *others] = domains
+        [first_domain, *other_domains] = domains
 
         def at(name: str) -> str:
             block = name.partition(".")[0]
-            if getattr(self, block) is None and not others:
-                return f"domains.{first}.{name}"
+            if getattr(self, block) is None and not other_domains:
+                return f"domains.{first_domain}.{name}"
             if getattr(self, block) is None and block == "objective" and of is not None:
                 return f"domains.{of}.{name}"
             return f"{key}.{name}"

@@ -41,28 +41,28 @@ class GrpoStage(OnPolicyStage):
     """
 
     def __init__(self, job: StageJob) -> None:
-        own, settings = job.own, job.policy
-        assert isinstance(own, GrpoSettings)
-        objectives = own.objectives(job.settings, job.domains)
+        grpo, settings = job.own, job.policy
+        assert isinstance(grpo, GrpoSettings)
+        objectives = grpo.objectives(job.settings, job.domains)
         self.updates_per_rollout = settings.updates_per_rollout
-        warmup = max(each.advantage.warmup_steps for each in objectives.values())
+        warmup = max(objective.advantage.warmup_steps for objective in objectives.values())
         super().__init__(
             job,
             settings,
             settings.rollout,
             job.own_domains,
             (settings.loop.steps - warmup) * settings.updates_per_rollout,
-            entropies=any(each.needs_entropies for each in objectives.values()),
+            entropies=any(objective.needs_entropies for objective in objectives.values()),
         )
         self.rewards = {name: domain.rewards for name, domain in self.domains.items()}
         self.reward_weights = {
-            name: {part: reward.weight for part, reward in rewards.items()}
+            name: {reward_name: reward.weight for reward_name, reward in rewards.items()}
             for name, rewards in self.rewards.items()
         }
         of_all = next(iter(self.rewards.values())) if len(self.rewards) == 1 else {}
-        at = own.keys(f"stages.{job.block}", job.domains)
+        at = grpo.keys(f"stages.{job.block}", job.domains)
         self.watch = GuardMonitor(job.stage, at, settings, of_all)
-        if any(each.ratio.needs_router_shift for each in objectives.values()):
+        if any(objective.ratio.needs_router_shift for objective in objectives.values()):
             self.policy.remember_routing()
             self.one_pass = False  # a pass before the update records the routers' scores
         self.objectives = StageObjectives(job, self.policy, objectives)
@@ -71,8 +71,10 @@ class GrpoStage(OnPolicyStage):
         """Deal the groups to `updates_per_rollout` updates; assign advantages to graded samples."""
         samples: list[list[Sample]] = []
         for name, weights in self.reward_weights.items():  # advantages are computed per domain
-            own = [group for group in batch.groups if group.problem.domain == name]
-            samples += self.objectives.of(name).baseline.assign(own, weights, len(samples))
+            domain_groups = [group for group in batch.groups if group.problem.domain == name]
+            samples += self.objectives.of(name).baseline.assign(
+                domain_groups, weights, len(samples)
+            )
         for sample in (sample for group in samples for sample in group if not sample.finished):
             if self.objectives.of(sample.domain).settings.mask_truncated:
                 sample.loss_mask = np.zeros(len(sample.response), bool)
@@ -95,7 +97,7 @@ class GrpoStage(OnPolicyStage):
             },
         )
 
-    def is_useless(self, group: Group) -> bool:
+    def is_uninformative(self, group: Group) -> bool:
         """Return whether dynamic sampling replaces a group, by `rollout.dynamic_sampling_by`."""
         if self.rollout.dynamic_sampling_by == "advantages":
             return self._has_zero_advantages(group)
@@ -106,16 +108,16 @@ class GrpoStage(OnPolicyStage):
         """Return the samples of each objective."""
         return [*self.objectives.packed_together(samples).items()]
 
-    def correction(self, part: MicroBatch) -> CorrectionSettings:
+    def correction(self, micro_batch: MicroBatch) -> CorrectionSettings:
         """Return how the micro-batch's objective weighs samples that pi_old did not draw."""
-        return self.objectives.of(part.domain).settings.correction
+        return self.objectives.of(micro_batch.domain).settings.correction
 
     def finish_advantages(self, updates: Sequence[Update]) -> None:
         """Compute a critic's advantages, or scale advantages by entropy. Collective."""
-        samples = [sample for each in updates for sample in each.samples]
-        parts = [part for each in updates for part in each.batches]
+        samples = [sample for update in updates for sample in update.samples]
+        micro_batches = [micro_batch for update in updates for micro_batch in update.batches]
         for objective in self.objectives:
-            objective.finish_advantages(samples, parts)
+            objective.finish_advantages(samples, micro_batches)
 
     def gradients(self, samples: list[Sample], batches: list[MicroBatch]) -> dict[str, float]:
         """Accumulate the objectives' gradients of one update; return its metrics. Collective."""
@@ -125,30 +127,36 @@ class GrpoStage(OnPolicyStage):
         totals = Totals.together(by_domain.values())
 
         def loss(responses: Responses) -> tuple[torch.Tensor, tuple[float, list[DomainSums]]]:
-            part = responses.batch
-            own = self.objectives.of(part.domain)
-            tokens = self._tokens(responses, own)
-            result = policy_loss(tokens, totals, own.settings, own.kl_coefficient)
-            sums: list[DomainSums] = [(own.domains, result.metrics)]
-            for domain, kl in own.kl_sums(part, result.kl).items():
+            micro_batch = responses.batch
+            objective = self.objectives.of(micro_batch.domain)
+            tokens = self._tokens(responses, objective)
+            result = policy_loss(tokens, totals, objective.settings, objective.kl_coefficient)
+            sums: list[DomainSums] = [(objective.domains, result.metrics)]
+            for domain, kl in objective.kl_sums(micro_batch, result.kl).items():
                 sums.append(((domain,), {f"kl/{domain}": kl}))
             return result.loss, (result.loss.item(), sums)
 
-        parts = self.policy.accumulate(batches, loss, sum(sample.length for sample in samples))
-        shares = reduce_sums([each for _, sums in parts for each in sums], by_domain)
-        shares["loss"] = sum(value for value, _ in parts)
+        losses_and_sums = self.policy.accumulate(
+            batches, loss, sum(sample.length for sample in samples)
+        )
+        shares = reduce_sums(
+            [domain_sums for _, sums in losses_and_sums for domain_sums in sums], by_domain
+        )
+        shares["loss"] = sum(value for value, _ in losses_and_sums)
         return sum_over_data(shares)
 
     def trains_policy(self) -> bool:
         """Return False while a critic warms up alone."""
-        return not any(each.baseline.learns_alone(self._version) for each in self.objectives)
+        return not any(
+            objective.baseline.learns_alone(self._version) for objective in self.objectives
+        )
 
     def update(self, update: Update) -> dict[str, float]:
         """Update the policy, unless a critic warms up alone, and the critic, if any. Collective."""
         trained = super().update(update) if self.trains_policy() else {}
-        for each in self.objectives:
-            own, parts = each.own(update.samples), each.parts(update.batches)
-            trained = {**trained, **each.baseline.learn(own, parts)}
+        for objective in self.objectives:
+            samples, micro_batches = objective.own(update.samples), objective.parts(update.batches)
+            trained = {**trained, **objective.baseline.learn(samples, micro_batches)}
         return trained
 
     def after_update(self, measured: dict[str, float]) -> dict[str, float]:
@@ -171,39 +179,41 @@ class GrpoStage(OnPolicyStage):
 
     def _has_zero_advantages(self, group: Group) -> bool:
         weights = self.reward_weights[group.problem.domain]
-        own = self.objectives.of(group.problem.domain).settings
-        return has_zero_advantages(group, own.advantage, weights, own.mask_truncated)
+        settings = self.objectives.of(group.problem.domain).settings
+        return has_zero_advantages(group, settings.advantage, weights, settings.mask_truncated)
 
-    def _sampling_logprobs(self, part: MicroBatch) -> torch.Tensor | None:
+    def _sampling_logprobs(self, micro_batch: MicroBatch) -> torch.Tensor | None:
         """Return log-probabilities [B, R] of the sampling policy, if the KL estimator needs them.
 
         They are the engine's (mu) for responses with tokens of older weights, else pi_old's.
         """
-        needed = self.objectives.of(part.domain).settings.kl.needs_sampling_logprobs
-        if not needed or part.old_logprobs is None:
+        needed = self.objectives.of(micro_batch.domain).settings.kl.needs_sampling_logprobs
+        if not needed or micro_batch.old_logprobs is None:
             return None
-        return part.engine_logprobs.where(self.stale(part), part.old_logprobs)
+        return micro_batch.engine_logprobs.where(self.stale(micro_batch), micro_batch.old_logprobs)
 
-    def _tokens(self, responses: Responses, own: DomainObjective) -> Tokens:
+    def _tokens(self, responses: Responses, objective: DomainObjective) -> Tokens:
         """Return the inputs of an objective; compute only those that it needs."""
-        part, temperature = responses.batch, self.sampling.temperature
+        micro_batch, temperature = responses.batch, self.sampling.temperature
         logprobs = responses.logprobs(temperature)
         self.remember(responses, logprobs)
-        assert part.old_logprobs is not None
-        bonus, weights = own.settings.entropy_bonus > 0, own.length_weights
+        assert micro_batch.old_logprobs is not None
+        bonus, weights = objective.settings.entropy_bonus > 0, objective.length_weights
         return Tokens(
             logprobs=logprobs,
-            old_logprobs=part.old_logprobs,
-            engine_logprobs=part.engine_logprobs,
-            advantages=part.advantages,
-            mask=part.mask,
-            sampling_logprobs=self._sampling_logprobs(part),
-            weights=part.weights,
-            router_movement=part.router_movement,
-            reference_logprobs=part.reference_logprobs,
+            old_logprobs=micro_batch.old_logprobs,
+            engine_logprobs=micro_batch.engine_logprobs,
+            advantages=micro_batch.advantages,
+            mask=micro_batch.mask,
+            sampling_logprobs=self._sampling_logprobs(micro_batch),
+            weights=micro_batch.weights,
+            router_movement=micro_batch.router_movement,
+            reference_logprobs=micro_batch.reference_logprobs,
             reference_kl=(
-                responses.kept_kl(part.reference, temperature) if part.reference else None
+                responses.kept_kl(micro_batch.reference, temperature)
+                if micro_batch.reference
+                else None
             ),
             entropy=responses.entropy(temperature) if bonus else None,
-            length_weights=weights.of(part) if weights else None,
+            length_weights=weights.of(micro_batch) if weights else None,
         )

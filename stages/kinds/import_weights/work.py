@@ -33,9 +33,9 @@ def look_for_held_out(settings: RunSettings, tokenizer: Tokenizer) -> None:
     Raises:
         DomainError: a domain has too few.
     """
-    for domain, each in settings.domains.items():
-        longest = settings.longest_prompt(each.sampling)
+    for domain, domain_settings in settings.domains.items():
+        longest = settings.longest_prompt(domain_settings.sampling)
         reported, gated = settings.evaluation.problems, settings.gate_problems(domain)
-        wanted: dict[Split, int] = {"held_out": reported, "gate": gated}
-        for split, count in wanted.items():
-            held_out_problems(each.prompts, tokenizer, domain, count, longest, split)
+        counts: dict[Split, int] = {"held_out": reported, "gate": gated}
+        for split, count in counts.items():
+            held_out_problems(domain_settings.prompts, tokenizer, domain, count, longest, split)

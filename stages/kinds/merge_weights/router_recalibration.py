@@ -50,19 +50,19 @@ def recalibrate(
     for number, layer in enumerate(policy.routed_layers):
         name = router_name(policy, layer)
         router = routers.get(number)
-        inputs = [_inputs(policy, router, each) for each in batches]
+        inputs = [_inputs(policy, router, model_batches) for model_batches in batches]
         change = None if router is None else _replace(router, inputs, read(name))
         policy.weights_changed()
-        found = next(each for each in gather(change) if each is not None)
-        if not math.isfinite(found.after):
+        outcome = next(rank_change for rank_change in gather(change) if rank_change is not None)
+        if not math.isfinite(outcome.after):
             raise UserError(
                 f"{key}.method: the merged model overflows on the domains' samples at"
                 f" {name}; use smaller weights, or a smaller scale of the method"
             )
         if is_main():
             print(
-                f"recalibrated {name}: objective {found.before:.3e} -> {found.after:.3e} in"
-                f" {found.iterations} iterations",
+                f"recalibrated {name}: objective {outcome.before:.3e} -> {outcome.after:.3e} in"
+                f" {outcome.iterations} iterations",
                 flush=True,
             )
 
@@ -73,14 +73,16 @@ def router_name(policy: Policy, layer: int) -> str:
     return next(name for name in names if is_router(name) and not is_precise(name))
 
 
-def _inputs(policy: Policy, router: Router | None, parts: list[MicroBatch]) -> list[torch.Tensor]:
+def _inputs(
+    policy: Policy, router: Router | None, micro_batches: list[MicroBatch]
+) -> list[torch.Tensor]:
     """Return the router's inputs, [tokens, H] a micro-batch; all ranks run the passes."""
     if router is None:  # the layer is on another pipeline stage
-        policy.evaluate(parts, lambda _: None)
+        policy.evaluate(micro_batches, lambda _: None)
         return []
-    with router_inputs(router) as found:
-        policy.evaluate(parts, lambda _: None)
-    return found
+    with router_inputs(router) as inputs:
+        policy.evaluate(micro_batches, lambda _: None)
+    return inputs
 
 
 def _replace(
@@ -89,16 +91,18 @@ def _replace(
     """Replace a router by the one that minimises the objective. Collective over its ranks."""
     weight, sigmoid = router.weight, router.score_function == "sigmoid"
     samples = [
-        RouterSamples(tensor.to(weight.device), own, sigmoid, share)
-        for own, (share, tensor) in zip(inputs, models, strict=True)
+        RouterSamples(tensor.to(weight.device), model_inputs, sigmoid, share)
+        for model_inputs, (share, tensor) in zip(inputs, models, strict=True)
     ]
     objective = RouterObjective(samples, partial(_sum, router.tp_dp_cp_group))
     merged = weight.double()
-    found = objective.solve(merged)
-    weight.copy_(found.router)
-    return Change(objective.value(merged), objective.value(weight.double()), found.iterations)
+    recalibrated = objective.solve(merged)
+    weight.copy_(recalibrated.router)
+    return Change(
+        objective.value(merged), objective.value(weight.double()), recalibrated.iterations
+    )
 
 
-def _sum(group: Any, own: torch.Tensor) -> torch.Tensor:
-    dist.all_reduce(own, group=group)
-    return own
+def _sum(group: Any, total: torch.Tensor) -> torch.Tensor:
+    dist.all_reduce(total, group=group)
+    return total

@@ -29,7 +29,7 @@ from stages.kinds.merge_weights.methods.average import AverageSettings
 
 def _models(value: Any) -> Any:
     """Reject what is neither form, in one message instead of one for each."""
-    by_name = isinstance(value, dict) and all(isinstance(each, str) for each in value.values())
+    by_name = isinstance(value, dict) and all(isinstance(model, str) for model in value.values())
     if not by_name and not isinstance(value, str):
         message = "should be a block with for_each: domain, or a mapping of free names to models"
         raise PydanticCustomError("models", message)
@@ -78,8 +78,8 @@ class MergeWeightsSettings(StageSettings):
 
     @field_validator("method", mode="before")
     @classmethod
-    def _block_of_name(cls, given: Any) -> Any:
-        return {"name": given} if isinstance(given, str) else given
+    def _block_of_name(cls, method: Any) -> Any:
+        return {"name": method} if isinstance(method, str) else method
 
     @property
     def reads_start(self) -> bool:
@@ -107,10 +107,10 @@ class MergeWeightsSettings(StageSettings):
 
     def read(self, run: RunBlocks, domains: Sequence[str]) -> dict[str, Any]:
         """Return the block and its models' names: their order is that of the sums."""
-        found = {**super().read(run, domains), "names": list(self.names(domains))}
+        block = {**super().read(run, domains), "names": list(self.names(domains))}
         if self.routers != "recalibrated":
-            del found["recalibration"]
-        return found
+            del block["recalibration"]
+        return block
 
     def run_keys(self, domains: Sequence[str]) -> Iterator[str]:
         """Yield the keys of the run that it reads.
@@ -157,10 +157,10 @@ class MergeWeightsSettings(StageSettings):
             biased = f"{run.model.family}' have biases too"
             message = f"recalibrated solves for a router's weight, and {biased}"
             yield f"{key}.routers", f"{message}; use merged or kept"
-        if others := [name for name in self.names(domains) if name not in domains]:
+        if unknown := [name for name in self.names(domains) if name not in domains]:
             yield (
                 f"{key}.models",
-                f"{', '.join(others)}: no domain of the stage, and routers: recalibrated reads"
+                f"{', '.join(unknown)}: no domain of the stage, and routers: recalibrated reads"
                 f" samples of each model's; name each model as its domain: {', '.join(domains)}",
             )
         for name in self.demonstrated(domains):
@@ -175,9 +175,9 @@ class MergeWeightsSettings(StageSettings):
 
     @staticmethod
     def _twice(key: str, models: dict[str, str]) -> Found:
-        first: dict[str, str] = {}
+        name_of: dict[str, str] = {}
         for name, model in models.items():
-            if (other := first.setdefault(model, name)) != name:
+            if (other := name_of.setdefault(model, name)) != name:
                 why = f"{model} is {other} too; give one of them a weight instead"
                 yield f"{key}.models.{name}", why
 

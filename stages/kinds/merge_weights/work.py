@@ -69,7 +69,7 @@ def recalibrate_routers(job: StageJob, policy: Policy, merge: WeightMerge) -> No
     responses = data.data == "demonstrations"
     samples = calibration_samples(job, domains, data.samples, responses=responses)
     batches = [
-        calibration_batches([each for each in samples if each.domain == domain])
+        calibration_batches([sample for sample in samples if sample.domain == domain])
         for domain in domains
     ]
     recalibrate(policy, f"stages.{job.block}", batches, merge.models)
@@ -108,14 +108,14 @@ class WeightMerge:
         """
         if self._keeps(name):
             assert self._start is not None
-            found = self._start.read(name)
+            tensor = self._start.read(name)
         else:
             method = self.settings.method
-            found = WEIGHT_METHODS[method.name](self._merged(name), method)
-        found = found.to(torch.float32 if is_precise(name) else self._dtype)
-        if not is_finite(found):
+            tensor = WEIGHT_METHODS[method.name](self._merged(name), method)
+        tensor = tensor.to(torch.float32 if is_precise(name) else self._dtype)
+        if not is_finite(tensor):
             raise UserError(self._not_finite(name))
-        return found
+        return tensor
 
     def models(self, name: str) -> Iterator[tuple[float, torch.Tensor]]:
         """Yield each model's weight and its tensor of a name, whole, in float64 on the CPU."""
@@ -140,13 +140,13 @@ class WeightMerge:
         for name in names[dist.get_rank() :: dist.get_world_size()]:
             if not self._keeps(name):
                 counts += overlap_counts(self._merged(name), threshold)
-        return [(shared, own) for shared, own in sum(gather(counts)).tolist()]
+        return [(shared, alone) for shared, alone in sum(gather(counts)).tolist()]
 
     def _keeps(self, name: str) -> bool:
         return self.settings.routers == "kept" and is_router(name)
 
     def _merged(self, name: str) -> MergedTensor:
-        weights = [self.settings.weights.get(each, 1.0) for each in self._names]
+        weights = [self.settings.weights.get(model_name, 1.0) for model_name in self._names]
         read, generator = partial(self._read, name), partial(self._generator, name)
         return MergedTensor(read, weights, generator, self._overlaps)
 

@@ -51,8 +51,8 @@ class QuantizeSettings(StageSettings):
     @property
     def group(self) -> int | None:
         """The number of weights that share a scale; None where a row does."""
-        own = self.group_size if self.format in GROUPED else None  # else an error of its own
-        return own or GROUP_SIZES.get(self.format)
+        stated = self.group_size if self.format in GROUPED else None  # else an error of its own
+        return stated or GROUP_SIZES.get(self.format)
 
     def violations(self, key: str, run: RunBlocks, domains: Sequence[str]) -> Found:
         if self.from_ is None:
@@ -67,17 +67,20 @@ class QuantizeSettings(StageSettings):
         names = [name for matrix in matrices for name, _ in matrix.tensors]
         for pattern in self.exclude:
             if not any(fnmatchcase(name, pattern) for name in names):
-                known = ", ".join(_examples(run.model, names))
-                yield f"{key}.exclude", f"{pattern} is of no tensor to quantize; those are {known}"
+                examples = ", ".join(_examples(run.model, names))
+                yield (
+                    f"{key}.exclude",
+                    f"{pattern} is of no tensor to quantize; those are {examples}",
+                )
         if (torn := self._torn(matrices)) is not None:
             yield (
                 f"{key}.exclude",
                 f"leaves {torn[1]} alone in {torn[0]}, which vLLM loads as one; exclude all of it",
             )
-        rest = self.quantized(run.model)
-        if not rest:
+        quantized = self.quantized(run.model)
+        if not quantized:
             yield f"{key}.exclude", "leaves nothing to quantize; remove a pattern"
-        for matrix in rest:
+        for matrix in quantized:
             name, (_, columns) = matrix.tensors[0]
             if columns % (self.group or 1):
                 yield (
@@ -89,7 +92,7 @@ class QuantizeSettings(StageSettings):
 
     def quantized(self, model: ModelSettings) -> list[VllmMatrix]:
         """Return the matrices that are quantized, in the model's order."""
-        return [each for each in quantizable(model) if not self._excludes(each.tensors[0][0])]
+        return [matrix for matrix in quantizable(model) if not self._excludes(matrix.tensors[0][0])]
 
     def _excludes(self, tensor: str) -> bool:
         return any(fnmatchcase(tensor, pattern) for pattern in self.exclude)
@@ -116,8 +119,8 @@ def _remedy(settings: QuantizeSettings, columns: int) -> str:
 def _examples(model: ModelSettings, names: Sequence[str]) -> list[str]:
     """Return the names of the last layer's tensors, with N for the number of an expert."""
     last = f"model.layers.{model.layers - 1}."
-    found = (re.sub(r"experts\.\d+", "experts.N", each) for each in names if last in each)
-    return list(dict.fromkeys(found))
+    examples = (re.sub(r"experts\.\d+", "experts.N", name) for name in names if last in name)
+    return list(dict.fromkeys(examples))
 
 
 QUANTIZE = register(

@@ -75,10 +75,12 @@ def export(
     output = job.files.exported
     with beside(output) as unfinished:
         if is_main():
-            kept = MultiTokenTensors(policy.settings)
+            multi_token = MultiTokenTensors(policy.settings)
             whole = expected_tensors(hugging_face_config(policy.settings))
-            expected = dict(_stored(whole, scheme, matrices)) | kept.specs
-            stream = chain(quantized(policy.weights(), matrices, scheme, moments), kept.stream())
+            expected = dict(_stored(whole, scheme, matrices)) | multi_token.specs
+            stream = chain(
+                quantized(policy.weights(), matrices, scheme, moments), multi_token.stream()
+            )
             verify(unfinished, expected, write(unfinished, expected, stream))
             print(_summary(scheme, matrices, whole, expected), flush=True)
         else:
@@ -88,12 +90,12 @@ def export(
         forget_weights(policy.chunks)  # a weight that is not read back gives logits of NaN
         fill_weights(policy.bridge, policy.chunks, QuantizedFiles(unfinished, scheme, matrices))
         policy.weights_changed()
-        if max_over_ranks(not all(each.isfinite().all() for each in probe(policy))):
+        if max_over_ranks(not all(logits.isfinite().all() for logits in probe(policy))):
             raise WeightsError(f"{output}: verification failed", ["logits that are not finite"])
         if is_main():
-            drafting = [f"re:{re.escape(layer)}\\..*" for layer in kept.modules]
+            drafting = [f"re:{re.escape(layer)}\\..*" for layer in multi_token.modules]
             configuration = scheme.configuration(ignored(policy.settings, matrices) + drafting)
-            complete(policy.settings, unfinished, kept, configuration, job.parent)
+            complete(policy.settings, unfinished, multi_token, configuration, job.parent)
             publish(unfinished, output, replaces=True)
 
 
@@ -103,19 +105,19 @@ def ignored(model: ModelSettings, matrices: Sequence[VllmMatrix]) -> list[str]:
     Where the experts of a layer stay as they are, vLLM looks for their module and transformers for
     each of them.
     """
-    kept = {matrix.module for matrix in matrices}
+    quantized_modules = {matrix.module for matrix in matrices}
     done = {name for matrix in matrices for name, _ in matrix.tensors}
-    found = []
+    modules = []
     for name, spec in expected_tensors(hugging_face_config(model)).items():
         module = module_name(name)
         if name in done or len(spec.shape) != 2 or "embed_tokens" in name:
             continue
         experts = re.fullmatch(r"(.*\.experts)\.\d+\..*", module)
-        if experts and experts[1] not in kept:
-            found += [experts[1], rf"re:{re.escape(experts[1])}\..*"]
+        if experts and experts[1] not in quantized_modules:
+            modules += [experts[1], rf"re:{re.escape(experts[1])}\..*"]
         else:
-            found.append(module)
-    return list(dict.fromkeys(found))
+            modules.append(module)
+    return list(dict.fromkeys(modules))
 
 
 def _stored(

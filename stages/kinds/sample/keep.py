@@ -24,21 +24,21 @@ def drop_reasons(rows: Sequence[Row], keep: KeepSettings, seed: int) -> list[str
     Of equal responses the first that passes is kept. `seed` decides among more than
     `keep.per_prompt`.
     """
-    found = [_own_reason(row, keep) for row in rows]
+    reasons = [_own_reason(row, keep) for row in rows]
     seen: set[str] = set()
     for place, row in enumerate(rows):
-        if found[place] is None and not keep.duplicates:
+        if reasons[place] is None and not keep.duplicates:
             if row["response"] in seen:
-                found[place] = "duplicate"
+                reasons[place] = "duplicate"
             seen.add(row["response"])
-    passing = [place for place, why in enumerate(found) if why is None]
+    passing = [place for place, why in enumerate(reasons) if why is None]
     if keep.per_prompt is not None and len(passing) > keep.per_prompt:
         Random(seed).shuffle(passing)
         if keep.choose == "best":
             passing.sort(key=lambda place: -rows[place]["reward"])  # stable: ties stay shuffled
         for place in passing[keep.per_prompt :]:
-            found[place] = "per_prompt"
-    return found
+            reasons[place] = "per_prompt"
+    return reasons
 
 
 def _own_reason(row: Row, keep: KeepSettings) -> str | None:

@@ -91,8 +91,8 @@ class SampleSettings(StageSettings):
         return self.sampling or run.domains[domain].sampling
 
     def read(self, run: RunBlocks, domains: Sequence[str]) -> dict[str, Any]:
-        own = {name: self.sampled(run, name).model_dump(mode="json") for name in domains}
-        return {**self.model_dump(mode="json"), "sampling": own}
+        samplings = {name: self.sampled(run, name).model_dump(mode="json") for name in domains}
+        return {**self.model_dump(mode="json"), "sampling": samplings}
 
     def violations(self, key: str, run: RunBlocks, domains: Sequence[str]) -> Found:
         at = under(key)
@@ -109,11 +109,11 @@ class SampleSettings(StageSettings):
     def _domain_rules(self, at: At, sampling: str, sampled: SamplingSettings) -> Found:
         """Check the filter against what a domain is sampled with, as the key `sampling` says."""
         keep, longest = self.keep, sampled.max_response_tokens
-        drawn = sampled.prompts_per_step * sampled.group_size
-        if drawn > MOST:
+        count = sampled.prompts_per_step * sampled.group_size
+        if count > MOST:
             yield (
                 f"{sampling}.prompts_per_step",
-                f"{sampled.prompts_per_step} prompts x {sampled.group_size} samples are {drawn} at"
+                f"{sampled.prompts_per_step} prompts x {sampled.group_size} samples are {count} at"
                 f" once; at most {MOST} are allowed",
             )
         if keep.per_prompt is not None and keep.per_prompt > sampled.group_size:

@@ -79,7 +79,7 @@ class RejectionSampling:
         self.missing: list[DrawnPart] = on_main(self._missing)
         if is_main():
             done = self.parts[: len(self.parts) - len(self.missing)]
-            self.drawn = sum(part.end - part.begin for part in done)
+            self.drawn = sum(drawn_part.end - drawn_part.begin for drawn_part in done)
             keep_steps(job.files.metrics, self.drawn)
             self.log = MetricsLog(job, self.own.prompts * len(job.domains))
             whole = read_checkpoint(job.parent)
@@ -100,11 +100,11 @@ class RejectionSampling:
         # where the bits of a response may depend on the requests beside it.
         ahead = 0 if self.job.settings.deterministic else 1
         requested: deque[list[Group]] = deque()  # of the main rank, until their part is saved
-        for place, part in enumerate(self.missing):
+        for place, drawn_part in enumerate(self.missing):
             if is_main():
                 for following in self.missing[place + len(requested) : place + ahead + 1]:
                     requested.append(self._request(following))
-            self._collect(part, requested.popleft() if is_main() else [])
+            self._collect(drawn_part, requested.popleft() if is_main() else [])
         self.engines.sleep()
 
     def finish(self) -> None:
@@ -117,9 +117,9 @@ class RejectionSampling:
         if is_main():
             self.log.close()
 
-    def file(self, part: DrawnPart) -> Path:
+    def file(self, drawn_part: DrawnPart) -> Path:
         """Return the file of a part."""
-        return self.job.files.drawn / f"part_{part.number:06d}.parquet"
+        return self.job.files.drawn / f"part_{drawn_part.number:06d}.parquet"
 
     def _take_problems(self) -> None:
         """Take the prompts of every domain: training prompts, all different."""
@@ -150,26 +150,28 @@ class RejectionSampling:
     def _missing(self) -> list[DrawnPart]:
         """Return the parts after the last whole one; delete what is there of them."""
         whole = 0
-        for part in self.parts:
-            rows = read_part(self.file(part))
-            if rows is None or not self._is_of(rows, part):
-                if self.file(part).exists():
+        for drawn_part in self.parts:
+            rows = read_part(self.file(drawn_part))
+            if rows is None or not self._is_of(rows, drawn_part):
+                if self.file(drawn_part).exists():
                     why = "damaged" if rows is None else "of other prompts"
-                    report_notice(f"{self.file(part)} is {why}; drawing it again, and all after it")
+                    report_notice(
+                        f"{self.file(drawn_part)} is {why}; drawing it again, and all after it"
+                    )
                 break
             whole += 1
         if self.job.files.drawn.is_dir():
-            kept = {self.file(part) for part in self.parts[:whole]}
+            whole_files = {self.file(drawn_part) for drawn_part in self.parts[:whole]}
             for file in self.job.files.drawn.iterdir():
-                if file not in kept:
+                if file not in whole_files:
                     file.unlink()
         return self.parts[whole:]
 
-    def _is_of(self, rows: list[Row], part: DrawnPart) -> bool:
+    def _is_of(self, rows: list[Row], drawn_part: DrawnPart) -> bool:
         """Return whether rows are the responses to the prompts of a part."""
-        prompts = self.problems[part.domain][part.begin : part.end]
+        prompts = self.problems[drawn_part.domain][drawn_part.begin : drawn_part.end]
         return [row["problem"] for row in rows] == [
-            problem.key for problem in prompts for _ in range(part.size)
+            problem.key for problem in prompts for _ in range(drawn_part.size)
         ]
 
     def _check(self) -> None:
@@ -186,24 +188,24 @@ class RejectionSampling:
                 seed = seed_of(self.job.settings.seed, self.job.seeded_as, name, purpose)
                 groups = groups_of(self.problems[name][:CHECKED], 1, seed)
                 self.engines.request(groups, sampling)
-            drawn = self.engines.wait_for(groups, VERSION)
+            samples = self.engines.wait_for(groups, VERSION)
             self.engines.sleep()
-            return drawn
+            return samples
 
         bounds = bounds_of(self.job.settings.model, self.job.settings.engine)
         check_samples(self.policy, draw, sampling.temperature, bounds)
         if self.engines.version is None:
             self.engines.sync_weights(VERSION)
 
-    def _request(self, part: DrawnPart) -> list[Group]:
-        problems = self.problems[part.domain][part.begin : part.end]
-        seed = seed_of(self.job.settings.seed, self.job.seeded_as, part.domain)
-        groups = groups_of(problems, part.size, seed + part.begin * part.size)
+    def _request(self, drawn_part: DrawnPart) -> list[Group]:
+        problems = self.problems[drawn_part.domain][drawn_part.begin : drawn_part.end]
+        seed = seed_of(self.job.settings.seed, self.job.seeded_as, drawn_part.domain)
+        groups = groups_of(problems, drawn_part.size, seed + drawn_part.begin * drawn_part.size)
         self.engines.rewards.expect(groups)
-        self.engines.request(groups, self.sampled[part.domain])
+        self.engines.request(groups, self.sampled[drawn_part.domain])
         return groups
 
-    def _collect(self, part: DrawnPart, groups: list[Group]) -> None:
+    def _collect(self, drawn_part: DrawnPart, groups: list[Group]) -> None:
         """Wait for the grades of a part, filter and save it. Collective."""
 
         def graded() -> bool | None:
@@ -218,7 +220,7 @@ class RejectionSampling:
         self.drawn += len(groups)
         samples = [sample for group in groups for sample in group.samples]
         dropped = Counter(row["dropped"] for row in rows)
-        found = {
+        metrics = {
             **reward_metrics(samples),
             "unfinished": sum(not sample.finished for sample in samples) / len(samples),
             "response_tokens": sum(len(sample.response) for sample in samples) / len(samples),
@@ -230,8 +232,8 @@ class RejectionSampling:
             "watch_failures": float(sum(len(group.watch_failures) for group in groups)),
         }
         # The line first: killed in between, the part is drawn again, and the line written again.
-        self.log.write(self.drawn, found, domain=part.domain)
-        write_part(self.file(part), rows)
+        self.log.write(self.drawn, metrics, domain=drawn_part.domain)
+        write_part(self.file(drawn_part), rows)
 
     def _rows(self, group: Group) -> list[Row]:
         """Return the responses of a group as rows, with the filter's verdict on each."""
@@ -246,52 +248,52 @@ class RejectionSampling:
             }
             for number, sample in enumerate(group.samples)
         ]
-        chosen = seed_of(self.job.settings.seed, self.job.seeded_as, group.problem.key, "keep")
-        reasons = drop_reasons(rows, self.own.keep, chosen)
+        seed = seed_of(self.job.settings.seed, self.job.seeded_as, group.problem.key, "keep")
+        reasons = drop_reasons(rows, self.own.keep, seed)
         return [{**row, "dropped": why} for row, why in zip(rows, reasons, strict=True)]
 
     def _write(self) -> None:
-        files, parts = self.job.files, [self.file(part) for part in self.parts]
+        files, part_files = self.job.files, [self.file(drawn_part) for drawn_part in self.parts]
         counts = self._counts()
         total: Counter[str] = Counter()
-        for each in counts.values():
-            total.update(each["dropped"])
-        drawn = sum(each["drawn"] for each in counts.values())
-        if not any(each["kept"] for each in counts.values()):
-            write_joined(files.all_drawn, parts, only_kept=False)
-            left = nothing_left(f"{self._key}.keep", drawn, total, files.all_drawn)
+        for domain_counts in counts.values():
+            total.update(domain_counts["dropped"])
+        responses = sum(domain_counts["drawn"] for domain_counts in counts.values())
+        if not any(domain_counts["kept"] for domain_counts in counts.values()):
+            write_joined(files.all_drawn, part_files, only_kept=False)
+            left = nothing_left(f"{self._key}.keep", responses, total, files.all_drawn)
             raise UserError(f"{left}, and rerun with --from {self.job.stage}")
-        for name, each in counts.items():
-            if not each["kept"]:
-                dropped = listed(each["dropped"])
+        for name, domain_counts in counts.items():
+            if not domain_counts["kept"]:
+                dropped = listed(domain_counts["dropped"])
                 report_notice(f"{self._key}.keep: nothing is left of the domain {name}: {dropped}")
         files.all_drawn.unlink(missing_ok=True)
-        rows = write_joined(files.collected, parts, only_kept=True)
-        found = {
+        rows = write_joined(files.collected, part_files, only_kept=True)
+        collection = {
             "digest": sha256(files.collected),
             "rows": rows,
-            "drawn": drawn,
+            "drawn": responses,
             "dropped": dict(total),
             "model": self.model,
             "domains": counts,
         }
-        write_atomically(files.collection, json.dumps(found, indent=2) + "\n")
+        write_atomically(files.collection, json.dumps(collection, indent=2) + "\n")
 
     def _counts(self) -> dict[str, dict[str, Any]]:
         """Return the counts of every domain, from its parts."""
-        found: dict[str, dict[str, Any]] = {}
+        counts: dict[str, dict[str, Any]] = {}
         for name in self.job.domains:
             why: Counter[str | None] = Counter()
-            for part in self.parts:
-                if part.domain == name:
-                    why.update(row["dropped"] for row in whole_part(self.file(part)))
-            found[name] = {
+            for drawn_part in self.parts:
+                if drawn_part.domain == name:
+                    why.update(row["dropped"] for row in whole_part(self.file(drawn_part)))
+            counts[name] = {
                 "prompts": self.own.prompts,
                 "drawn": why.total(),
                 "kept": why[None],
-                "dropped": {each: why[each] for each in REASONS if why[each]},
+                "dropped": {reason: why[reason] for reason in REASONS if why[reason]},
             }
-        return found
+        return counts
 
     @property
     def _key(self) -> str:
@@ -300,12 +302,12 @@ class RejectionSampling:
 
 def parts_of(prompts: int, sampled: dict[str, SamplingSettings]) -> list[DrawnPart]:
     """Return the parts of all domains: `prompts_per_step` prompts each, the last maybe fewer."""
-    found: list[DrawnPart] = []
+    drawn_parts: list[DrawnPart] = []
     for name, sampling in sampled.items():
         for begin in range(0, prompts, sampling.prompts_per_step):
             end = min(begin + sampling.prompts_per_step, prompts)
-            found.append(DrawnPart(len(found), name, begin, end, sampling.group_size))
-    return found
+            drawn_parts.append(DrawnPart(len(drawn_parts), name, begin, end, sampling.group_size))
+    return drawn_parts
 
 
 def response_columns(sample: Sample, tokenizer: Tokenizer) -> Row:
@@ -321,10 +323,10 @@ def response_columns(sample: Sample, tokenizer: Tokenizer) -> Row:
     }
 
 
-def nothing_left(key: str, drawn: int, dropped: Counter[str], file: Path) -> str:
+def nothing_left(key: str, responses: int, dropped: Counter[str], file: Path) -> str:
     """Return the message about a filter that keeps nothing."""
     return (
-        f"{key}: nothing is left of {drawn} responses: {listed(dropped)}; they are in {file}; "
+        f"{key}: nothing is left of {responses} responses: {listed(dropped)}; they are in {file}; "
         "relax the filter, or sample from a better model"
     )
 

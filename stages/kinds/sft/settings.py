@@ -80,12 +80,12 @@ class SftSettings(MixtureStageSettings):
         """Return the domains whose demonstrations it trains on."""
         if not self.data:
             return domains
-        named = [
-            each.domain
-            for each in self.data.values()
-            if isinstance(each, DomainDemonstrationsSettings)
+        demonstrated = [
+            source.domain
+            for source in self.data.values()
+            if isinstance(source, DomainDemonstrationsSettings)
         ]
-        return [name for name in domains if name in named]
+        return [name for name in domains if name in demonstrated]
 
     def read(self, run: RunBlocks, domains: Sequence[str]) -> dict[str, Any]:
         if not self.data:
@@ -100,17 +100,17 @@ class SftSettings(MixtureStageSettings):
 
     def violations(self, key: str, run: RunBlocks, domains: Sequence[str]) -> Found:
         yield from super().violations(key, run, domains)
-        for name, each in self.data.items():
-            if isinstance(each, DomainDemonstrationsSettings) and each.domain not in domains:
-                where, near = f"{key}.data.{name}.domain", hint(each.domain, domains)
-                yield where, f"no such domain of the stage: {each.domain}; {near}"
+        for name, source in self.data.items():
+            if isinstance(source, DomainDemonstrationsSettings) and source.domain not in domains:
+                where, near = f"{key}.data.{name}.domain", hint(source.domain, domains)
+                yield where, f"no such domain of the stage: {source.domain}; {near}"
         if self.data:
             return
         if self.sequences_per_step is not None:
             why = "only read with data; without it each domain's demonstrations.sequences_per_step"
             yield f"{key}.{self.counted}", f"{why} counts: use null, or add data"
         sources = [run.domains[name].demonstrations for name in domains]
-        if (total := sum(each.sequences_per_step for each in sources)) < run.layout.data:
+        if (total := sum(source.sequences_per_step for source in sources)) < run.layout.data:
             few = f"the sum of demonstrations.sequences_per_step is {total}, {too_few(run.layout)}"
             yield key, few
 

@@ -37,19 +37,19 @@ class Sft(MixtureStage[Sample]):
     def __init__(self, job: StageJob) -> None:
         assert isinstance(job.own, SftSettings)
         super().__init__(job, job.own)
-        self.own = own = job.own
+        self.own = settings = job.own
         self.policy = TrainedPolicy(
             job.settings.model,
             job.settings.layout,
-            own.optimizer,
-            own.loop.steps,
-            own.routing,
+            settings.optimizer,
+            settings.loop.steps,
+            settings.routing,
         )
         if is_main():
             look_for_held_out(job.settings, self.tokenizer)
-            of = _mixed if own.data else demonstrated
+            of = _mixed if settings.data else demonstrated
             self.sources = {
-                name: of(job, name, self.tokenizer) for name in (own.data or job.domains)
+                name: of(job, name, self.tokenizer) for name in (settings.data or job.domains)
             }
 
     def step(self, step: int) -> dict[str, float]:
@@ -64,15 +64,15 @@ class Sft(MixtureStage[Sample]):
 
         read = sum(sample.length for sample in samples)
         losses = self.policy.accumulate(batches, cross_entropy, read)
-        found = sum_over_data({"loss": sum(losses)})
-        return {**found, "too_long": too_long, **self.finish_step(step, batches, samples)}
+        metrics = sum_over_data({"loss": sum(losses)})
+        return {**metrics, "too_long": too_long, **self.finish_step(step, batches, samples)}
 
     def counts(self) -> dict[str, int]:
         """Return the number of sequences of each source in the next step."""
         if self.own.data:
             return super().counts()
         domains = self.job.own_domains.items()
-        return {name: each.demonstrations.sequences_per_step for name, each in domains}
+        return {name: domain.demonstrations.sequences_per_step for name, domain in domains}
 
 
 def _mixed(job: StageJob, name: str, tokenizer: Tokenizer) -> SequenceSource:
@@ -85,17 +85,17 @@ def _mixed(job: StageJob, name: str, tokenizer: Tokenizer) -> SequenceSource:
     if isinstance(source, DomainDemonstrationsSettings):
         return demonstrated(job, source.domain, tokenizer)
     if isinstance(source, StageSourceSettings):
-        wanted: ConversationFileSettings = CollectedFileSettings(path=collected(job, name))
+        file_settings: ConversationFileSettings = CollectedFileSettings(path=collected(job, name))
     else:
-        wanted = source
-    first = job.settings.domains[job.domains[0]]
+        file_settings = source
+    first_domain = job.settings.domains[job.domains[0]]
     order = seed_of(job.settings.seed, job.seeded_as, name, "data")
     return ConversationStream(
-        wanted,
+        file_settings,
         tokenizer,
         name,
         order,
-        first.prompts.held_out_fraction,
-        wanted.max_tokens or job.settings.model.max_positions,
+        first_domain.prompts.held_out_fraction,
+        file_settings.max_tokens or job.settings.model.max_positions,
         key=f"stages.{job.block}.data.{name}",
     )

@@ -58,5 +58,5 @@ def drop(vector: Tensor, probability: float, generator: np.random.Generator) -> 
     """Return the vector with changes dropped and the others divided by 1 - `probability`."""
     import torch
 
-    kept = torch.from_numpy(generator.random(vector.numel()) >= probability)
-    return vector.mul_(kept.view_as(vector)).div_(1 - probability)
+    mask = torch.from_numpy(generator.random(vector.numel()) >= probability)
+    return vector.mul_(mask.view_as(vector)).div_(1 - probability)

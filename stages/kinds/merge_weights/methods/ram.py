@@ -50,7 +50,9 @@ def ram(merged: MergedTensor, settings: RamSettings) -> Tensor:
     start = merged.start()
     total, scaled = torch.zeros_like(start), torch.zeros_like(start)
     count = torch.zeros(start.shape, dtype=torch.int32)
-    scales = [_scale(own, settings) for own in merged.overlaps] or [1.0] * len(merged.weights)
+    scales = [_scale(overlap, settings) for overlap in merged.overlaps] or [1.0] * len(
+        merged.weights
+    )
     for scale, (_, vector) in zip(scales, merged.task_vectors(), strict=True):
         changed = vector.abs() > settings.threshold
         count += changed
@@ -62,6 +64,6 @@ def ram(merged: MergedTensor, settings: RamSettings) -> Tensor:
 
 
 def _scale(overlap: tuple[int, int], settings: RamSettings) -> float:
-    shared, own = overlap
+    shared, alone = overlap
     # Without own changes nothing is scaled.
-    return 1 + settings.rescale * min(shared / own, settings.max_ratio) if own else 1.0
+    return 1 + settings.rescale * min(shared / alone, settings.max_ratio) if alone else 1.0

@@ -60,21 +60,23 @@ class RouterObjective:
     `reduce` sums over the ranks. All of them must call each method alike.
     """
 
-    def __init__(self, samples: Sequence[RouterSamples], reduce: Reduce = lambda own: own) -> None:
+    def __init__(
+        self, samples: Sequence[RouterSamples], reduce: Reduce = lambda total: total
+    ) -> None:
         self._reduce = reduce
-        self._terms = [_Term(each, reduce) for each in samples]
+        self._terms = [_Term(model_samples, reduce) for model_samples in samples]
 
     def value(self, router: Tensor) -> float:
         """Return the objective of a router, [E, H] in float64."""
         total = router.new_zeros(())
-        for each in self._terms:
-            difference = router - each.router
-            total += (difference * each.times(difference)).sum()
+        for term in self._terms:
+            difference = router - term.router
+            total += (difference * term.times(difference)).sum()
         return float(self._reduce(total))
 
     def descent(self, router: Tensor) -> Tensor:
         """Return half the negative gradient of the objective at a router."""
-        return self._product(each.router - router for each in self._terms)
+        return self._product(term.router - router for term in self._terms)
 
     def solve(self, start: Tensor) -> Recalibrated:
         """Return the minimum, found from `start` by conjugate gradients.
@@ -84,14 +86,14 @@ class RouterObjective:
         and it stays as it is in `start`.
         """
         diagonal = start.new_zeros(start.shape)
-        for each in self._terms:
-            diagonal += each.diagonal
+        for term in self._terms:
+            diagonal += term.diagonal
         diagonal = self._reduce(diagonal)
         inverse = diagonal.reciprocal().masked_fill(diagonal == 0, 0.0)
         router, residual = start.clone(), self.descent(start)
-        wanted = TOLERANCE**2 * _energy(self.descent(start.new_zeros(start.shape)), inverse)
+        converged = TOLERANCE**2 * _energy(self.descent(start.new_zeros(start.shape)), inverse)
         direction, energy, iterations = inverse * residual, _energy(residual, inverse), 0
-        while energy > wanted and iterations < MOST_ITERATIONS:
+        while energy > converged and iterations < MOST_ITERATIONS:
             product = self._product(direction for _ in self._terms)
             step = energy / (direction * product).sum()
             router += step * direction
@@ -104,10 +106,10 @@ class RouterObjective:
     def _product(self, vectors: Iterable[Tensor]) -> Tensor:
         """Return the sum over models of each one's matrix times its vector."""
         pairs = zip(self._terms, vectors, strict=True)
-        first, *others = (term.times(vector) for term, vector in pairs)
-        for each in others:
-            first += each
-        return self._reduce(first)
+        total, *products = (term.times(vector) for term, vector in pairs)
+        for product in products:
+            total += product
+        return self._reduce(total)
 
 
 class _Term:
@@ -115,31 +117,33 @@ class _Term:
 
     def __init__(self, samples: RouterSamples, reduce: Reduce) -> None:
         self.router = samples.router
-        count = self.router.new_tensor(sum(len(part) for part in samples.inputs))
+        count = self.router.new_tensor(sum(len(inputs) for inputs in samples.inputs))
         self._scale = samples.weight / float(reduce(count))
-        self._parts = [(part, *_curvature(samples, part)) for part in samples.inputs]
+        self._batches = [(inputs, *_curvature(samples, inputs)) for inputs in samples.inputs]
         self.diagonal = self.router.new_zeros(self.router.shape)
-        others = 1 - self.router.new_ones(len(self.router)).diag()
-        for part, p, a, _ in self._parts:
+        off_diagonal = 1 - self.router.new_ones(len(self.router)).diag()
+        for inputs, p, a, _ in self._batches:
             # p @ others is 1 - p, without cancellation.
-            self.diagonal += self._scale * (p * (p @ others) * a * a).T @ part.double().square()
+            self.diagonal += (
+                self._scale * (p * (p @ off_diagonal) * a * a).T @ inputs.double().square()
+            )
 
     def times(self, vector: Tensor) -> Tensor:
         """Return the matrix times a vector of the form of a router."""
-        found = vector.new_zeros(vector.shape)
-        for part, p, a, top in self._parts:
-            x = part.double()
+        product = vector.new_zeros(vector.shape)
+        for inputs, p, a, top in self._batches:
+            x = inputs.double()
             logits = a * (x @ vector.T)
             # A shift of all changes nothing; without it a p near 1 would leave rounding alone.
             logits -= logits.gather(-1, top)
-            found += (a * p * (logits - (p * logits).sum(-1, keepdim=True))).T @ x
-        shrunk = OFF_DIAGONAL * self._scale * found
+            product += (a * p * (logits - (p * logits).sum(-1, keepdim=True))).T @ x
+        shrunk = OFF_DIAGONAL * self._scale * product
         return shrunk.add_(self.diagonal * vector, alpha=1 - OFF_DIAGONAL)
 
 
-def _curvature(samples: RouterSamples, part: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _curvature(samples: RouterSamples, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return p and the diagonal of A, [tokens, E] both, and the largest p's index, [tokens, 1]."""
-    logits = part.double() @ samples.router.T
+    logits = inputs.double() @ samples.router.T
     top = logits.argmax(-1, keepdim=True)
     if not samples.sigmoid:
         return logits.softmax(-1), logits.new_ones(()), top

@@ -48,7 +48,7 @@ def sce(merged: MergedTensor, settings: SceSettings) -> Tensor:
     energies = [float(vector.square_().mean()) for _, vector in vectors()]
     whole = sum(energies)
     even = 1 / len(energies)
-    weights = [each / whole if whole >= NO_ENERGY else even for each in energies]
+    weights = [energy / whole if whole >= NO_ENERGY else even for energy in energies]
     return merged.start().add_(elected_mean(vectors, weights, NO_ENERGY))
 
 

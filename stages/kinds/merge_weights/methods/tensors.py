@@ -38,8 +38,8 @@ class WeightMethodBase(Settings):
 
     @model_serializer(mode="wrap")
     def _plain_name(self, keys: Any) -> Any:
-        found = keys(self)
-        return found["name"] if len(found) == 1 else found
+        dumped = keys(self)
+        return dumped["name"] if len(dumped) == 1 else dumped
 
 
 @dataclass(frozen=True)
@@ -74,17 +74,19 @@ class MergedTensor:
 
     def sum(self, weighted: bool = True) -> Tensor:
         """Return the sum of the task vectors, each times its model's weight where `weighted`."""
-        return total((weight if weighted else 1.0, each) for weight, each in self.task_vectors())
+        return total(
+            (weight if weighted else 1.0, vector) for weight, vector in self.task_vectors()
+        )
 
 
 def total(vectors: Iterable[tuple[float, Tensor]]) -> Tensor:
     """Return the sum of vectors times their weights; the first one's memory is reused."""
     pairs = iter(vectors)
     weight, vector = next(pairs)
-    found = vector.mul_(weight)
+    weighted_sum = vector.mul_(weight)
     for weight, vector in pairs:
-        found.add_(vector, alpha=weight)
-    return found
+        weighted_sum.add_(vector, alpha=weight)
+    return weighted_sum
 
 
 def elected_mean(

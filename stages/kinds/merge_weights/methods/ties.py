@@ -52,6 +52,6 @@ def trim(vector: Tensor, density: float) -> Tensor:
         return vector
     count = max(1, int(density * vector.numel()))
     order = vector.abs().flatten().argsort(descending=True, stable=True)
-    kept = torch.zeros(vector.numel(), dtype=torch.bool)
-    kept[order[:count]] = True
-    return vector.mul_(kept.view_as(vector))
+    mask = torch.zeros(vector.numel(), dtype=torch.bool)
+    mask[order[:count]] = True
+    return vector.mul_(mask.view_as(vector))
