@@ -68,7 +68,7 @@ def test_every_path_that_is_named_exists(page: Path) -> None:
     text = page.read_text()
     named = re.findall(rf"(?<![\w./-])((?:{ROOTS})/[\w./-]*\w)", text)
     made = ("configs/clusters/mine.yaml", "configs/domains/geometry.yaml", "slurm/submit.sh")
-    made += ("stages/STAGE", "stages/KIND.py", "stages/gates.NAME", "slurm/KIND.sbatch")
+    made += ("stages/STAGE", "stages/kinds/NAME", "stages/gates.NAME", "slurm/NAME.sbatch")
     made += (
         "configs/domains/NAME.yaml",
         "stages/objectives/advantages/half.py",
