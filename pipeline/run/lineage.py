@@ -245,7 +245,7 @@ def _seed_name(path: Path) -> str | None:
 
 
 @dataclass(frozen=True)
-class Change:
+class LineageChange:
     """A key of one field of two lineages, with its values; None where a lineage lacks it."""
 
     field: str
@@ -254,11 +254,13 @@ class Change:
     after: Any
 
 
-def lineage_changes(before: Lineage, after: Lineage, names: Iterable[str]) -> Iterator[Change]:
+def lineage_changes(
+    before: Lineage, after: Lineage, names: Iterable[str]
+) -> Iterator[LineageChange]:
     """Yield every difference of two lineages in the named fields, whatever follows from it."""
     for name in names:
         for key, values in differing(getattr(before, name), getattr(after, name)).items():
-            yield Change(name, key, *values)
+            yield LineageChange(name, key, *values)
 
 
 def changes(recorded: Lineage, now: Lineage) -> Iterator[str]:
