@@ -5,7 +5,7 @@ A key of a pattern stands for everything below it, and `*` for one name. Never i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 # Settings that no stage reads: they affect a result by rounding at most.
@@ -45,6 +45,15 @@ def matches(key: str, pattern: str) -> bool:
     key_names, pattern_names = key.split("."), pattern.split(".")
     below = len(key_names) >= len(pattern_names)
     return below and all(w in ("*", p) for p, w in zip(key_names, pattern_names, strict=False))
+
+
+def differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return every key whose value differs, with both values; None for an absent key."""
+    if before == after:  # nearly always, and faster than key by key
+        return {}
+    keys = dict.fromkeys([*before, *after])
+    values = {key: (before.get(key), after.get(key)) for key in keys}
+    return {key: (old, new) for key, (old, new) in values.items() if old != new}
 
 
 def flatten(value: Any, prefix: str = "") -> list[tuple[str, Any]]:

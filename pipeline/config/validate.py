@@ -49,7 +49,7 @@ from pipeline.config.read import (
 from pipeline.config.unroll import REFERENCES, WEIGHTED, is_path
 from pipeline.text import shown
 from stages.domains import DomainSettings
-from stages.keys import STRUCTURE, flatten
+from stages.keys import STRUCTURE, differing, flatten
 from stages.kinds.grpo.settings import GRPO
 from stages.kinds.kind import GATE_KEY
 from stages.kinds.sft.settings import SFT
@@ -268,12 +268,8 @@ def dump_differing(settings: Settings) -> str:
 
 def differing_keys(old: RunSettings, new: RunSettings) -> dict[str, tuple[Any, Any]]:
     """Return every dotted key whose value differs, with both values; None for an absent key."""
-    before = dict(flatten(old.model_dump(mode="json")))
-    after = dict(flatten(new.model_dump(mode="json")))
-    keys = [*before, *(key for key in after if key not in before)]
-    return {
-        key: (before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)
-    }
+    before, after = (dict(flatten(run.model_dump(mode="json"))) for run in (old, new))
+    return differing(before, after)
 
 
 def _differing(value: Any) -> Any:

@@ -20,6 +20,7 @@ from pipeline.run.run import Run
 from pipeline.run.solved import COUNTS, damaged, read_json
 from pipeline.text import shown
 from stages.directory import file_name
+from stages.keys import differing
 from stages.statistics import Answers
 
 _KEYS = TypeAdapter(dict[str, list[str]])
@@ -117,6 +118,7 @@ def common_keys(domain: str, models: Sequence[MeasuredModel]) -> list[str]:
 def _check_comparable(domain: str, one: MeasuredModel, other: MeasuredModel) -> None:
     """Raise UserError where the difference of two models' accuracies would mean nothing."""
     mine, yours = one.domains[domain], other.domains[domain]
+    # Within one run all models answer the same problems, which their numbers identify.
     if one.run.path != other.run.path or mine.keyed != yours.keyed:
         for model, answers in ((one, mine), (other, yours)):
             if not answers.keyed:
@@ -127,13 +129,11 @@ def _check_comparable(domain: str, one: MeasuredModel, other: MeasuredModel) -> 
                     f" it: braid resume {run} --from {answers.evaluation}"
                 )
     here, there = (f"{model.name} of {shown(model.run.path)}" for model in (one, other))
-    for key in sorted(mine.grading.keys() | yours.grading.keys()):
-        before, after = mine.grading.get(key), yours.grading.get(key)
-        if before != after:
-            raise UserError(
-                f"{domain}: {here} and {there} were not graded alike: {key} is"
-                f" {json.dumps(before)} and {json.dumps(after)}"
-            )
+    for key, (before, after) in sorted(differing(mine.grading, yours.grading).items()):
+        raise UserError(
+            f"{domain}: {here} and {there} were not graded alike: {key} is {json.dumps(before)} and"
+            f" {json.dumps(after)}"
+        )
 
 
 def _nothing_measured(run: Run, evaluations: Sequence[Stage]) -> UserError:

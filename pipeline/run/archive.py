@@ -165,6 +165,8 @@ def _opened(archive: Path) -> Iterator[tuple[tarfile.TarFile, _Bounded]]:
     Raises:
         UserError: it is damaged, or larger than an archive of its size may be.
     """
+    # Decompression is bounded as a stream: a small archive could otherwise fill the disk before its
+    # members are looked at.
     most = max(SMALL_BYTES, MOST_EXPANSION * archive.stat().st_size)
     try:
         with gzip.open(archive, "rb") as content:

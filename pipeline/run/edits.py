@@ -49,6 +49,7 @@ def edit_of(run: Run, states: Mapping[str, StageState]) -> Edit | None:
         if path.name not in {*names, *run.former.values()} and (path / "manifest.json").exists()
     }
     stale = {name: state.cause for name, state in states.items() if state.state == "stale"}
+    # Without an absent stage nothing can be new or renamed, and run.yaml need not be read.
     absent = [stage for stage in run.stages if not run.stage(stage.name).path.exists()]
     before = _recorded(run) if absent else None
     former_names = _names_in(before) if before else names

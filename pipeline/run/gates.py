@@ -179,6 +179,7 @@ def _verdict(findings: Sequence[_Finding], gate: GateSettings) -> GateVerdict:
 def _gain(stage: Stage, gate: GainGateSettings, solved: Solved, domain: str, key: str) -> _Finding:
     gain = paired_difference(*_answers(stage, gate, solved, domain))
     measured = f"{stage.gated} gains {points(gain)} over {stage.against[domain]} on {domain}"
+    # The lower bound, not the mean: a gain that chance explains must not pass.
     if gain.low >= gate.min_gain:
         return _Finding("passed", measured)
     least = f"{100 * gate.min_gain:+.1f}"
@@ -196,6 +197,7 @@ def _kept(stage: Stage, gate: MergeGateSettings, solved: Solved, domain: str) ->
     )
     if beyond.difference >= 0:
         return _Finding("passed", measured)
+    # Below the bound by the mean alone the problems are too few to decide, so the run goes further.
     least = f"stages.{stage.block}.gate.min_kept = {gate.min_kept:g} of that"
     return _Finding(
         "warned" if beyond.high >= 0 else "stopped", f"{measured}: {points(beyond)} from {least}"
@@ -204,6 +206,7 @@ def _kept(stage: Stage, gate: MergeGateSettings, solved: Solved, domain: str) ->
 
 def _lost(stage: Stage, gate: LossGateSettings, solved: Solved, domain: str) -> _Finding:
     other = stage.against[domain]
+    # Named for the order in time: the gated model is the quantized one.
     after, before = _answers(stage, gate, solved, domain)
     lost = paired_difference(before, after)
     measured = f"{stage.gated} loses {points(lost)} of {other} on {domain}"
@@ -211,6 +214,7 @@ def _lost(stage: Stage, gate: LossGateSettings, solved: Solved, domain: str) -> 
         low, high = (f"{100 * value:+.1f}" for value in (lost.low, lost.high))
         gained = f"gains {-100 * lost.difference:.1f} points over {other} on {domain}"
         measured = f"{stage.gated} {gained} (paired 95 % of the loss: {low} to {high})"
+    # The upper bound, not the mean: a loss that was not measured closely enough must not pass.
     if lost.high <= gate.max_loss:
         return _Finding("passed", measured)
     bound = f"stages.{stage.block}.gate.max_loss = {100 * gate.max_loss:+.1f}"

@@ -156,19 +156,20 @@ class _Compiler:
         run, block = self._settings, of.settings
         inputs = self._blocks.inputs(of)
         trained = block.trained_by(run, of.domains)
-        parent = self._found(inputs.parent, of.domain) if inputs.parent else None
+        parent = self._source(inputs.parent, of.domain) if inputs.parent else None
         teachers = {
-            label: self._found(name, domain_of(label)) for label, name in inputs.teachers.items()
+            label: self._source(name, domain_of(label)) for label, name in inputs.teachers.items()
         }
         models = {
-            known_as: self._found(name, of.domain) for known_as, name in inputs.models.items()
+            known_as: self._source(name, of.domain) for known_as, name in inputs.models.items()
         }
-        references = {d: self._found(name, d) for d, name in inputs.references.items()}
+        references = {d: self._source(name, d) for d, name in inputs.references.items()}
+        # A reference that is the parent needs no second copy of the weights.
         models |= {d: name for d, name in references.items() if name != parent}  # loaded anyway
         if inputs.every_model:
             models = {stage.name: stage.name for stage in self._blocks.stages if _trains(stage)}
-        data = {source: self._found(name, of.domain) for source, name in inputs.data.items()}
-        after = [self._found(name, of.domain) for name in block.after]
+        data = {source: self._source(name, of.domain) for source, name in inputs.data.items()}
+        after = [self._source(name, of.domain) for name in block.after]
         loaded = [*([parent] if parent else []), *teachers.values(), *data.values()]
         if not inputs.every_model:  # an evaluation of all shows what a gate has stopped, too
             loaded += models.values()
@@ -188,6 +189,7 @@ class _Compiler:
             models=models,
             data=data,
             after=tuple(dict.fromkeys([*after, *self._gates(loaded)])),
+            # A merge of weights trains nothing and still leaves a checkpoint, of step 0.
             steps=trained[1].steps if trained else 0 if _trains(of) else None,
             routing=block.replay(run, of.domains),
             seeded_as=of.seeded_as,
@@ -223,7 +225,7 @@ class _Compiler:
             },
         )
 
-    def _found(self, reference: str, domain: str | None) -> str:
+    def _source(self, reference: str, domain: str | None) -> str:
         source = self._blocks.resolve(reference, domain)
         assert source is not None, "graph_rules has refused it"
         return source
@@ -268,6 +270,8 @@ def _ordered(stages: Iterable[Stage]) -> Iterator[Stage]:
         return 1 if stage.declared.judges else rank, numbers[name], name
 
     ready = [place(name) for name, count in left.items() if count == 0]
+    # A heap rather than a topological sort by levels: of all that could run next the earliest block
+    # runs, as the configuration is read.
     heapq.heapify(ready)
     while ready:
         *_, name = heapq.heappop(ready)

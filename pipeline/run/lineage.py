@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
@@ -32,7 +32,7 @@ from stages.data.end_tokens import generation_ids
 from stages.data.settings import INSTRUCTION, FileSettings
 from stages.directory import StageDirectory
 from stages.domains import PromptRolloutSettings, by_steps_ahead
-from stages.keys import matches
+from stages.keys import differing, matches
 
 PACKAGES = (
     *("torch", "megatron-core", "mbridge", "transformers", "tokenizers", "pyarrow", "safetensors"),
@@ -260,8 +260,31 @@ def _seed_name(path: Path) -> str | None:
     return (manifest.seeded_as or manifest.stage) if manifest else None
 
 
+@dataclass(frozen=True)
+class LineageChange:
+    """A key of one field of two lineages, with its values; None where a lineage lacks it."""
+
+    field: str
+    key: str
+    before: Any
+    after: Any
+
+
+def lineage_changes(
+    before: Lineage, after: Lineage, names: Iterable[str]
+) -> Iterator[LineageChange]:
+    """Yield every difference of two lineages in the named fields, whatever follows from it."""
+    for name in names:
+        for key, values in differing(getattr(before, name), getattr(after, name)).items():
+            yield LineageChange(name, key, *values)
+
+
 def changes(recorded: Lineage, now: Lineage) -> Iterator[str]:
-    """Yield each difference that makes a recorded result stale."""
+    """Yield each difference that makes a recorded result stale.
+
+    What either lineage does not have is no difference, except of an input or a setting: an input
+    without a checkpoint will be made first, and an older version recorded fewer files and roles.
+    """
     changed = [
         f"the checkpoint of {name} changed"
         for name, parent in now.parents.items()
@@ -270,6 +293,7 @@ def changes(recorded: Lineage, now: Lineage) -> Iterator[str]:
     gone = recorded.parents.keys() - now.parents.keys()
     changed += [f"{name} is no longer an input" for name in gone]
     yield from changed
+    # Two inputs that changed places have the digests of before under other roles only.
     for role, parent in now.roles.items() if not changed else ():
         if parent is not None and recorded.roles.get(role, parent) != parent:
             yield f"{role} is another of its inputs"
@@ -278,12 +302,8 @@ def changes(recorded: Lineage, now: Lineage) -> Iterator[str]:
             yield f"the files of {key} changed"
     if None not in (recorded.seeded_as, now.seeded_as) and recorded.seeded_as != now.seeded_as:
         yield f"the name that seeds it was {recorded.seeded_as} and is now {now.seeded_as}"
-    if recorded.settings != now.settings:
-        keys = recorded.settings.keys() | now.settings.keys()
-        for key in sorted(keys):
-            old, new = recorded.settings.get(key), now.settings.get(key)
-            if old != new:
-                yield f"{key} was {json.dumps(old)} and is now {json.dumps(new)}"
+    for key, (old, new) in sorted(differing(recorded.settings, now.settings).items()):
+        yield f"{key} was {json.dumps(old)} and is now {json.dumps(new)}"
 
 
 @cache
@@ -317,6 +337,7 @@ def fingerprints(reads: dict[str, Any]) -> dict[str, str | None]:
         directory = Path(tokenizer)
         files = {file for name in TOKENIZER_FILES for file in directory.glob(name)}
         digests[TOKENIZER] = files_digest(files, whole=True)
+        # Apart from the other files, so that a message says which of the two changed.
         digests[TEMPLATE] = template_digest(directory)
     if END_TOKENS in reads and reads[END_TOKENS] is None:
         digests[GENERATION_IDS] = _generation_digest(reads[INITIAL], tokenizer)

@@ -155,6 +155,8 @@ class Run(RunDirectory):
         layout = self.settings.layout.model_dump()
         states: dict[str, StageState] = {}
         checkpoints: dict[str, Checkpoint | None] = {}
+        # A launcher that dies between sbatch and the ledger leaves a job that only its comment
+        # names.
         jobs = {job.stage: job for job in (queue or {}).values()}  # by the jobs' comments
         for stage in self.stages:  # inputs come first
             directory = self.stage(stage.name)
@@ -208,6 +210,7 @@ class Run(RunDirectory):
 
         Raises ConfigError where it would be too large to be read again.
         """
+        # Defaults too: a later version with other defaults must resume the run as it was started.
         text = dump(self.settings.model_dump(mode="json"))
         check_readable(self.settings_file, text)
         write_atomically(self.settings_file, text)
@@ -355,6 +358,8 @@ class _Output:
     def state(self, now: Callable[[], Lineage], earlier: Mapping[str, StageState]) -> StageState:
         """Return the state by the files of the run; `earlier` has the states of its inputs."""
         event, stage, directory = self.event, self.stage, self.run.stage(self.stage.name)
+        # Unfinished work is compared with its lineage too: to resume it under other settings would
+        # mix two stages in one.
         has_work = directory.measured.exists() if stage.measures else self.checkpoint is not None
         has_work = has_work or directory.drawn.exists()
         if event is None and not has_work:
@@ -378,6 +383,8 @@ class _Output:
                 if earlier[name].state != "done" and event is not None
             ]
             missing = missing_output(stage, directory, self.checkpoint) if done else None
+            # With an older checkpoint the stage resumes from that; without any, the ledger says
+            # done of a stage that has nothing.
             if missing and self.checkpoint is None:
                 reasons.append(missing)
             if reasons:

@@ -61,6 +61,8 @@ class StageSamples:
             _check_readable(recorded)
         self.files = sorted(directory.rollouts.glob("step_*.parquet"))
         self.files += sorted(directory.samples.rglob("*.parquet"))
+        # A file that a running stage writes or a person deletes must not hide the samples of all
+        # others.
         self._damaged: dict[int, str] = {}
 
     @property
@@ -203,6 +205,7 @@ class StageSamples:
 
     def _at(self, places: Sequence[tuple[int, int]], columns: Sequence[str]) -> pyarrow.Table:
         """Return columns of the samples at some `PLACE`s, in their order."""
+        # By file, so that each is opened once.
         ranks = sorted(range(len(places)), key=places.__getitem__)
         tables = []
         for file, of_file in groupby((places[rank] for rank in ranks), key=itemgetter(0)):
@@ -213,6 +216,7 @@ class StageSamples:
             tables.append(table.take(rows))
         if not tables:
             return self._read(0, self.files[0], columns).slice(0, 0)
+        # Back to the order that was asked for.
         order = [0] * len(ranks)
         for at, rank in enumerate(ranks):
             order[rank] = at

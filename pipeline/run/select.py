@@ -122,6 +122,7 @@ def check_settings(run: Run, rerun: Sequence[str], moved: Sequence[str]) -> None
     if not set(stale) - {stage.name for stage in run.downstream(rerun)}:
         say(f"resuming {shown(run.path)} with other settings:", *lines, *moved)
         return
+    # The stages were stale before this change, so the message about them is the right one.
     if all(any(matches(key, pattern) for pattern in NON_INVALIDATING_KEYS) for key in differing):
         check_stale(run, run.stages, record=False)
     raise UserError(
@@ -221,6 +222,7 @@ def put_aside(run: Run, stages: Iterable[Stage]) -> list[Path]:
         if not directory.exists():
             continue
         taken = [path.suffix[1:] for path in run.replaced.glob(f"{stage.name}.*")]
+        # Not the count of those there: a person may have deleted one, and none may be overwritten.
         number = 1 + max((int(suffix) for suffix in taken if suffix.isdecimal()), default=0)
         to = run.replaced / f"{stage.name}.{number}"
         to.parent.mkdir(exist_ok=True)
@@ -278,6 +280,8 @@ def find_fork(run: Run, other: RunDirectory) -> RunFork:
         if stage.declared.judges and damaged_verdict(theirs, event):
             continue
         now = lineage_from(stage, checkpoints, run.settings.layout.model_dump())
+        # An input that is neither here nor reused has no digest yet, which `changes` would take as
+        # equal.
         if (manifest := read_manifest(theirs)) is None or None in now.parents.values():
             continue
         newest = theirs.output()
@@ -326,6 +330,7 @@ def _copy_stage(
         older = [name for name in names if name.startswith("step_") and name != keep]
         return {*ignored, *older}
 
+    # Names with a dot are no stages: a copy that a kill cut short is never taken for one.
     unfinished = ours.path.with_name(f".{ours.path.name}")
     shutil.rmtree(unfinished, ignore_errors=True)
     shutil.copytree(theirs.path, unfinished, ignore=left_behind, copy_function=copy)

@@ -34,6 +34,8 @@ def solved_problems(directory: StageDirectory, stage: Stage, samples: int = 1) -
         if counts is None or not all(counts.get(domain) for domain in stage.evaluated_on[model]):
             raise damaged(path, stage)
         for domain, right in counts.items():
+            # A paired comparison needs the answers of all models to the same problems, in one
+            # order.
             count = problems.setdefault(domain, len(right))
             if not all(0 <= answers <= samples for answers in right) or count != len(right):
                 raise damaged(path, stage)

@@ -39,6 +39,7 @@ def phases(path: Path, process: str) -> list[Phase]:
     """
     by_key: dict[tuple[int, int], Phase] = {}
     open_: set[tuple[int, int]] = set()
+    # A process counts its phases from 0, and a restarted one writes to the same file.
     life = 0
     for line in _lines(path):
         if "process" in line:  # a new one: what the last one did has ended

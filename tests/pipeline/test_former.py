@@ -187,7 +187,7 @@ def test_the_next_start_finishes_what_a_kill_cut_short(
     whole = {(holder, name): getattr(holder, name) for holder in writes for name in writes[holder]}
 
     def killed_after(count: int) -> bool:
-        """Start the renamed run, and kill it after so many writes; return whether it was."""
+        """Start the renamed run, and kill it after `count` writes; return whether it was."""
         done = 0
         move = former.move_stages
 

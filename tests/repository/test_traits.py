@@ -29,23 +29,20 @@ NAMES_A_FAMILY = {
     "parallel/weights/names.py",
     "parallel/model/bridge.py",
 }
-FAMILIES_HAVE_TRAITS = False  # True once no other file asks for a family by its name
+FAMILIES_HAVE_TRAITS = True  # True once no other file asks for a family by its name
 
 
 def literals(tree: ast.Module, names: Collection[str]) -> Iterator[tuple[int, str]]:
     """Yield (line, literal) of each string equal to one of `names`, but for names of commands.
 
-    `braid export` is named like the kind: `@command("export", ...)`, `GROUPS["gate"]`.
+    `braid export` is named like the kind: `@command("export", ...)`, `group("gate", ...)`.
     """
     commands = {
         id(node.args[0])
         for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and node.args and ast.unparse(node.func) == "command"
-    }
-    commands |= {
-        id(node.slice)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "GROUPS"
+        if isinstance(node, ast.Call)
+        and node.args
+        and ast.unparse(node.func) in ("command", "group")
     }
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and node.value in names and id(node) not in commands:

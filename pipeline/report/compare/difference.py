@@ -7,9 +7,10 @@ from typing import Any
 
 from pipeline.config.validate import differing_keys
 from pipeline.run.directory import RunDirectory
-from pipeline.run.lineage import DIGEST_LENGTH, read_manifest
+from pipeline.run.lineage import DIGEST_LENGTH, lineage_changes, read_manifest
 from pipeline.run.run import Run
 
+TITLES = {"versions": "version of", "parents": "checkpoint of", "files": "files of"}  # of fields
 Differences = dict[str, tuple[Any, Any]]  # by name: here, there
 
 
@@ -39,26 +40,23 @@ def _lineage_difference(run: RunDirectory, other: RunDirectory, name: str) -> Di
     ours, theirs = (read_manifest(directory.stage(name)) for directory in (run, other))
     if ours is None or theirs is None:
         return {"started": (ours is not None, theirs is not None)} if ours is not theirs else {}
-    pairs: Differences = {}
-    pairs["code"], pairs["layout"] = (ours.code, theirs.code), (ours.layout, theirs.layout)
-    for title, here, there in (
-        ("version of", ours.versions, theirs.versions),
-        ("checkpoint of", _short(ours.parents), _short(theirs.parents)),
-        ("files of", _short(ours.files), _short(theirs.files)),
-    ):
-        for key in dict.fromkeys([*here, *there]):
-            pairs[f"{title} {key}"] = here.get(key), there.get(key)
+    pairs: Differences = {"code": (ours.code, theirs.code), "layout": (ours.layout, theirs.layout)}
+    for change in lineage_changes(ours, theirs, TITLES):
+        values = change.before, change.after
+        if change.field != "versions":
+            values = _short(change.before), _short(change.after)
+        pairs[f"{TITLES[change.field]} {change.key}"] = values
     pairs["newest checkpoint"] = _newest(run, name), _newest(other, name)
     return {what: (here, there) for what, (here, there) in pairs.items() if here != there}
 
 
 def _newest(run: RunDirectory, name: str) -> str | None:
     checkpoint = run.stage(name).newest_checkpoint()
-    return f"step {checkpoint.step}, {checkpoint.digest[:DIGEST_LENGTH]}" if checkpoint else None
+    return f"step {checkpoint.step}, {_short(checkpoint.digest)}" if checkpoint else None
 
 
-def _short(digests: dict[str, str | None]) -> dict[str, str]:
-    return {name: digest[:DIGEST_LENGTH] for name, digest in digests.items() if digest}
+def _short(digest: str | None) -> str | None:
+    return digest[:DIGEST_LENGTH] if digest else None
 
 
 def _text(value: Any) -> str:

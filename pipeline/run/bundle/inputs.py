@@ -166,6 +166,7 @@ def _split(path: Path) -> tuple[Path, Path]:
 
 def _code(stages: Stages, tree: Tree, directory: Path) -> Iterator[BundleInput]:
     """Copy the modules of Python rewards, except those of installed packages."""
+    # Modules of one directory import each other, so they stay together.
     roots: dict[Path, str] = {}  # by the directory that modules are imported from
     for key, holder, name in holders(tree, REWARDS):
         reward = holder[name]

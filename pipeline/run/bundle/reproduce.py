@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -20,11 +20,17 @@ from pipeline.run.archive import unpacked
 from pipeline.run.bundle.inputs import BundleInput, Tree, input_digest
 from pipeline.run.bundle.unfinished import ARCHIVES, CONFIG, INDEX
 from pipeline.run.bundle.writer import FORMAT, finished_output, processor
-from pipeline.run.lineage import Manifest, completed, read_manifest
+from pipeline.run.lineage import Manifest, completed, lineage_changes, read_manifest
 from pipeline.run.run import Run
 from pipeline.text import shown
+from stages.keys import differing
 from stages.settings import RunSettings
 
+# Of a lineage's fields, in the order in which a person looks for a cause.
+TITLES = {
+    **{"parents": "input", "roles": "input as", "files": "files of", "settings": "setting"},
+    **{"layout": "layout", "versions": "version of"},
+}
 PLACES = ("path", "tokenizer", "initial_weights", "reference", "stage")  # keys of paths
 
 
@@ -114,6 +120,7 @@ class Bundle:
         here = bundled.copied and str(path) == os.path.normpath(
             (self.path / bundled.path).absolute()
         )
+        # A bundle is a stranger's: a link in it must not make a run read this machine's files.
         if path and here and not path.resolve().is_relative_to(self.path.resolve()):
             return f"{name}: outside the bundle; bundle the run again"
         digest = input_digest(bundled, path)
@@ -178,9 +185,10 @@ def foreseen(bundle: Bundle, run: Run) -> list[str]:
     for stage in run.stages:
         if (theirs := bundled.get(stage.name)) is None:
             continue
-        if lines := [*_pairs("", *_settings(theirs.settings, stage.reads))]:
+        if values := differing(*_settings(theirs.settings, stage.reads)):
             title = f"{stage.name} is the first stage that reads other settings than the bundle's:"
-            return ["\n".join([title, *(f"  {line}" for line in lines)])]
+            lines = [f"  {_line('', key, *pair)}" for key, pair in values.items()]
+            return ["\n".join([title, *lines])]
     return []
 
 
@@ -263,27 +271,30 @@ def _differences(bundle: Bundle, theirs: Manifest | None, ours: Manifest | None)
     if theirs is None or ours is None:
         yield "its manifest.json is missing"
         return
-    machine = [
-        {"code": manifest.code, "processor": which}
-        for manifest, which in ((theirs, bundle.index.processor), (ours, processor()))
-    ]
-    inputs = _inputs(theirs), _inputs(ours)
-    roles = (theirs.roles, ours.roles) if inputs[0] == inputs[1] else ({}, {})
-    sections: list[tuple[str, Mapping[str, Any], Mapping[str, Any]]] = [
-        ("input", *inputs),
-        ("input as", *roles),
-        ("files of", theirs.files, ours.files),
-        ("setting", *_settings(theirs.settings, ours.settings)),
-        ("layout", theirs.layout, ours.layout),
-        ("version of", theirs.versions, ours.versions),
-        ("", machine[0], machine[1]),
-    ]
-    for title, there, here in sections:
-        yield from _pairs(title, there, here)
+    there, here = _portable(theirs), _portable(ours)
+    there_settings, here_settings = _settings(there.settings, here.settings)
+    there, here = replace(there, settings=there_settings), replace(here, settings=here_settings)
+    for change in lineage_changes(there, here, TITLES):
+        # With another input its role differs too, which says nothing more.
+        if change.field != "roles" or there.parents == here.parents:
+            yield _line(TITLES[change.field], change.key, change.before, change.after)
+    if theirs.code != ours.code:
+        yield _line("", "code", theirs.code, ours.code)
+    if (machine := processor()) != bundle.index.processor:
+        yield _line("", "processor", bundle.index.processor, machine)
+
+
+def _portable(lineage: Manifest) -> Manifest:
+    """Return a lineage with the models from outside by their digests: their paths differ."""
+    outside = sorted(str(digest) for name, digest in lineage.parents.items() if is_path(name))
+    stages = {name: digest for name, digest in lineage.parents.items() if not is_path(name)}
+    parents: dict[str, Any] = {**stages, "models": outside} if outside else stages
+    return replace(lineage, parents=parents)
 
 
 def _settings(theirs: Tree, ours: Tree) -> tuple[Tree, Tree]:
     """Return two stages' settings without the paths, whose contents have digests."""
+    # The bundle has its inputs elsewhere; their contents are compared as `files`.
     places = {
         key
         for key in theirs.keys() & ours.keys()
@@ -294,15 +305,5 @@ def _settings(theirs: Tree, ours: Tree) -> tuple[Tree, Tree]:
     return there, here
 
 
-def _inputs(lineage: Manifest) -> dict[str, Any]:
-    """Return the digests of a stage's inputs; of models from outside wherever they are."""
-    outside = sorted(str(digest) for name, digest in lineage.parents.items() if is_path(name))
-    stages = {name: digest for name, digest in lineage.parents.items() if not is_path(name)}
-    return {**stages, "models": outside} if outside else stages
-
-
-def _pairs(title: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:
-    for key in dict.fromkeys([*there, *here]):
-        if there.get(key) != here.get(key):
-            was, now = (json.dumps(settings.get(key)) for settings in (there, here))
-            yield f"{title} {key}: {was} in the bundle, {now} here".strip()
+def _line(title: str, key: str, there: Any, here: Any) -> str:
+    return f"{title} {key}: {json.dumps(there)} in the bundle, {json.dumps(here)} here".strip()

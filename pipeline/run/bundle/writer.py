@@ -151,6 +151,7 @@ def _results_digest(stage: Stage, directory: StageDirectory) -> str | None:
     verdict = read_verdict(directory) if stage.declared.judges else None
     try:
         models = json.loads(read_text(directory.results))["models"]
+        # A model from outside the run is named by its path, which another machine does not have.
         scores = sorted([portable(name), domains] for name, domains in models.items())
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
         return None
