@@ -1,6 +1,6 @@
 """The fork server: a process that imports a program's packages once and forks it on request.
 
-    python -m parallel.forkserver DESCRIPTOR MODULE
+    python -m parallel.machine.forkserver DESCRIPTOR MODULE
 
 DESCRIPTOR is a socket to the launcher, MODULE imports everything that the program needs. These
 imports take a rank 8 to 10 s and an engine 15 to 20 s; a fork takes 20 ms.

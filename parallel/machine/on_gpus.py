@@ -1,6 +1,6 @@
 """A Python program on its GPUs and the CPU cores near them.
 
-    python -m parallel.on_gpus SLOTS CACHES ARGUMENT...
+    python -m parallel.machine.on_gpus SLOTS CACHES ARGUMENT...
 
 becomes `python ARGUMENT...`. SLOTS are an engine's, such as `4,5`, which become the first that it
 sees, or `rank`, which leaves the order: ranks choose by LOCAL_RANK. CACHES is the directory of
