@@ -39,6 +39,7 @@ def audit(arguments: Namespace) -> None:
     """Recompute steps of a run from its files, and compare."""
     run = load_trusted_run(arguments)
     names = _audited(run, arguments.stage, arguments.step)
+    # In another process, since it needs torch.
     job = {"run": str(run.path.absolute()), "stages": names, "step": arguments.step}
     audits = one_off.answer_of("the audit", "stages.audit.main", job)
     if arguments.json:

@@ -27,6 +27,7 @@ def cancel(arguments: Namespace) -> None:
     """Cancel a run's jobs; running stages checkpoint first."""
     run = load_trusted_run(arguments)
     names = {stage.name for stage in run.chosen(arguments.stages)}
+    # No `braid submit` may add jobs between the look at the queue and scancel.
     with run.lock_submission():
         jobs = adopt(run)
         stages = {number: name for name, number in job_numbers(run.events).items()}
@@ -44,6 +45,8 @@ def cancel(arguments: Namespace) -> None:
             say(f"{shown(run.path)} has no job in the queue")
         # Waiting jobs first, so that none starts because another one ends.
         for name, job in sorted(to_cancel, key=lambda item: not item[1].waits):
+            # To the batch script alone: it is the launcher, which checkpoints. A plain scancel
+            # signals the ranks as well, and kills all after KillWait, 30 s unless configured.
             gently = [] if job.waits or arguments.now else ["--batch", "--signal=TERM"]
             queue.call(["scancel", *gently, job.number])
             if job.waits and name not in done:

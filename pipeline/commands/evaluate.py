@@ -65,6 +65,7 @@ def evaluate(arguments: Namespace) -> None:
     changes = {
         key: option for key in one_off.FLAGS if (option := getattr(arguments, key)) is not None
     }
+    # The run may have no stage of this kind, so the check is of one without a block.
     check_capacity(run.settings, [Stage(EVALUATE.name, EVALUATE.name)], gpus_here(run.settings))
     with run.lock():
         check_not_queued(run)

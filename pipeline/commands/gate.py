@@ -33,6 +33,7 @@ group("gate", "override a gate that has stopped a run", GATE_HELP, place=180)
 def gate_override(arguments: Namespace) -> None:
     """Override a gate that has stopped."""
     run = load_trusted_run(arguments)
+    # Shared: jobs of stages that do not wait for this gate may be running.
     with run.lock(shared=True):
         gates.override(run, arguments.stage, arguments.reason)
     say(f"{arguments.stage} is overridden; continue with: {run.resume_command()}")

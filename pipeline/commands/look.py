@@ -231,6 +231,7 @@ def _check_options(arguments: Namespace, mode: str | None) -> None:
 
 def _on_terminal(arguments: Namespace) -> bool:
     """Return whether to open screens: on a terminal, where no option says what to print."""
+    # `count` has its default by now, and says nothing about what was asked.
     printing = [*(name for name in SAMPLE_OPTIONS if name != "count"), "plain", "json"]
     printing_options = [name for name in printing if getattr(arguments, name)]
     return not printing_options and sys.stdin.isatty() and sys.stdout.isatty()

@@ -74,6 +74,7 @@ def plan(arguments: Namespace) -> None:
         else:
             gpus = known_gpus(arguments, settings)
             print(*memory_report(settings, gpus), sep="\n")
+        # After the table, whose numbers show why a layout does not fit.
         check_cluster_engines(arguments, settings, stages)
         warn(too_large(settings, stages, arguments))
         return

@@ -112,6 +112,7 @@ def _write_run(arguments: Namespace, run: Run) -> None:
     samples = arguments.samples or MOST_SAMPLES
     report_data = document(run, other_runs, arguments.redact, samples)
     text = text_of(report_data)
+    # Again until it fits: a share of the samples is not that share of the bytes.
     while arguments.samples is None and len(text) > MOST_BYTES and samples > FEWEST_SAMPLES:
         shown_samples = sum(
             len(table["columns"]["step"]) for table in report_data["samples"].values()

@@ -10,10 +10,7 @@ from pipeline.commands.support.runs import load_run_to_start
 from pipeline.commands.support.starting import check_machine, start_stages
 from pipeline.run.directory import warn_of_readers
 from pipeline.run.former import move_renamed
-from pipeline.run.select import (
-    MAY_CHANGE,
-    check_selection,
-)
+from pipeline.run.select import MAY_CHANGE, check_selection
 from pipeline.slurm.queue import check_not_queued
 
 

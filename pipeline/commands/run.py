@@ -17,10 +17,7 @@ from pipeline.run.directory import check_owner, warn_of_readers
 from pipeline.run.edits import moved_lines
 from pipeline.run.former import move_renamed
 from pipeline.run.run import Run
-from pipeline.run.select import (
-    check_selection,
-    check_settings,
-)
+from pipeline.run.select import check_selection, check_settings
 from pipeline.slurm.queue import check_not_queued
 from pipeline.text import say, warn
 
@@ -60,12 +57,14 @@ def run(arguments: Namespace) -> None:
     other, fork = forked(arguments, run)
     check_selection(run, arguments.only, arguments.rerun, fork.reused)
     check_machine(run, arguments, fork.reused)
+    # Before the lock, which creates the run's directory.
     if arguments.dry_run:
         _show_dry_run(run, arguments, fork.reused)
         return
     warn_of_readers(run)
     if arguments.bundle is not None:
         warn(foreseen(arguments.bundle, run))
+    # The lock reads the run again, so the checks below see what another launcher left.
     with run.lock():
         check_not_queued(run)
         check_settings(run, arguments.rerun, moved_lines(run))

@@ -111,6 +111,7 @@ def simulate(arguments: Namespace) -> None:
     else:
         print(simulation_text(times, settings))
         print(*memory_report(settings, node), sep="\n")
+    # After the table, whose numbers show why a layout does not fit.
     check_capacity(settings, stages, node)
 
 

@@ -30,6 +30,7 @@ from pipeline.tables import terminal
 def stage(arguments: Namespace) -> None:
     """Run one stage here, as the stage scripts do; of several, the one of this array task."""
     name = stage_of_task(arguments.stages)
+    # Looked for by itself, since only its absence is fixed by the command of the note.
     try:
         find(arguments.runs_dir, arguments.run)
     except UserError as error:

@@ -93,7 +93,7 @@ class _Submission:
 )
 def submit(arguments: Namespace) -> None:
     """Submit every unfinished stage to Slurm."""
-    submission = _requested(arguments)
+    submission = _submission_of(arguments)
     run = submission.run
     if arguments.dry_run:
         _preview(submission, arguments)
@@ -102,6 +102,7 @@ def submit(arguments: Namespace) -> None:
     if not run.settings_file.exists():  # checked early, so that no directory is created in vain
         check_dependencies(submission.selected, as_done(submission.planned(run.states), *IN_FLIGHT))
         queue.check_answers(run)
+    # Shared with the jobs of earlier submissions; the second lock keeps two submissions apart.
     with run.lock(shared=True), run.lock_submission() as lock:
         states = _settled(submission)
         jobs = _submissions(submission, states)
@@ -137,7 +138,7 @@ def submit(arguments: Namespace) -> None:
         print_json(arguments, {"run": str(run.path), "jobs": numbers})
 
 
-def _requested(arguments: Namespace) -> _Submission:
+def _submission_of(arguments: Namespace) -> _Submission:
     """Return the request; raise UserError where the arguments, profile or path are invalid."""
     run = load_configured_run(arguments)
     warn_of_graph(arguments, run.settings)

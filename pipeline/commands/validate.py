@@ -54,6 +54,7 @@ def validate(arguments: Namespace) -> None:
         if arguments.json:
             errors = [str(violation) for violation in error.violations]
             print_json(arguments, {"valid": False, "errors": errors})
+        # Also with --json: the message goes to standard error, and the exit code is 1.
         raise
     if arguments.resolved:
         if arguments.json:

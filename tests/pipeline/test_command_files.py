@@ -17,7 +17,6 @@ from tests.runs import REPOSITORY
 
 Braid = Callable[..., tuple[int, str, str]]
 PAGE = REPOSITORY / "docs" / "how-to" / "command.md"
-OTHER_NAMES = {"edit": "mv"}  # of a command that has not the name of its file
 
 
 def test_a_file_has_the_command_of_its_name_and_no_other() -> None:
@@ -26,7 +25,7 @@ def test_a_file_has_the_command_of_its_name_and_no_other() -> None:
     words: dict[str, set[str]] = {file: set() for file in files - {"__init__"}}
     for name, command in registry.COMMANDS.items():
         words[command.function.__module__.rpartition(".")[2]].add(name.partition(" ")[0])
-    assert words == {file: {OTHER_NAMES.get(file, file)} for file in words}
+    assert words == {file: {file} for file in words}
 
 
 @pytest.fixture

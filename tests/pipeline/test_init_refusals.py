@@ -13,7 +13,7 @@ import pytest
 
 from parallel.errors import UserError
 from parallel.estimates.roofline.hardware import GIB, GPUS
-from pipeline.commands.init_inputs import write_files
+from pipeline.commands.support.init_inputs import write_files
 from pipeline.config.cluster import ClusterSettings
 from pipeline.config.validate import load, load_cluster
 from pipeline.estimate.capacity import MOST_RANKS

@@ -11,22 +11,13 @@ from pipeline.commands.support.runs import find
 from pipeline.config.ancestors import ancestor_cautions
 from pipeline.config.tokenizers import template_cautions
 from pipeline.config.unroll import pairless, unread, unread_keys
-from pipeline.config.validate import (
-    load,
-    load_cluster,
-    load_unfinished,
-    located,
-)
+from pipeline.config.validate import load, load_cluster, load_unfinished, located
 from pipeline.estimate.capacity import check_capacity
 from pipeline.estimate.gpu_memory import GpusOf, gpus_here, gpus_of, unchecked
 from pipeline.run.bundle.reproduce import bundle_at
 from pipeline.run.graph import Stage
 from pipeline.run.run import Run
-from pipeline.run.select import (
-    check_run_directory,
-    dated,
-    to_start,
-)
+from pipeline.run.select import check_run_directory, dated, to_start
 from pipeline.slurm.submit import check_engines
 from pipeline.text import warn
 from stages.settings import RunSettings
@@ -38,6 +29,7 @@ def load_configured_run(arguments: Namespace) -> Run:
     Raises:
         UserError: the configuration belongs to a run in another directory.
     """
+    # `braid plan` has neither of these options, nor --fork.
     only, rerun = getattr(arguments, "only", ()), getattr(arguments, "rerun", ())
 
     def starting(settings: RunSettings) -> set[str] | None:
@@ -72,6 +64,7 @@ def load_config(
     overrides = _overrides(arguments)
     if arguments.bundle is not None:
         arguments.config = arguments.bundle.config
+        # Not `to_start`, whose rules would report a missing input first, without naming the bundle.
         arguments.bundle.check_inputs(load(arguments.config, overrides, to_start=False))
     if starting is not None:
         return load_unfinished(arguments.config, overrides, starting)

@@ -7,22 +7,18 @@ from collections.abc import Collection
 from pathlib import Path
 
 from parallel.errors import UserError, hint
-from pipeline.config.validate import (
-    load_started,
-    load_unfinished,
-)
+from pipeline.config.validate import load_started, load_unfinished
 from pipeline.run.answers import MeasuredModel, measured_models
 from pipeline.run.directory import RunDirectory, check_owner
 from pipeline.run.run import Run
-from pipeline.run.select import (
-    to_start,
-)
+from pipeline.run.select import to_start
 from pipeline.text import shown, visible
 from stages.settings import RunSettings
 
 
 def find(runs_dir: Path, name: str) -> RunDirectory:
     """Return the run of a name or directory; raise UserError where there is none."""
+    # A name in --runs-dir goes before a directory of the same name beside it.
     for path in (runs_dir / name, Path(name)):
         if (run := RunDirectory(path)).settings_file.exists():
             return run

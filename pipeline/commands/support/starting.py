@@ -86,6 +86,7 @@ def start_stages(run: Run, arguments: Namespace) -> None:
         if not isinstance(error, GateStopped):  # which names its own ways to continue
             resume = _resume_command(run, arguments)
             error.add_note(f"finished stages are kept; continue with: {resume}")
+        # A failed stage blocks only its dependents, so that an evaluation of others may be done.
         models = _written_results(run, arguments.only)
         if models is not None and not arguments.json:
             _show_results(run, models)
