@@ -150,7 +150,7 @@ def _delta_net_elements(
     return [
         (channels + wide + 2 * heads) * model.hidden_size // tensor,
         channels * further.linear_conv_kernel_dim // tensor,
-        *[heads // tensor] * 2,
+        *[heads // tensor] * 2,  # A_log and dt_bias
         further.linear_value_head_dim,
         wide * model.hidden_size // tensor,
     ]
@@ -163,6 +163,7 @@ def _attention_elements(model: ModelSettings, tensor: int) -> list[int]:
     if isinstance(further, DeepseekV3Architecture):
         query, latent = further.qk_nope_head_dim + model.head_dim, further.kv_lora_rank
         reads = further.q_lora_rank or hidden
+        # Projections to the compressed queries and keys are whole on every rank; heads are split.
         return [
             *([reads * hidden, reads] if further.q_lora_rank else []),
             heads * query * reads // tensor,

@@ -37,6 +37,8 @@ def steps_within(simulations: Sequence[SimulatedStage], hours: float) -> dict[st
             f"--budget {hours:g}: {LEAST_STEPS} steps of each stage already cost {needed:,.0f} GPU "
             f"hours; use --budget {math.ceil(needed)} or more, fewer domains, or a smaller model"
         )
+    # A stage at LEAST_STEPS costs more than its share, which the others pay for: their share
+    # shrinks, and may bring further stages to LEAST_STEPS.
     shortest: set[str] = set()
     while True:
         left = hours - cost({name: least[name] for name in shortest})

@@ -63,6 +63,7 @@ def fitted(settings: RunSettings, gpus: int, assumed: Assumptions) -> FittedRun 
                 for layout in layouts
                 if layout.seconds <= SLOWER * layouts[0].seconds
             ]
+            # Below ROOMY more room gains nothing, and the faster layout is taken.
             share, best = min(near, key=lambda pair: (max(pair[0], ROOMY), pair[1].seconds))
             return FittedRun(best.settings, changes, best.seconds, share)
     return None

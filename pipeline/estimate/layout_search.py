@@ -122,6 +122,7 @@ def _of_split(
             zip(by_layout, layouts, strict=True), zip(by_fleet, fleets, strict=True)
         )
     ]
+    # The fastest first, until enough fit: there may be thousands, and counting memory is slow.
     fitting: list[FoundLayout] = []
     for seconds, layout, fleet in sorted(timed, key=lambda timing: timing[0]):
         changed = _with(settings, layout, fleet)

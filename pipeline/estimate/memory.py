@@ -17,7 +17,6 @@ from parallel.estimates.memory import RankMemory
 from parallel.estimates.phases import PhaseMemory, checkpoint_copies
 from parallel.estimates.tensor_sizes import parameter_count
 from parallel.layout_rules import chunk_layers
-from parallel.settings import EngineSettings
 from pipeline.estimate.gpu_memory import GpusOf, NodeGpus, stage_phases
 from pipeline.estimate.stage_memory import (
     samples_per_step,
@@ -160,6 +159,8 @@ def _notes(settings: RunSettings, ranks: list[RankMemory], cached: int) -> Itera
     sequences = engine.data * engine.max_sequences
     needed = sequences * engine.max_model_tokens
     verdict = "all fit" if fitting >= needed else "the rest waits"
+    which = f"each of {engine.count} engines" if engine.count > 1 else "engine"
+    on_ranks = f" on {engine.ranks} ranks" if engine.ranks > 1 else ""
     yield (
         f"model: {_count(whole)} parameters, {_count(active)} of them used by a token, "
         f"{model.precision}, on {layout_text(layout)}"
@@ -168,9 +169,9 @@ def _notes(settings: RunSettings, ranks: list[RankMemory], cached: int) -> Itera
     if on_host := max(rank.host_optimizer for rank in ranks):
         yield f"besides, on the host of the fullest rank: {human(on_host)} of optimizer state"
     yield (
-        f"{_engines(engine)}: {human(weights + cache)} = weights {human(weights)} + KV "
-        f"cache {human(cache)},\n  which holds {fitting:,} tokens; {sequences} "
-        f"sequences of {engine.max_model_tokens} are {needed:,}: {verdict}"
+        f"{which}, a separate process{on_ranks}: {human(weights + cache)} = weights "
+        f"{human(weights)} + KV cache {human(cache)},\n  which holds {fitting:,} tokens; "
+        f"{sequences} sequences of {engine.max_model_tokens} are {needed:,}: {verdict}"
     )
     yield (
         "activations are an estimate of what backward passes need; temporary buffers of kernels\n"
@@ -198,12 +199,6 @@ def _response_notes(settings: RunSettings, stages: Sequence[Stage]) -> Iterator[
             f"its response log on disk until a checkpoint: at most {human(logged)};"
             " logging.response_log: false keeps none"
         )
-
-
-def _engines(engine: EngineSettings) -> str:
-    which = f"each of {engine.count} engines" if engine.count > 1 else "engine"
-    ranks = f" on {engine.ranks} ranks" if engine.ranks > 1 else ""
-    return f"{which}, a separate process{ranks}"
 
 
 def _count(number: int) -> str:

@@ -185,6 +185,7 @@ def workload(stage: Stage, settings: RunSettings, assumed: Assumptions) -> StepW
         samples_per_step(stage, settings),
         mean_tokens=assumed.filled * longest,
         most_tokens=longest,
+        # A sequence longer than the budget is a row by itself.
         row_tokens=max(row, assumed.filled * longest),
         passes=frozen,
         updates=updates,

@@ -136,6 +136,7 @@ def tree(stages: Sequence[Stage]) -> dict[str, str]:
     for name, of in above.items():
         below.setdefault(of, []).append(name)
     branches: dict[str, str] = {}
+    # The last one pushed is drawn next, so both the roots and the children are pushed in reverse.
     stack = [(name, "", "") for name in reversed(below.get(None, []))]
     while stack:
         name, prefix, branch = stack.pop()

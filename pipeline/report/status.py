@@ -134,6 +134,7 @@ def evaluated(run: Run, states: Mapping[str, StageState]) -> bool:
 
 def current_models(run: Run, states: Mapping[str, StageState]) -> Models | None:
     """Return the results without those of stale evaluations, in order; None where damaged."""
+    # A model's results count where any evaluation of it is done, though another one is stale.
     left: dict[bool, set[str]] = {True: set(), False: set()}
     for stage in run.stages:
         if stage.declared.evaluates:

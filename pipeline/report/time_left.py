@@ -63,35 +63,43 @@ def estimate(
         and (only is None or stage.name in only)
     ]
     kinds = {stage.kind for stage in to_run}
-    paces: dict[str, float] = {}
-    starts: dict[str, float] = {}  # seconds outside the steps of each stage
-    for stage in stages:
-        state = states[stage.name]
-        if stage.kind in kinds and stage.steps and (pace := _pace(run, stage)) is not None:
-            paces[stage.name] = pace
-            # For a stage of several attempts, `took` has the last one only.
-            whole = state.state == "done" and state.attempts == 1
-            if whole and stage.name in took and state.step is not None:
-                starts[stage.name] = max(0.0, took[stage.name] - pace * state.step)
-
-    known_took, known_starts, known_paces = (
-        _with_usual(measured, stages) for measured in (took, starts, paces)
+    paces = {
+        stage.name: pace
+        for stage in stages
+        if stage.kind in kinds and stage.steps and (pace := _pace(run, stage)) is not None
+    }
+    usual_took, usual_starts, usual_paces = (
+        _with_usual(measured, stages) for measured in (took, _starts(states, took, paces), paces)
     )
     seconds: dict[str, float | None] = dict.fromkeys((stage.name for stage in stages), 0.0)
     for stage in to_run:
         state = states[stage.name]
         if not stage.steps:
-            seconds[stage.name] = known_took[stage.name]
+            seconds[stage.name] = usual_took[stage.name]
             continue
         saved = 0 if state.state == "stale" else state.step or 0
-        start = 0.0 if state.state == "running" else known_starts[stage.name] or 0.0
-        ahead = known_paces[stage.name]
-        seconds[stage.name] = None if ahead is None else start + ahead * (stage.steps - saved)
+        start = 0.0 if state.state == "running" else usual_starts[stage.name] or 0.0
+        pace = usual_paces[stage.name]
+        seconds[stage.name] = None if pace is None else start + pace * (stage.steps - saved)
     engine_devices = engine.count * engine.ranks if engine.placement == "own" else 0
     stopped = [name for name, gates in idle.items() if name in gates]
     unknown = [stage.kind for stage in stages if seconds[stage.name] is None]
     devices = run.settings.layout.ranks + engine_devices
     return Estimate(seconds, devices, stopped, list(dict.fromkeys(unknown)))
+
+
+def _starts(
+    states: Mapping[str, StageState], took: Mapping[str, float], paces: Mapping[str, float]
+) -> dict[str, float]:
+    """Return the seconds outside the steps of each stage that one attempt finished."""
+    starts: dict[str, float] = {}
+    for name, pace in paces.items():
+        state = states[name]
+        # For a stage of several attempts, `took` has the last one only.
+        whole = state.state == "done" and state.attempts == 1
+        if whole and name in took and state.step is not None:
+            starts[name] = max(0.0, took[name] - pace * state.step)
+    return starts
 
 
 def _with_usual(measured: Mapping[str, float], stages: Sequence[Stage]) -> dict[str, float | None]:

@@ -123,8 +123,8 @@ MUTANTS = [
     Mutant(
         "an engine's cache is whole on each rank",
         "parallel/estimates/roofline/rollout.py",
-        "cache_bytes(model, ranks)",
-        "cache_bytes(model, 1)",
+        "cached_elements(model, ranks)",
+        "cached_elements(model, 1)",
         ROOFLINE,
     ),
     Mutant(

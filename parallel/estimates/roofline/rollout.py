@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator
 
 from parallel.estimates.roofline.hardware import DataSheet, Efficiencies
-from parallel.estimates.roofline.work import StepWorkload, always_used, cache_bytes, expert_elements
-from parallel.estimates.tensor_sizes import BYTES
+from parallel.estimates.roofline.work import StepWorkload, always_used, expert_elements
+from parallel.estimates.tensor_sizes import BYTES, cached_elements
 from parallel.families import routed_layers
 from parallel.settings import EngineSettings, ModelSettings
 
@@ -63,7 +63,7 @@ def decode_seconds(
     used_share = 1 - (1 - model.experts_per_token / model.experts) ** batch
     experts = routed * used_share * model.experts * expert_elements(model)
     read = (always_used(model) + experts + model.vocabulary_size * hidden) * precision
-    cached = batch * context * cache_bytes(model, ranks)
+    cached = batch * context * BYTES["bf16"] * cached_elements(model, ranks)
     memory = (read / ranks + cached) / (gpu.memory_bandwidth * reached.memory)
     used = always_used(model) + routed * model.experts_per_token * expert_elements(model)
     arithmetic = 2 * batch * used / ranks / (gpu.flops * reached.dense)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from parallel.estimates.tensor_sizes import (
-    BYTES,
-    cached_elements,
     dense_widths,
     expert_tensors,
     has_shared_gate,
@@ -72,8 +70,3 @@ def score_flops(model: ModelSettings) -> float:
     else:
         widths = 2 * model.head_dim
     return model.attention_heads * widths * len(full_attention_layers(model)) / model.layers
-
-
-def cache_bytes(model: ModelSettings, ranks: int) -> int:
-    """Return the bytes of a token's keys and values on one of an engine's tensor-parallel ranks."""
-    return BYTES["bf16"] * cached_elements(model, ranks)

@@ -114,6 +114,7 @@ def compare(
     experts = _experts(run, run_models, merges, start)
     merged = [name for name, model in run_models.items() if model.stage in merges]
     rows = [name for name in models if not names or name == start or name in names]
+    # The experts define the headroom, also where a row of theirs was not asked for.
     used = {name: models[name] for name in dict.fromkeys([*rows, *experts.values()])}
     answers = _common_answers(used, list(used[start].domains))
     compared = {}

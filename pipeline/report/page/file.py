@@ -38,6 +38,7 @@ def report_file(document: Mapping[str, Any]) -> str:
             f"{error.filename} is missing, the library of the report's charts: download it with"
             " python -m tools.vendor, as `make install` does"
         ) from error
+    # Without a time of compression equal data gives an equal file.
     packed = gzip.compress(_json(document).encode(), 9, mtime=0)
     return Template((WEB / "index.html").read_text()).substitute(
         title=escape(visible(document["run"]["name"])),

@@ -41,6 +41,7 @@ def _of_stage(run: Run, stage: Stage) -> Json:
     since = min(phase.begin for phases in ranks.values() for phase in phases)
     until = max(_end(phase) for phases in ranks.values() for phase in phases)
     engines = engine_phases(run, stage) if stage.needs_engine else {}
+    # Engines start before the ranks and end after them; shares are of the ranks' time.
     within = {
         name: [
             replace(phase, begin=max(phase.begin, since), end=min(_end(phase), until))

@@ -190,6 +190,7 @@ def _speed(lines: Sequence[Line]) -> str:
     if len(with_tokens) < 2:
         return ""
     seconds = with_tokens[-1]["time"] - with_tokens[0]["time"]
+    # A line is written when its step ends: the first one's tokens were trained before the interval.
     tokens = sum(line["trained_tokens"] for line in with_tokens[1:])
     return f"{tokens / seconds:.0f}" if seconds > 0 else ""
 

@@ -65,6 +65,7 @@ def outcomes(
         kinds: dict[tuple[bool, bool], list[str]] = {}
         for key, one, other in zip(keys, *shares, strict=True):
             kinds.setdefault((one >= RIGHT, other >= RIGHT), []).append(key)
+        # In the order of KINDS, which are the fields of Outcomes.
         order = ((True, True), (True, False), (False, True), (False, False))
         by_domain[domain] = Outcomes(*(kinds.get(kind, []) for kind in order))
     return by_domain

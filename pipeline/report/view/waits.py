@@ -49,6 +49,7 @@ def _now(
                 f"step {steps[-1]}" if present.step is not None else f"{name} of step {steps[-1]}"
             )
     about = {"stage": stage.name, "process": process, "phase": name, "waits_for": waits_for}
+    # The clock of a rank's node may be ahead of this machine's.
     return {**about, "seconds": max(0.0, now - since)}
 
 
