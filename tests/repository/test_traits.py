@@ -35,12 +35,15 @@ FAMILIES_HAVE_TRAITS = False  # True once no other file asks for a family by its
 def literals(tree: ast.Module, names: Collection[str]) -> Iterator[tuple[int, str]]:
     """Yield (line, literal) of each string equal to one of `names`, but for names of commands.
 
-    `braid export` is named like the kind: `@command("export", ...)`, `GROUPS["gate"]`.
+    `braid export` is named like the kind: `@command("export", ...)`. So are groups of commands:
+    `group("gate", ...)`, `GROUPS["gate"]`.
     """
     commands = {
         id(node.args[0])
         for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and node.args and ast.unparse(node.func) == "command"
+        if isinstance(node, ast.Call)
+        and node.args
+        and ast.unparse(node.func) in ("command", "group")
     }
     commands |= {
         id(node.slice)
