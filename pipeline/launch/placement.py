@@ -231,7 +231,7 @@ class ThisMachine:
 
 
 def on_gpus(command: Sequence[str], slots: str, caches: str = "") -> list[str]:
-    """Return a Python command that starts on slots of the visible GPUs: `parallel.on_gpus`."""
+    """Return a Python command that starts on slots of the visible GPUs: `machine.on_gpus`."""
     return [command[0], "-m", "parallel.machine.on_gpus", slots, caches, *command[1:]]
 
 

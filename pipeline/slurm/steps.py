@@ -151,7 +151,7 @@ class SlurmJob:
             "--overlap",  # ranks and engines share cores and devices in turn
             "--mem=0",
             # Slurm would bind the first task of every overlapping step to the same cores; on GPUs
-            # `parallel.on_gpus` binds each process near its own.
+            # `machine.on_gpus` binds each process near its own.
             "--cpu-bind=none",
             "--open-mode=append",
             "--export=ALL",

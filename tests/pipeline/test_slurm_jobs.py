@@ -342,8 +342,8 @@ def test_tasks_on_gpus_choose_their_slots_behind_srun(
     [server] = [line for line in record.splitlines() if line.endswith(" -m server")]
     assert f"--cpus-per-task={2 * cluster.cpus_per_rank} " in server  # of its two ranks
     assert "--bind /local:/local " in server  # the caches are outside the image
-    assert f"/i.sif python3 -m parallel.on_gpus 6,7 {caches} -m server\n" in record
-    assert f"/i.sif python3 -m parallel.on_gpus rank {caches} -m main\n" in record
+    assert f"/i.sif python3 -m parallel.machine.on_gpus 6,7 {caches} -m server\n" in record
+    assert f"/i.sif python3 -m parallel.machine.on_gpus rank {caches} -m main\n" in record
     assert "APPTAINERENV_NCCL_IB_HCA=mlx5" in record
     assert record.count("APPTAINERENV_PYTHONHASHSEED=7\n") == 2
     assert "APPTAINERENV_MASTER_ADDR=127.0.0.1" in record
