@@ -17,6 +17,7 @@ def ancestor_cautions(settings: RunSettings) -> Iterator[tuple[str, str]]:
     """
     blocks = Blocks(settings)
     parents = {stage.name: list(_parents(stage, blocks)) for stage in blocks.stages}
+    # By key and teacher: the stages of a block with for_each say it once.
     cautions = {}
     for stage in blocks.stages:
         if blocks.inputs(stage).parent is None or not parents[stage.name]:

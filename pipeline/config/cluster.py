@@ -47,6 +47,7 @@ def seconds_of(walltime: str) -> int:
     """
     days, dash, clock = walltime.rpartition("-")
     numbers = [int(number) for number in clock.split(":")]
+    # After `D-` the first number is hours; without it, the first of two is minutes.
     if dash:
         hours, minutes, seconds = [*numbers, 0, 0][:3]
     elif len(numbers) == 3:

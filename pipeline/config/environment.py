@@ -40,9 +40,7 @@ from stages.directory import COLLECTION, StageDirectory
 from stages.domains import DomainSettings
 from stages.kinds.distill.merge_data_settings import CollectedDataSettings
 from stages.kinds.distill.settings import DistillSettings
-from stages.kinds.merge_weights.settings import MergeWeightsSettings
 from stages.kinds.mixture_settings import MixtureStageSettings, StageSourceSettings
-from stages.kinds.sft.settings import SftSettings
 from stages.rewards.kinds.judge import JudgeReward
 from stages.rewards.kinds.python import PythonReward
 from stages.settings import RunSettings
@@ -76,10 +74,7 @@ def violations(run: RunSettings) -> Found:
         if why := size_violation(model):
             yield "model.vocabulary_size", why
     shown_in = {
-        name
-        for block in run.stages.values()
-        if isinstance(block, SftSettings | DistillSettings | MergeWeightsSettings)
-        for name in block.demonstrated(run.domains_of(block))
+        name for block in run.stages.values() for name in block.demonstrated(run.domains_of(block))
     }
     for name, domain in run.domains.items():
         demonstrated = name in shown_in

@@ -131,8 +131,8 @@ def unknown(annotation: Any, name: str, fields: Collection[str]) -> str:
     """Return the message of a key that a block does not have, with what was probably meant."""
     if now := schema.renamed(annotation, name):
         return f"renamed to {now}"
-    if of := _kind_without(annotation, name):
-        return of
+    if other_kinds := _kind_without(annotation, name):
+        return other_kinds
     return f"unknown key; {schema.alias_hint(name, fields) or hint(name, fields)}"
 
 

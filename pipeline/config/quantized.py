@@ -54,11 +54,11 @@ def loss_gate_cautions(run: RunSettings) -> Iterator[tuple[str, str]]:
     for name, block in run.stages.items():
         gate = block.gate if isinstance(block, QuantizeSettings) else None
         if gate is not None and gate.on_failure == "stop":
-            why = (_of_equals if run.evaluation.temperature == 0 else _drawn_anew)(gate)
+            why = (_greedy_cautions if run.evaluation.temperature == 0 else _sampled_cautions)(gate)
             yield from ((f"stages.{name}.gate.max_loss", message) for message in why)
 
 
-def _drawn_anew(gate: LossGateSettings) -> Iterator[str]:
+def _sampled_cautions(gate: LossGateSettings) -> Iterator[str]:
     """Yield why a lossless model may fail where both models sample their answers.
 
     With solve rates spread evenly over the problems, of which each model draws `answers` answers,
@@ -80,7 +80,7 @@ def _drawn_anew(gate: LossGateSettings) -> Iterator[str]:
     yield f"{message}; for {100 * POWER:.0f} % use {enough}, or on_failure: warn"
 
 
-def _of_equals(gate: LossGateSettings) -> Iterator[str]:
+def _greedy_cautions(gate: LossGateSettings) -> Iterator[str]:
     """Yield why equal greedy answers would not pass."""
     if (bound := _bound_of_equals(gate.problems)) <= gate.max_loss:
         return

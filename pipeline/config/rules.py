@@ -82,11 +82,13 @@ def violations(
         if starting is None or name in trained_on:
             yield from _domain_rules(name, domain, run.rewards, run, uses[name])
     yield from _split_rules(run.domains)
+    # Before the rules of stages, which resolve references: a broken graph has none to resolve.
     broken = [*graph_rules(run)] if graph else []
     yield from broken
     if not broken:
         yield from _stage_rules(run, starting)
         if graph:
+            # The stages of a block with for_each break a rule alike: it is reported once.
             yield from dict.fromkeys(pair_rules(run, starting))
             yield from requantized(run, starting)
     yield from evaluation_rules(run.evaluation, run.layout)
@@ -129,6 +131,7 @@ def _model_rules(model: ModelSettings, layout: LayoutSettings) -> Found:
             f"tokenizer: {CHARACTERS}",
         )
     yield from layout_violations(model, layout)
+    # The family's rules read the architecture, so it must be valid.
     yield from list(_architecture_rules(model)) or family_violations(model, layout)
 
 

@@ -115,6 +115,7 @@ def _header(path: Path) -> dict[str, Stored]:
     places = sorted((*_place(name, entry), name) for name, entry in entries)
     end = 0
     for begin, after, name in places:
+        # The format allows no gaps and no overlaps: bytes of no tensor could hide another file.
         if begin != end:
             raise HeaderError(f"{_short(name)} begins at byte {begin}, and must at {end}")
         end = after

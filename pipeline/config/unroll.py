@@ -86,6 +86,7 @@ class Unrolled:
     def gate(self) -> str | None:
         """The name of its gate, None where it has none."""
         gate = self.settings.gated
+        # With for_each a gate of some domains leaves the stages of the others ungated.
         measured = set(self.domains) & set(gate.domains or self.domains) if gate else ()
         return f"{GATE_PREFIX}{self.name}" if measured else None
 
@@ -413,6 +414,7 @@ def _cycles(waits: Mapping[str, Sequence[str]]) -> Iterator[list[str]]:
     done: set[str] = set()
     for start in waits:
         path: list[str] = []
+        # Counted, since `in path` would make a chain of 1,000 domains quadratic.
         places: Counter[str] = Counter()
         stack = [(start, iter(waits[start]))] if start not in done else []
         path += [name for name, _ in stack]

@@ -127,9 +127,11 @@ def load_unfinished(
         try:
             tree, settings = _valid(RunSettings, tree, reader)
         except ConfigError:
+            # A schema error is no rule of what may start: it stands as `load` raised it.
             raise error from None
         if any(rules.unreadable(settings)) or (names := starting(settings)) is None:
             raise
+        # Files may be gone since the run began, but the stages that will start need them.
         missing = environment.violations(settings)
         _check_rules(tree, chain(rules.violations(settings, starting=names), missing))
         return settings
@@ -411,6 +413,8 @@ def _validated(
     except ValidationError as error:
         listed = error.errors(include_url=False)
         if nulls := [key for details in listed if (key := _deleting_null(root, tree, details))]:
+            # These nulls delete what an earlier file states, so they are no errors; the rest may
+            # have some.
             return _validated(root, reduce(_without, nulls, tree), complete=complete)
         renamed = {
             (*details["loc"][:-1], now)

@@ -152,9 +152,11 @@ class Launcher:
         Raises:
             JobFailed: a rank failed, or an engine that must not be restarted.
         """
+        # Engines first: a rank that loses its engine fails too, and can say only that.
         if job.samples and (failure := self._engines.restart_failed(report)):
             raise JobFailed(job.stage, failure)
         if failed_first := _failed(ranks):
+            # A rank often fails because another did; the cause may be reported a moment later.
             wait_for_all(ranks, SETTLE_SECONDS)
             if job.samples and (failure := self._engines.failed()):
                 raise JobFailed(job.stage, failure)
@@ -227,12 +229,14 @@ class EngineSupervisor:
             UserError: the machine has too few cores for the engines.
         """
         for members in self._engines:
+            # Engines outlive a stage, and engine.max_restarts counts the restarts within one.
             members[0].restarts = 0
             if failed := _first_failed(members):
                 report(f"{failed[1].cause}; restarting it")
                 _restart(members)
         data = self._settings.engine.data
         for start in range(len(self._engines) * data, len(self._directories), data):
+            # An earlier launcher's file would send the members to ports where nobody listens.
             self._directories[start].meeting.unlink(missing_ok=True)
             self._engines.append([self._member(index) for index in range(start, start + data)])
 

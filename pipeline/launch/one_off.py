@@ -103,6 +103,7 @@ def _evaluated(settings: RunSettings, changes: Mapping[str, Any]) -> RunSettings
     }
     evaluation = _changed(settings, changes)
     evaluated = settings.model_copy(update={"evaluation": evaluation, "domains": domains})
+    # After both are changed: a domain's own sampling is checked with the run's.
     for key, message in answer_rules(evaluated):
         raise UserError(f"{FLAGS.get(key.removeprefix('evaluation.'), key)}: {message}")
     return evaluated
@@ -227,6 +228,7 @@ def _execute(
 ) -> Path:
     """Run a job in a directory named after the time; return the path of its results."""
     name = time.strftime("%Y%m%d-%H%M%S")
+    # Two jobs may begin within one second.
     names = chain([name], (f"{name}-{number}" for number in count(2)))
     paths = (run.path / DIRECTORIES[kind] / directory_name for directory_name in names)
     directory = StageDirectory(next(path for path in paths if not path.exists()))

@@ -132,6 +132,7 @@ class StageScheduler:
             self._stopped = stopped
         except Exception as failure:  # raised when the other slots have ended
             self._failures.append(failure)
+            # Its dependents will never start; the stages of other branches still run.
             lost = {stage.name}
             for waiting in self._waiting:  # dependencies come first
                 if lost & {*waiting.waits_for}:

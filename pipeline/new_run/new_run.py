@@ -80,6 +80,7 @@ def prepare(request: RunRequest, announce: Callable[[str], None]) -> Prepared:
         if len(counts) < len(data):  # rows of Parquet are counted only now
             chats = True  # perhaps
             better = _fraction([domain_data.rows for domain_data in data.values()], least)
+            # The counts hold only for the share that they were made with.
             data = data if better == fraction else _scored(request, blocks, better)
     elif request.has_weights or len(counts) < len(request.domains):  # the rest is Parquet
         raise UserError(problem)
@@ -205,6 +206,7 @@ def _on_gpus(request: RunRequest, blocks: Blocks, data: Mapping[str, StartingDat
     notes += repeats
     times = simulated(compile_graph(settings), settings, assumed)
     cut = walltimes(times, request.longest_walltime)
+    # The head quotes the cost of the final settings, so it is written after the cut.
     spent = sum(timed.gpu_hours for timed in times)
     notes += [
         f"{timed.stage.name} is simulated with {clock(timed.duration)}: its job is requeued at its "

@@ -70,6 +70,7 @@ def too_few_cpus(
 
     The ranks are one step and each engine is another; steps overlap.
     """
+    # Without SLURM_JOB_CPUS_PER_NODE there are no CPUs to compare with.
     for node, has in zip(nodes, cpus, strict=False):
         before = places.ranks_per_node * nodes.index(node)  # ranks on the nodes before this one
         on_node = min(ranks - before, places.ranks_per_node)

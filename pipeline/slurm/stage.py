@@ -79,6 +79,7 @@ def run_stage(run: Run, stage: Stage, console: Console, programs: Programs) -> M
         return None
     cluster = load_cluster(run.cluster) if run.cluster.exists() else ClusterSettings()
     cluster = cluster.of_kind(stage.kind)
+    # Read before the attempt: a refusal is recorded only where the attempt recorded nothing.
     newest = latest(run.ledger.events()).get(stage.name)
     try:
         check_dependencies([stage], states, WAIT)
@@ -192,6 +193,7 @@ def _requeue_self(
         )
         raise ended
     attempts = directory.attempts()
+    # Recorded first: Slurm ends this process as soon as it requeues the job.
     ledger.append(stage.name, "submitted", f"job {job_id} again: {why}", attempts, job=job_id)
     try:
         requeue(job_id)
@@ -200,6 +202,7 @@ def _requeue_self(
         ledger.append(stage.name, "pending", cause, attempts)
         ended.add_note(f"{error}; submit again")
         raise ended from error
+    # Slurm's signal ends this process here.
     time.sleep(REQUEUED_SECONDS)
     raise UserError(f"job {job_id} was requeued, but Slurm did not end it")
 

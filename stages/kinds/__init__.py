@@ -22,6 +22,7 @@ ENTRY_POINT = "braid.stages"
 for _room in iter_modules(__path__):
     if _room.ispkg:
         import_module(f"{__name__}.{_room.name}.settings")
+# By name: of two kinds with one name the same one is refused on every machine.
 for _entry in sorted(entry_points(group=ENTRY_POINT), key=lambda point: point.name):
     try:
         _entry.load()
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     Kind = str
     AnyStageSettings = StageSettings
 else:
+    # Sorted, since messages list them, and rooms are imported before packages.
     Kind = Literal[*sorted(KINDS)]
     AnyStageSettings = Annotated[
         reduce(or_, (kind.settings for kind in KINDS.values() if kind.settings)),

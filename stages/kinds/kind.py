@@ -127,6 +127,10 @@ class StageSettings(Settings):
         policy = self.policy(run, domains)
         return None if policy is None else policy.routing.replay
 
+    def demonstrated(self, domains: Sequence[str]) -> Sequence[str]:
+        """Return the domains whose demonstrations it reads."""
+        return ()
+
     def read(self, run: RunBlocks, domains: Sequence[str]) -> dict[str, Any]:
         """Return all of the block that a stage's result may depend on, as plain values."""
         return self.model_dump(mode="json")

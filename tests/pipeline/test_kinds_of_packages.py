@@ -12,11 +12,12 @@ from tests.pipeline.violations import cells
 
 REPOSITORY = Path(__file__).parents[2]
 MODULE = """\
+from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import Field
 
-from stages.kinds.kind import MODEL, StageKind, StageSettings, register
+from stages.kinds.kind import MODEL, Inputs, RunBlocks, StageKind, StageSettings, register
 
 
 class ShrinkSettings(StageSettings):
@@ -26,8 +27,21 @@ class ShrinkSettings(StageSettings):
     share: float = Field(default=0.5, gt=0, lt=1, description="share of the experts that stays")
 
 
-WORK = "shrinking_work"
-register(StageKind("shrink", WORK, "checkpoints", MODEL, ShrinkSettings, script="export"))
+class BlendSettings(StageSettings):
+    \"\"\"The mean of two models.\"\"\"
+
+    kind: Literal["blend"] = "blend"
+    models: tuple[str, str]
+
+    def inputs(self, run: RunBlocks, domains: Sequence[str]) -> Inputs:
+        return Inputs(models={"one": self.models[0], "other": self.models[1]})
+
+
+for name, settings, merges in (("shrink", ShrinkSettings, False), ("blend", BlendSettings, True)):
+    work = f"{name}ing_work"
+    register(
+        StageKind(name, work, "checkpoints", MODEL, settings, script="export", merges=merges)
+    )
 """
 
 
@@ -56,14 +70,16 @@ def braid(package: Path, *arguments: str) -> tuple[int, str]:
 
 def test_a_package_brings_a_kind(package: Path, config: Path, runs: Path) -> None:
     shrunk = "stages.export.from=shrunk"
-    config.write_text(f"{config.read_text()}  shrunk: {{kind: shrink, from: merge, share: 0.25}}\n")
+    blocks = "  shrunk: {kind: shrink, from: merge, share: 0.25}\n"
+    blocks += "  blended: {kind: blend, models: [merge, cold_start]}\n"
+    config.write_text(f"{config.read_text()}{blocks}")
     code, said = braid(package, "plan", str(config), shrunk, "--runs-dir", str(runs))
     assert code == 0, said
-    assert next(cells(line)[:3] for line in said.splitlines() if cells(line)[:1] == ["shrunk"]) == [
-        "shrunk",
-        "shrink",
-        "merge",
-    ]
+    rows = [" ".join(cells(line)) for line in said.splitlines()]
+    assert any(row.startswith("shrunk shrink merge") for row in rows)
+    # By its trait, not its name, it starts from these weights; else it would compare two models.
+    start = "blended blend the weights of merge, cold_start"
+    assert any(row.startswith(start) for row in rows), said
     code, said = braid(package, "validate", str(config), "stages.shrunk.share=2")
     assert code == 1
     assert "stages.shrunk.share: should be less than 1, not 2" in said
