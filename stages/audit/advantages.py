@@ -79,7 +79,8 @@ def _mo_grpo(groups: Groups, settings: Block, weights: PartWeights) -> Values:
 
 @ADVANTAGES.register("gdpo")
 def _gdpo(groups: Groups, settings: Block, weights: PartWeights) -> Values:
-    return _over_batch(_mo_grpo(groups, settings, weights), _std(settings))
+    std = _std(settings)
+    return _over_batch([_parts(group, weights, std) for group in groups], std)
 
 
 @ADVANTAGES.register("gfpo")

@@ -52,7 +52,7 @@ class Terms:
 
 
 @dataclass(frozen=True)
-class Counts:
+class UpdateCounts:
     """The counts of an update, of all domains, that its means are over.
 
     `longest` is the largest number of tokens that a response may have.
@@ -264,7 +264,7 @@ def _unbiased_k3(facts: Facts, difference: torch.Tensor) -> torch.Tensor:
     return _exp(facts.logprobs - sampled) * _k3(facts, difference)
 
 
-def aggregate(values: torch.Tensor, name: str, counts: Counts) -> torch.Tensor:
+def aggregate(values: torch.Tensor, name: str, counts: UpdateCounts) -> torch.Tensor:
     """Return the part that one sample's `values` [n] have in the mean over the update.
 
     Raises:
@@ -275,16 +275,16 @@ def aggregate(values: torch.Tensor, name: str, counts: Counts) -> torch.Tensor:
 
 
 @AGGREGATIONS.register("sequence_mean")
-def _sequence_mean(values: torch.Tensor, counts: Counts) -> torch.Tensor:
+def _sequence_mean(values: torch.Tensor, counts: UpdateCounts) -> torch.Tensor:
     return values.mean() / counts.sequences
 
 
 @AGGREGATIONS.register("constant")
-def _constant(values: torch.Tensor, counts: Counts) -> torch.Tensor:
+def _constant(values: torch.Tensor, counts: UpdateCounts) -> torch.Tensor:
     return values.sum() / (counts.sequences * counts.longest)
 
 
 @AGGREGATIONS.register("token_mean", "lambda")
-def _token_mean(values: torch.Tensor, counts: Counts) -> torch.Tensor:
+def _token_mean(values: torch.Tensor, counts: UpdateCounts) -> torch.Tensor:
     # Of `lambda` the caller multiplies this by the weight of the response.
     return values.sum() / counts.tokens

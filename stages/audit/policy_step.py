@@ -12,7 +12,7 @@ import torch
 
 from stages.audit.advantages import advantages
 from stages.audit.model import Model, Read
-from stages.audit.objective import Counts, Facts, Objective, aggregate, terms
+from stages.audit.objective import UpdateCounts, Facts, Objective, aggregate, terms
 from stages.audit.recorded import NotAuditable, RecordedSample
 from stages.audit.rows import Comparison, kept_sets, mismatch, number, numbers
 from stages.audit.update import Optimizer, take_update
@@ -197,7 +197,9 @@ class PolicyStep:
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return a sample's part of the loss by its objective, and of the metrics."""
         tokens = sum(len(sample.learned) for sample in initial)
-        counts = Counts(len(initial), tokens, self.settings["sampling"]["max_response_tokens"])
+        counts = UpdateCounts(
+            len(initial), tokens, self.settings["sampling"]["max_response_tokens"]
+        )
 
         def mean(values: torch.Tensor) -> torch.Tensor:
             return weight * aggregate(values, objective.settings["aggregation"], counts)

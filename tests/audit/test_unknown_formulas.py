@@ -13,7 +13,7 @@ import torch
 
 from stages.audit import formulas, main
 from stages.audit.advantages import advantages
-from stages.audit.objective import Counts, Facts, aggregate, terms
+from stages.audit.objective import UpdateCounts, Facts, aggregate, terms
 from stages.audit.recorded import NotAuditable, RecordedRun
 from stages.audit.stage_audit import Audited
 from stages.objectives.loss import ObjectiveSettings
@@ -77,7 +77,7 @@ def test_an_unknown_advantage_and_aggregation_are_named() -> None:
         "no formula for advantage 'half' in stages/audit/advantages.py; add one beside 'grpo'"
     )
     with pytest.raises(NotAuditable, match="no formula for aggregation 'half' in stages/audit/"):
-        aggregate(torch.zeros(3), "half", Counts(1, 3, 3))
+        aggregate(torch.zeros(3), "half", UpdateCounts(1, 3, 3))
 
 
 def test_a_name_has_one_formula() -> None:
