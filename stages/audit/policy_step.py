@@ -12,7 +12,7 @@ import torch
 
 from stages.audit.advantages import advantages
 from stages.audit.model import Model, Read
-from stages.audit.objective import UpdateCounts, Facts, Objective, aggregate, terms
+from stages.audit.objective import Facts, Objective, UpdateCounts, aggregate, terms
 from stages.audit.recorded import NotAuditable, RecordedSample
 from stages.audit.rows import Comparison, kept_sets, mismatch, number, numbers
 from stages.audit.update import Optimizer, take_update

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,6 +18,10 @@ from stages.data.problem import Problem
 from stages.objectives.graded import AdvantageBase, Graded, compute_advantages
 from stages.objectives.surrogate import sequence_means
 from stages.rewards.reward import Grade, RewardError
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+    from torch import Tensor
 
 SPREAD = 9.0  # divides the standard score of a length (arXiv 2510.06870)
 # No response counts more than ten times for its certainty: EDGE's formula has no bound, and a
@@ -241,8 +246,10 @@ class LengthWeights:
 
 
 def length_weights(
-    lengths: torch.Tensor, groups: torch.Tensor, exponent: torch.Tensor
-) -> torch.Tensor:
+    lengths: Float[Tensor, " responses"],
+    groups: Int[Tensor, " responses"],
+    exponent: Float[Tensor, ""],
+) -> Float[Tensor, " responses"]:
     """Return f_i = G softmax(h^lambda), h_i = 1 + z_i / 9, of n responses: [n].
 
     Lambda-GRPO (arXiv 2510.06870). z_i is the standard score of a response's length within its
@@ -253,7 +260,7 @@ def length_weights(
     """
     size = int(groups.max()) + 1 if len(groups) else 0
 
-    def of_group(values: torch.Tensor) -> torch.Tensor:
+    def of_group(values: Float[Tensor, " responses"]) -> Float[Tensor, " responses"]:
         """Return each response's sum over its group."""
         return values.new_zeros(size).index_add(0, groups, values)[groups]
 
@@ -294,8 +301,10 @@ def scale_by_entropy(samples: list[Sample], batches: list[MicroBatch]) -> None:
 
 
 def edge(
-    advantages: torch.Tensor, entropies: torch.Tensor, group_means: torch.Tensor
-) -> torch.Tensor:
+    advantages: Float[Tensor, "responses tokens"],
+    entropies: Float[Tensor, " responses"],
+    group_means: Float[Tensor, " responses"],
+) -> Float[Tensor, "responses tokens"]:
     """Return A_i / H_i, H_i the response's mean token entropy over its group's mean (EDGE).
 
     `advantages` [B, T]; `entropies` and `group_means` [B], in nats, of the policy that sampled.

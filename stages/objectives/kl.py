@@ -19,6 +19,7 @@ from stages.objectives.registry import AboveZero, kl_estimator
 from stages.objectives.surrogate import bounded_exp
 
 if TYPE_CHECKING:
+    from jaxtyping import Float
     from torch import Tensor
 
 AVERAGE = "ema"  # the reference that is a moving average of the policy
@@ -71,26 +72,42 @@ class KLSettings(Settings):
 
 
 @kl_estimator("k1", SCHULMAN)
-def k1(logprobs: Tensor, reference: Tensor, sampling: Tensor) -> Tensor:
+def k1(
+    logprobs: Float[Tensor, "*shape"],
+    reference: Float[Tensor, "*shape"],
+    sampling: Float[Tensor, "*shape"],
+) -> Float[Tensor, "*shape"]:
     """Return -d: unbiased as a measurement; as a loss its gradient averages to nothing."""
     return logprobs - reference
 
 
 @kl_estimator("k2", SCHULMAN)
-def k2(logprobs: Tensor, reference: Tensor, sampling: Tensor) -> Tensor:
+def k2(
+    logprobs: Float[Tensor, "*shape"],
+    reference: Float[Tensor, "*shape"],
+    sampling: Float[Tensor, "*shape"],
+) -> Float[Tensor, "*shape"]:
     """Return d^2 / 2: biased, never negative; on-policy its gradient is that of the true KL."""
     return (reference - logprobs).square() / 2
 
 
 @kl_estimator("k3", f"{SCHULMAN}; GRPO, arXiv 2402.03300")
-def k3(logprobs: Tensor, reference: Tensor, sampling: Tensor) -> Tensor:
+def k3(
+    logprobs: Float[Tensor, "*shape"],
+    reference: Float[Tensor, "*shape"],
+    sampling: Float[Tensor, "*shape"],
+) -> Float[Tensor, "*shape"]:
     """Return e^d - d - 1: unbiased, never negative."""
     difference = reference - logprobs
     return bounded_exp(difference) - difference - 1
 
 
 @kl_estimator("unbiased_k3", "DeepSeek-V3.2, arXiv 2512.02556")
-def unbiased_k3(logprobs: Tensor, reference: Tensor, sampling: Tensor) -> Tensor:
+def unbiased_k3(
+    logprobs: Float[Tensor, "*shape"],
+    reference: Float[Tensor, "*shape"],
+    sampling: Float[Tensor, "*shape"],
+) -> Float[Tensor, "*shape"]:
     """Return pi_theta / pi_sampling times k3, with gradient through both: unbiased off-policy."""
     return bounded_exp(logprobs - sampling) * k3(logprobs, reference, sampling)
 

@@ -50,6 +50,7 @@ for _package in (advantages, ratios):  # one file each, which registers itself
 
 # The type checker knows the base classes: the unions depend on the files in the packages.
 if TYPE_CHECKING:
+    from jaxtyping import Bool, Float
     from torch import Tensor
 
     AdvantageSettings = AdvantageBase
@@ -155,25 +156,41 @@ class Totals:
 
 
 @aggregation("sequence_mean", "GRPO, arXiv 2402.03300; GSPO, 2507.18071")
-def sequence_mean(values: Tensor, mask: Tensor, totals: Totals) -> Tensor:
+def sequence_mean(
+    values: Float[Tensor, "responses tokens"],
+    mask: Bool[Tensor, "responses tokens"],
+    totals: Totals,
+) -> Float[Tensor, ""]:
     """Return the mean over responses of each one's mean over tokens; 0 for one without tokens."""
     return sequence_means(values, mask).sum() / max(totals.sequences, 1)
 
 
 @aggregation("token_mean", "DAPO, arXiv 2503.14476")
-def token_mean(values: Tensor, mask: Tensor, totals: Totals) -> Tensor:
+def token_mean(
+    values: Float[Tensor, "responses tokens"],
+    mask: Bool[Tensor, "responses tokens"],
+    totals: Totals,
+) -> Float[Tensor, ""]:
     """Return the mean over tokens, so that long responses weigh more."""
     return masked_sum(values, mask) / max(totals.tokens, 1)
 
 
 @aggregation("constant", "Dr. GRPO, arXiv 2503.20783")
-def constant(values: Tensor, mask: Tensor, totals: Totals) -> Tensor:
+def constant(
+    values: Float[Tensor, "responses tokens"],
+    mask: Bool[Tensor, "responses tokens"],
+    totals: Totals,
+) -> Float[Tensor, ""]:
     """Return the sum over (responses x longest length), so that every token weighs the same."""
     return masked_sum(values, mask) / (max(totals.sequences, 1) * totals.longest)
 
 
 @aggregation("lambda", "Lambda-GRPO, arXiv 2510.06870")
-def weighted_token_mean(values: Tensor, mask: Tensor, totals: Totals) -> Tensor:
+def weighted_token_mean(
+    values: Float[Tensor, "responses tokens"],
+    mask: Bool[Tensor, "responses tokens"],
+    totals: Totals,
+) -> Float[Tensor, ""]:
     """Return the mean over tokens, which `LengthWeights` has weighted by length."""
     return token_mean(values, mask, totals)
 
@@ -182,7 +199,7 @@ def weighted_token_mean(values: Tensor, mask: Tensor, totals: Totals) -> Tensor:
 class MetricSum:
     """A detached scalar sum over one shard, and the count of the whole step that divides it."""
 
-    total: Tensor
+    total: Float[Tensor, ""]
     denominator: Literal["sequences", "tokens"]
 
 
@@ -193,9 +210,9 @@ class PolicyLoss:
     `kl` [B, T] is the penalty of every token, without gradient; None without a coefficient.
     """
 
-    loss: Tensor
+    loss: Float[Tensor, ""]
     metrics: dict[str, MetricSum]
-    kl: Tensor | None = None
+    kl: Float[Tensor, "responses tokens"] | None = None
 
 
 def policy_loss(
@@ -214,15 +231,15 @@ def policy_loss(
     tokens = tokens.cleared()
     mask = tokens.mask
 
-    def aggregate(values: Tensor) -> Tensor:
+    def aggregate(values: Float[Tensor, "responses tokens"]) -> Float[Tensor, ""]:
         if tokens.length_weights is not None:
             values = values * tokens.length_weights.unsqueeze(-1)
         return AGGREGATIONS[settings.aggregation](values, mask, totals)
 
-    def per_token(values: Tensor) -> MetricSum:
+    def per_token(values: Float[Tensor, "responses tokens"]) -> MetricSum:
         return MetricSum(masked_sum(values.detach(), mask), "tokens")
 
-    def per_response(values: Tensor) -> MetricSum:
+    def per_response(values: Float[Tensor, "responses tokens"]) -> MetricSum:
         return MetricSum(sequence_means(values.detach(), mask).sum(), "sequences")
 
     if settings.ratio.needs_router_shift:
@@ -256,7 +273,7 @@ def policy_loss(
     return PolicyLoss(loss, metrics, kl)
 
 
-def _penalty(tokens: Tokens, settings: KLSettings) -> Tensor:
+def _penalty(tokens: Tokens, settings: KLSettings) -> Float[Tensor, "responses tokens"]:
     why = "kl.coefficient is above 0"
     if settings.needs_logits:
         return _needed(tokens.reference_kl, why, "KL to the reference")

@@ -16,6 +16,7 @@ from parallel.settings import Settings
 from stages.objectives.registry import CORRECTIONS, AboveZero, AlgorithmSettings, correction
 
 if TYPE_CHECKING:
+    from jaxtyping import Bool, Float
     from torch import Tensor
 
 # The ratio is clipped to 1 - clip_low, which must not be below 0.
@@ -66,21 +67,21 @@ class Tokens:
     `length_weights` [B], of the aggregation `lambda`, multiply everything.
     """
 
-    logprobs: Tensor
-    old_logprobs: Tensor
-    engine_logprobs: Tensor
-    advantages: Tensor
-    mask: Tensor
-    sampling_logprobs: Tensor | None = None
-    weights: Tensor | None = None
-    router_movement: Tensor | None = None
-    reference_logprobs: Tensor | None = None
-    reference_kl: Tensor | None = None
-    entropy: Tensor | None = None
-    length_weights: Tensor | None = None
+    logprobs: Float[Tensor, "responses tokens"]
+    old_logprobs: Float[Tensor, "responses tokens"]
+    engine_logprobs: Float[Tensor, "responses tokens"]
+    advantages: Float[Tensor, "responses tokens"]
+    mask: Bool[Tensor, "responses tokens"]
+    sampling_logprobs: Float[Tensor, "responses tokens"] | None = None
+    weights: Float[Tensor, "responses tokens"] | None = None
+    router_movement: Float[Tensor, "responses tokens"] | None = None
+    reference_logprobs: Float[Tensor, "responses tokens"] | None = None
+    reference_kl: Float[Tensor, "responses tokens"] | None = None
+    entropy: Float[Tensor, "responses tokens"] | None = None
+    length_weights: Float[Tensor, " responses"] | None = None
 
     @property
-    def log_ratio(self) -> Tensor:
+    def log_ratio(self) -> Float[Tensor, "responses tokens"]:
         """The log-ratio log pi_theta - log pi_old of every token, in nats."""
         return self.logprobs - self.old_logprobs
 
@@ -112,27 +113,33 @@ class Surrogate:
     `clipped` (bool) is true where the clip binds.
     """
 
-    loss: Tensor
-    ratio: Tensor
-    clipped: Tensor
+    loss: Float[Tensor, "responses tokens"]
+    ratio: Float[Tensor, "responses tokens"]
+    clipped: Bool[Tensor, "responses tokens"]
 
 
-def bounded_exp(log_ratio: Tensor) -> Tensor:
+def bounded_exp(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """Return exp of the argument clamped to +-20: one stray token must not overflow a batch."""
     return log_ratio.clamp(-20.0, 20.0).exp()
 
 
-def sequence_means(values: Tensor, mask: Tensor) -> Tensor:
+def sequence_means(
+    values: Float[Tensor, "responses tokens"], mask: Bool[Tensor, "responses tokens"]
+) -> Float[Tensor, " responses"]:
     """Return the mean [B] of each response's unmasked `values` [B, T]; 0 for one without tokens."""
     return values.masked_fill(~mask, 0.0).sum(-1) / mask.sum(-1).clamp(min=1)
 
 
-def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
+def masked_sum(values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Float[Tensor, ""]:
     """Return the sum, a scalar, of `values` where `mask`; elsewhere they may even be NaN."""
     return values.masked_fill(~mask, 0.0).sum()
 
 
-def clipped_surrogate(ratio: Tensor, advantages: Tensor, settings: Clipped) -> Surrogate:
+def clipped_surrogate(
+    ratio: Float[Tensor, "responses tokens"],
+    advantages: Float[Tensor, "responses tokens"],
+    settings: Clipped,
+) -> Surrogate:
     """Return -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), elementwise over equal shapes.
 
     With dual_clip, c, it is max(min(...), c A) where A is negative: a token that became much
@@ -170,7 +177,9 @@ class NoCorrectionSettings(CorrectionBase):
 
 
 @correction(NoCorrectionSettings)
-def uncorrected(ratio: Tensor, settings: NoCorrectionSettings) -> Tensor:
+def uncorrected(
+    ratio: Float[Tensor, "responses tokens"], settings: NoCorrectionSettings
+) -> Float[Tensor, "responses tokens"]:
     """Return 1 for every token."""
     return ratio.new_ones(ratio.shape)
 
@@ -208,7 +217,9 @@ class TisSettings(ImportanceSettings):
 
 
 @correction(TisSettings, source="Yao et al. 2025, https://fengyao.notion.site/off-policy-rl")
-def truncated(ratio: Tensor, settings: TisSettings) -> Tensor:
+def truncated(
+    ratio: Float[Tensor, "responses tokens"], settings: TisSettings
+) -> Float[Tensor, "responses tokens"]:
     """Return min(pi_old / mu, cap): truncated importance sampling."""
     return ratio.clamp(max=settings.cap)
 
@@ -229,14 +240,19 @@ class IcePopSettings(ImportanceSettings):
 
 
 @correction(IcePopSettings, source="Ring-1T, arXiv 2510.18855")
-def icepop(ratio: Tensor, settings: IcePopSettings) -> Tensor:
+def icepop(
+    ratio: Float[Tensor, "responses tokens"], settings: IcePopSettings
+) -> Float[Tensor, "responses tokens"]:
     """Return pi_old / mu within [low, high], else 0."""
     return ratio.masked_fill((ratio < settings.low) | (ratio > settings.high), 0.0)
 
 
 def correction_weights(
-    old_logprobs: Tensor, engine_logprobs: Tensor, mask: Tensor, settings: CorrectionBase
-) -> Tensor:
+    old_logprobs: Float[Tensor, "responses tokens"],
+    engine_logprobs: Float[Tensor, "responses tokens"],
+    mask: Bool[Tensor, "responses tokens"],
+    settings: CorrectionBase,
+) -> Float[Tensor, "responses tokens"]:
     """Return the weight of every token, [B, T], without gradient.
 
     Both log-probabilities [B, T] in nats, pi_old's and mu's, `mask` [B, T] bool. The ratio of a
@@ -258,7 +274,9 @@ class SequenceMaskSettings(Settings):
     )
 
 
-def sequence_mask(tokens: Tokens, settings: SequenceMaskSettings) -> Tensor:
+def sequence_mask(
+    tokens: Tokens, settings: SequenceMaskSettings
+) -> Bool[Tensor, "responses tokens"]:
     """Return M of DeepSeek-V3.2 (arXiv 2512.02556), [B, T] bool: the tokens that are kept.
 
     False where the advantage is negative and mean_t(log mu - log pi_theta) of the response is above

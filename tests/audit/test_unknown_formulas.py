@@ -13,7 +13,7 @@ import torch
 
 from stages.audit import formulas, main
 from stages.audit.advantages import advantages
-from stages.audit.objective import UpdateCounts, Facts, aggregate, terms
+from stages.audit.objective import Facts, UpdateCounts, aggregate, terms
 from stages.audit.recorded import NotAuditable, RecordedRun
 from stages.audit.stage_audit import Audited
 from stages.objectives.loss import ObjectiveSettings

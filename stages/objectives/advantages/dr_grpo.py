@@ -8,6 +8,7 @@ from stages.objectives.graded import AdvantageBase, Graded, centre
 from stages.objectives.registry import advantage
 
 if TYPE_CHECKING:
+    from jaxtyping import Float
     from torch import Tensor
 
 
@@ -18,6 +19,6 @@ class DrGrpoSettings(AdvantageBase):
 
 
 @advantage(DrGrpoSettings, source="arXiv 2503.20783; DeepSeek-V3.2, 2512.02556")
-def dr_grpo(graded: Graded, settings: DrGrpoSettings) -> Tensor:
+def dr_grpo(graded: Graded, settings: DrGrpoSettings) -> Float[Tensor, "groups responses"]:
     """Return R - mean of the group, [groups, G]."""
     return centre(graded.rewards, graded.mask)

@@ -14,6 +14,7 @@ from stages.objectives.graded import Standardised
 from stages.objectives.registry import AboveZero, advantage
 
 if TYPE_CHECKING:
+    from jaxtyping import Bool, Float
     from torch import Tensor
 
 
@@ -46,7 +47,12 @@ class GaeSettings(Standardised):
 
 
 @advantage(GaeSettings, source="arXiv 1506.02438, 1707.06347")
-def gae(rewards: Tensor, values: Tensor, mask: Tensor, settings: GaeSettings) -> Tensor:
+def gae(
+    rewards: Float[Tensor, "responses tokens"],
+    values: Float[Tensor, "responses tokens"],
+    mask: Bool[Tensor, "responses tokens"],
+    settings: GaeSettings,
+) -> Float[Tensor, "responses tokens"]:
     """Return A_t = sum over k of (gamma lambda)^k delta_{t+k}; 0 where masked, without gradient.
 
     delta_t = r_t + gamma V_{t+1} - V_t, where the value after the last token is 0. The target of
@@ -62,7 +68,12 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, settings: GaeSettings) ->
     return advantages
 
 
-def clipped_value_loss(values: Tensor, old_values: Tensor, targets: Tensor, clip: float) -> Tensor:
+def clipped_value_loss(
+    values: Float[Tensor, "*shape"],
+    old_values: Float[Tensor, "*shape"],
+    targets: Float[Tensor, "*shape"],
+    clip: float,
+) -> Float[Tensor, "*shape"]:
     """Return half the larger of (V - target)^2 and (clip(V, old V +- clip) - target)^2, a token."""
     held = old_values + (values - old_values).clamp(-clip, clip)
     return (values - targets).square().maximum((held - targets).square()) / 2

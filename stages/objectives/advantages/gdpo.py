@@ -9,6 +9,7 @@ from stages.objectives.graded import Graded, Standardised, scale_over_batch
 from stages.objectives.registry import advantage
 
 if TYPE_CHECKING:
+    from jaxtyping import Float
     from torch import Tensor
 
 
@@ -19,6 +20,6 @@ class GdpoSettings(Standardised):
 
 
 @advantage(GdpoSettings, source="arXiv 2601.05242")
-def gdpo(graded: Graded, settings: GdpoSettings) -> Tensor:
+def gdpo(graded: Graded, settings: GdpoSettings) -> Float[Tensor, "groups responses"]:
     """Return the advantage `mo_grpo` over (its std in the batch + 1e-6), [groups, G]."""
     return scale_over_batch(mo_grpo(graded, settings), graded, settings.std)

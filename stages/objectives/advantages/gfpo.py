@@ -12,6 +12,7 @@ from stages.objectives.graded import Graded, Standardised, standardise
 from stages.objectives.registry import advantage
 
 if TYPE_CHECKING:
+    from jaxtyping import Float
     from torch import Tensor
 
 
@@ -32,7 +33,7 @@ class GfpoSettings(Standardised):
 
 
 @advantage(GfpoSettings, source="arXiv 2508.09726")
-def gfpo(graded: Graded, settings: GfpoSettings) -> Tensor:
+def gfpo(graded: Graded, settings: GfpoSettings) -> Float[Tensor, "groups responses"]:
     """Return the advantage `grpo` among the kept responses of each group, else 0, [groups, G].
 
     Of equal responses the first are kept.

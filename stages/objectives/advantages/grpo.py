@@ -8,6 +8,7 @@ from stages.objectives.graded import Graded, Standardised, standardise
 from stages.objectives.registry import advantage
 
 if TYPE_CHECKING:
+    from jaxtyping import Float
     from torch import Tensor
 
 
@@ -18,6 +19,6 @@ class GrpoAdvantageSettings(Standardised):
 
 
 @advantage(GrpoAdvantageSettings, source="arXiv 2402.03300")
-def grpo(graded: Graded, settings: GrpoAdvantageSettings) -> Tensor:
+def grpo(graded: Graded, settings: GrpoAdvantageSettings) -> Float[Tensor, "groups responses"]:
     """Return (R - mean of the group) / (std of the group + 1e-6), [groups, G]."""
     return standardise(graded.rewards, graded.mask, settings.std)

@@ -8,6 +8,7 @@ from stages.objectives.graded import Graded, Standardised, standardise
 from stages.objectives.registry import advantage
 
 if TYPE_CHECKING:
+    from jaxtyping import Float
     from torch import Tensor
 
 
@@ -18,7 +19,7 @@ class MoGrpoSettings(Standardised):
 
 
 @advantage(MoGrpoSettings, source="arXiv 2509.22047")
-def mo_grpo(graded: Graded, settings: Standardised) -> Tensor:
+def mo_grpo(graded: Graded, settings: Standardised) -> Float[Tensor, "groups responses"]:
     """Return the weighted sum over k of (R_k - mean_k) / (std_k + 1e-6), [groups, G].
 
     Raises:

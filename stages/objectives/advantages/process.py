@@ -8,6 +8,7 @@ from stages.objectives.graded import Graded, Standardised, standardise
 from stages.objectives.registry import advantage
 
 if TYPE_CHECKING:
+    from jaxtyping import Float
     from torch import Tensor
 
 ROUNDING = 1e-9  # of a reward that equals the mean of its steps
@@ -23,7 +24,7 @@ class ProcessSettings(Standardised):
 
 
 @advantage(ProcessSettings, source="arXiv 2402.03300, section 4.1.3")
-def process(graded: Graded, settings: ProcessSettings) -> Tensor:
+def process(graded: Graded, settings: ProcessSettings) -> Float[Tensor, "groups responses tokens"]:
     """Return the summed rewards of the steps that end at a token or later, [groups, G, T].
 
     Each is standardised over all steps of the group. What else the response earned (its reward less

@@ -8,6 +8,7 @@ from stages.objectives.graded import Graded, Whitened, standardise, standardise_
 from stages.objectives.registry import advantage
 
 if TYPE_CHECKING:
+    from jaxtyping import Float
     from torch import Tensor
 
 
@@ -20,7 +21,9 @@ class ReinforcePPSettings(Whitened):
 
 
 @advantage(ReinforcePPSettings, source="arXiv 2501.03262")
-def reinforce_pp(graded: Graded, settings: ReinforcePPSettings) -> Tensor:
+def reinforce_pp(
+    graded: Graded, settings: ReinforcePPSettings
+) -> Float[Tensor, "groups responses"]:
     """Return (R - mean) / (std + 1e-6) over the whole batch, [groups, G].
 
     A zero-variance group still learns, from being better or worse than the others. With `over:

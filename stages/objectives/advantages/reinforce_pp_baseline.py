@@ -14,6 +14,7 @@ from stages.objectives.graded import (
 from stages.objectives.registry import advantage
 
 if TYPE_CHECKING:
+    from jaxtyping import Float
     from torch import Tensor
 
 
@@ -28,7 +29,9 @@ class ReinforcePPBaselineSettings(Whitened):
 
 
 @advantage(ReinforcePPBaselineSettings, source="arXiv 2501.03262")
-def reinforce_pp_baseline(graded: Graded, settings: ReinforcePPBaselineSettings) -> Tensor:
+def reinforce_pp_baseline(
+    graded: Graded, settings: ReinforcePPBaselineSettings
+) -> Float[Tensor, "groups responses"]:
     """Return (R - mean of the group) / (std of that over the batch + 1e-6), [groups, G].
 
     With `over: tokens`, less the mean of that over all tokens, as verl whitens: where responses of

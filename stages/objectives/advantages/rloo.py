@@ -8,6 +8,7 @@ from stages.objectives.graded import AdvantageBase, Graded, centre
 from stages.objectives.registry import advantage
 
 if TYPE_CHECKING:
+    from jaxtyping import Float
     from torch import Tensor
 
 
@@ -18,7 +19,7 @@ class RlooSettings(AdvantageBase):
 
 
 @advantage(RlooSettings, source="arXiv 2402.14740")
-def rloo(graded: Graded, settings: RlooSettings) -> Tensor:
+def rloo(graded: Graded, settings: RlooSettings) -> Float[Tensor, "groups responses"]:
     """Return R - mean of the others of the group = n / (n - 1) (R - mean), [groups, G]."""
     count = graded.mask.sum(-1, keepdim=True)
     return centre(graded.rewards, graded.mask) * count / (count - 1).clamp(min=1)

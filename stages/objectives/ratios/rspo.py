@@ -12,6 +12,7 @@ from stages.objectives.registry import ratio
 from stages.objectives.surrogate import BelowOne, Surrogate, Tokens
 
 if TYPE_CHECKING:
+    from jaxtyping import Float
     from torch import Tensor
 
 
@@ -33,6 +34,6 @@ def rspo_ratio(tokens: Tokens, settings: RspoRatioSettings) -> Surrogate:
     return geometric_ratio(shifted, settings)
 
 
-def router_shift(movement: Tensor, floor: float) -> Tensor:
+def router_shift(movement: Float[Tensor, "*shape"], floor: float) -> Float[Tensor, "*shape"]:
     """Return gamma = max(exp(-movement), floor) of every token [...], without gradient."""
     return movement.detach().neg().exp().clamp(min=floor)

@@ -18,6 +18,7 @@ from stages.objectives.surrogate import (
 )
 
 if TYPE_CHECKING:
+    from jaxtyping import Float
     from torch import Tensor
 
 
@@ -46,6 +47,6 @@ def sequence_ratio(tokens: Tokens, settings: SequenceRatioSettings) -> Surrogate
     return clipped_surrogate(ratio, tokens.advantages, settings)
 
 
-def response_ratio(tokens: Tokens) -> Tensor:
+def response_ratio(tokens: Tokens) -> Float[Tensor, "responses 1"]:
     """Return s_i of every response, [B, 1]."""
     return bounded_exp(sequence_means(tokens.log_ratio, tokens.mask)).unsqueeze(-1)
