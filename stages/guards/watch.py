@@ -22,7 +22,13 @@ class StepVerdict:
 
 
 class GuardMonitor:
-    """The reader of every step's metrics; only on the main rank, which all others follow."""
+    """The reader of every step's metrics; only on the main rank, which all others follow.
+
+    Example: guards.entropy_collapse with threshold 0.02, patience 3 and action stop:
+        step      7     8     9     10    11
+        entropy   .05   .01   .01   .03   .01
+        beyond    0     1     2     0     1     it stops at 3 in a row, after a checkpoint
+    """
 
     def __init__(
         self,

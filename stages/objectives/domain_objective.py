@@ -30,6 +30,15 @@ class DomainObjective:
     """The objective of `domains`: its settings, its models, and what it learns.
 
     Of one domain, or of all of a stage's domains, then named `SHARED`.
+
+    Example: the KL of the last update was 10 % above the target:
+        >>> kl = {"coefficient": 0.5, "target": 0.1}
+        >>> settings = ObjectiveSettings.model_validate({"kl": kl})
+        >>> words = DomainObjective("words", ["words"], settings, GroupBaseline(settings), None)
+        >>> words.after_update({"kl/words": 0.11})  # what the update had
+        {'kl_coefficient/words': 0.5}
+        >>> round(words.kl_coefficient, 6)  # what the next has
+        0.505
     """
 
     def __init__(

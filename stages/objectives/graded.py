@@ -69,6 +69,13 @@ class Graded:
     Where rewards have K parts: part_rewards [groups, G, K], unweighted, and weights [K].
     Where the S steps of a response have rewards: step_rewards [groups, G, S], and step_ends int64
     [groups, G, S], the index in the response of a step's last token, or -1.
+
+    Example: two prompts with two responses each; the reward of one response failed:
+        >>> import torch
+        >>> rewards = torch.tensor([[1.0, 0.0], [1.0, 0.0]])
+        >>> mask = torch.tensor([[True, True], [True, False]])
+        >>> Graded(rewards, mask, lengths=torch.tensor([[5, 2], [3, 4]])).comparable
+        tensor([ True, False])
     """
 
     rewards: Float[Tensor, "groups responses"]
@@ -92,6 +99,15 @@ def compute_advantages(
 
     In the dtype of the rewards. 0 for responses that are not graded, and in groups with fewer than
     two graded responses, unless the baseline is the batch's.
+
+    Example: of four responses to one prompt one is right, and the reward of the last failed:
+        >>> import torch
+        >>> import stages.objectives.loss  # registers the advantages
+        >>> rewards = torch.tensor([[1.0, 0.0, 0.0, 0.0]])
+        >>> graded = Graded(rewards, torch.tensor([[True, True, True, False]]), rewards.long() + 2)
+        >>> settings = stages.objectives.loss.ObjectiveSettings().advantage  # grpo
+        >>> compute_advantages(graded, settings).squeeze(-1)  # less 1/3, over 0.5774 + 1e-6
+        tensor([[ 1.1547, -0.5773, -0.5773,  0.0000]])
     """
     if not graded.mask.any():
         return graded.rewards.new_zeros((*graded.rewards.shape, 1))

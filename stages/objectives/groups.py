@@ -40,6 +40,16 @@ class Group:
     `grades` are the pending grades of its samples, where they are wanted. Once it is `graded`, its
     samples have their rewards, `failures` says why some have none, and `watch_failures` why some
     have no value of a reward of weight 0.
+
+    Example: two samples of a prompt were requested under weights 12, and one has arrived:
+        >>> group = Group(Problem("sums", 0, "2 + 2 =", "4"), seed=8, slots=[None, None])
+        >>> group.requested_version = 12
+        >>> [group.seed + number for number, sample in enumerate(group.slots) if sample is None]
+        [8, 9]
+
+    Waits for: an engine's response in every slot, then the grades of all of them.
+    Unblocked by: `StageEngines.wait`, which fills slots as responses arrive and sets `ended` with
+    the last one; then `graded`, once every grade in `grades` is done.
     """
 
     problem: Problem
@@ -75,6 +85,10 @@ class Batch:
 
     Groups are `replaced` that have nothing to learn from; `too_old` counts dropped samples. Of all
     of these, `failures` samples have no reward; a reward of weight 0 failed `watch_failures` times.
+
+    Example: a step on 2 prompts of 4 samples; a third group had equal rewards:
+        groups = [first, third]   replaced = [second]   sampled = [first, third, second]
+        too_old = 1 (dropped)     failures = 2 (of 12 samples, no reward)
     """
 
     groups: list[Group]
@@ -90,7 +104,13 @@ class Batch:
 
 
 def groups_of(problems: list[Problem], size: int, seed: int) -> list[Group]:
-    """Return a group of `size` for each problem; no two samples share a seed."""
+    """Return a group of `size` for each problem; no two samples share a seed.
+
+    Example: no sample of the first group has the seed of one of the second:
+        >>> problems = [Problem("sums", number, "2 + 2 =", "4") for number in range(2)]
+        >>> [(group.seed, len(group.slots)) for group in groups_of(problems, size=4, seed=8)]
+        [(8, 4), (12, 4)]
+    """
     return [
         Group(problem, seed + index * size, [None] * size) for index, problem in enumerate(problems)
     ]
@@ -257,6 +277,11 @@ def length_weights(
     mean are over the G responses of the group. `lengths` [n] floating point, in tokens; `groups`
     int64 [n], the group of each, from 0; `exponent`, lambda, a scalar with gradient. At 0 every
     weight is 1, above it long responses count for more, below it short ones.
+
+    Example: a group of lengths 2 and 4, standard scores -1 and 1, with lambda 1:
+        >>> lengths, groups = torch.tensor([2.0, 4.0]), torch.tensor([0, 0])
+        >>> length_weights(lengths, groups, torch.tensor(1.0))  # 2 softmax(8/9, 10/9)
+        tensor([0.8893, 1.1107])
     """
     size = int(groups.max()) + 1 if len(groups) else 0
 
@@ -309,6 +334,11 @@ def edge(
 
     `advantages` [B, T]; `entropies` and `group_means` [B], in nats, of the policy that sampled.
     Source: arXiv 2507.21848.
+
+    Example: entropies of 1 and 3 nats in one group:
+        >>> edge(torch.tensor([[3.0], [3.0]]), torch.tensor([1.0, 3.0]), torch.tensor([2.0, 2.0]))
+        tensor([[6.],
+                [2.]])
     """
     relative = entropies / group_means.clamp(min=1e-12)
     return advantages / relative.clamp(min=LEAST_RELATIVE_ENTROPY).unsqueeze(-1)

@@ -130,6 +130,10 @@ class Totals:
     `sequences` counts the responses, `tokens` their learned tokens, `learned` the responses that
     have any, which metrics are means of; `longest`, the maximum number of tokens of a response,
     is read by `constant` alone.
+
+    Example: an update on responses of 5, 3 and 0 learned tokens, of at most 8:
+        Totals(sequences=3, tokens=8, longest=8, learned=2): `sequence_mean` divides by 3,
+        `token_mean` by 8, `constant` by 3 x 8, and a metric of responses by 2.
     """
 
     sequences: float
@@ -227,6 +231,16 @@ def policy_loss(
 
     Raises:
         ValueError: the settings need an input that `tokens` lacks.
+
+    Example: responses of 2 tokens and 1, on-policy, with advantages 1.5 and -0.5:
+        >>> import torch
+        >>> logprobs = torch.tensor([[-0.5, -1.0], [-2.0, 0.0]])
+        >>> mask = torch.tensor([[True, True], [True, False]])
+        >>> advantages = mask * torch.tensor([[1.5], [-0.5]])
+        >>> tokens = Tokens(logprobs, logprobs, logprobs, advantages, mask)
+        >>> result = policy_loss(tokens, Totals(2, tokens=3), ObjectiveSettings(), 0.0)
+        >>> result.loss, result.metrics["entropy"].total  # (-1.5 + 0.5) / 2; 3.5 nats over 3 tokens
+        (tensor(-0.5000), tensor(3.5000))
     """
     tokens = tokens.cleared()
     mask = tokens.mask

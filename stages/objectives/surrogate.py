@@ -65,6 +65,14 @@ class Tokens:
     router chose.
     `reference_kl` and `entropy`, over the ids that each token was sampled from, have gradient.
     `length_weights` [B], of the aggregation `lambda`, multiply everything.
+
+    Example: responses of 2 tokens and 1, so that the second has padding, which may be NaN:
+        >>> import torch
+        >>> new, old = torch.tensor([[-0.5, -1.0], [-2.0, torch.nan]]), torch.full((2, 2), -1.0)
+        >>> mask = torch.tensor([[True, True], [True, False]])
+        >>> Tokens(new, old, old, advantages=mask * 1.0, mask=mask).cleared().log_ratio
+        tensor([[ 0.5000,  0.0000],
+                [-1.0000,  0.0000]])
     """
 
     logprobs: Float[Tensor, "responses tokens"]
@@ -111,6 +119,9 @@ class Surrogate:
     """The loss, the ratio and the clip of every token, each [B, T]; unspecified where masked.
 
     `clipped` (bool) is true where the clip binds.
+
+    Example: two tokens with advantages 1 and -2 and ratios 1.5 and 0.9 under PPO's clip of 0.2:
+        loss = [-1.2, 1.8]   ratio = [1.5, 0.9]   clipped = [true, false]
     """
 
     loss: Float[Tensor, "responses tokens"]
@@ -258,6 +269,14 @@ def correction_weights(
     Both log-probabilities [B, T] in nats, pi_old's and mu's, `mask` [B, T] bool. The ratio of a
     sequence is the geometric mean over its tokens, slime's `geometric`: a product, the `sequence`
     of verl, TRL and slime, would vanish with their number.
+
+    Example: the trainer gives two tokens 0.6 and 0.2, the engine gave them 0.2 and 0.4:
+        >>> import torch
+        >>> old, engine = torch.tensor([[0.6, 0.2]]).log(), torch.tensor([[0.2, 0.4]]).log()
+        >>> correction_weights(old, engine, old < 0, TisSettings())  # 3 is more than the cap
+        tensor([[2.0000, 0.5000]])
+        >>> correction_weights(old, engine, old < 0, TisSettings(level="sequence"))
+        tensor([[1.2247, 1.2247]])
     """
     log_ratio = (old_logprobs - engine_logprobs).detach().masked_fill(~mask, 0.0)
     if isinstance(settings, ImportanceSettings) and settings.level == "sequence":
@@ -281,6 +300,13 @@ def sequence_mask(
 
     False where the advantage is negative and mean_t(log mu - log pi_theta) of the response is above
     delta: a bad response that the policy would hardly give any more teaches it nothing but noise.
+
+    Example: two bad responses of one token, of which the policy has left the first:
+        >>> import torch
+        >>> new, mu = torch.tensor([[-3.0], [-1.2]]), torch.full((2, 1), -1.0)
+        >>> bad = -torch.ones(2, 1)
+        >>> sequence_mask(Tokens(new, mu, mu, bad, bad < 0), SequenceMaskSettings()).tolist()
+        [[False], [True]]
     """
     excess = (tokens.engine_logprobs - tokens.logprobs).detach()
     far = sequence_means(excess, tokens.mask) > settings.delta

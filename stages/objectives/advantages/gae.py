@@ -57,6 +57,13 @@ def gae(
 
     delta_t = r_t + gamma V_{t+1} - V_t, where the value after the last token is 0. The target of
     the values is A + V.
+
+    Example: three tokens, each worth 0.5 to the critic, and a reward of 1 at the last:
+        >>> import torch
+        >>> rewards, values = torch.tensor([[0.0, 0.0, 1.0]]), torch.full((1, 3), 0.5)
+        >>> settings = GaeSettings.model_validate({"gamma": 1.0, "lambda": 0.5})
+        >>> gae(rewards, values, values > 0, settings)  # delta = 0, 0, 0.5
+        tensor([[0.1250, 0.2500, 0.5000]])
     """
     rewards, values = (tensor.detach().masked_fill(~mask, 0.0) for tensor in (rewards, values))
     following = values.roll(-1, -1)

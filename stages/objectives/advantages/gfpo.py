@@ -37,6 +37,13 @@ def gfpo(graded: Graded, settings: GfpoSettings) -> Float[Tensor, "groups respon
     """Return the advantage `grpo` among the kept responses of each group, else 0, [groups, G].
 
     Of equal responses the first are kept.
+
+    Example: of four responses to one prompt, one is right:
+        >>> import torch
+        >>> rewards = torch.tensor([[1.0, 0.0, 0.0, 0.0]])
+        >>> batch = Graded(rewards, mask=rewards >= 0, lengths=torch.tensor([[2, 3, 3, 4]]))
+        >>> gfpo(batch, GfpoSettings(keep=2))  # the shortest: rewards 1 and 0, of deviation 0.7071
+        tensor([[ 0.7071, -0.7071,  0.0000,  0.0000]])
     """
     merit = -graded.lengths.to(graded.rewards.dtype)
     if settings.by == "reward_per_token":

@@ -24,6 +24,14 @@ def mo_grpo(graded: Graded, settings: Standardised) -> Float[Tensor, "groups res
 
     Raises:
         ValueError: the rewards have no parts.
+
+    Example: of four responses to one prompt, the first is right and the last is brief:
+        >>> import torch
+        >>> parts = torch.tensor([[[1.0, 0.0], [0.0, 0.0], [0.0, 0.0], [0.0, 1.0]]])
+        >>> weights, mask = torch.tensor([1.0, 0.5]), torch.ones(1, 4, dtype=torch.bool)
+        >>> batch = Graded(parts @ weights, mask, mask * 3, parts, weights)
+        >>> mo_grpo(batch, MoGrpoSettings())  # each part is 1.5 where it is 1, and -0.5 elsewhere
+        tensor([[ 1.2500, -0.7500, -0.7500,  0.2500]])
     """
     if graded.part_rewards is None or graded.weights is None:
         raise ValueError(

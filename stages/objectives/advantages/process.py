@@ -32,6 +32,15 @@ def process(graded: Graded, settings: ProcessSettings) -> Float[Tensor, "groups 
 
     Raises:
         ValueError: the steps have no rewards.
+
+    Example: four responses of two tokens, each token a step; one step of the first is right:
+        >>> import torch
+        >>> steps = torch.tensor([[[1.0, 0.0], [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]]])
+        >>> mask, ends = torch.ones(1, 4, dtype=torch.bool), torch.tensor([0, 1]).expand(1, 4, 2)
+        >>> batch = Graded(steps.mean(-1), mask, mask * 2, step_rewards=steps, step_ends=ends)
+        >>> process(batch, ProcessSettings())[0, :2]  # a right step is 2.4749, a wrong one -0.3536
+        tensor([[ 2.1213, -0.3536],
+                [-0.7071, -0.3536]])
     """
     rewards, ends = graded.step_rewards, graded.step_ends
     if rewards is None or ends is None:

@@ -36,6 +36,15 @@ def reinforce_pp_baseline(
 
     With `over: tokens`, less the mean of that over all tokens, as verl whitens: where responses of
     unlike length differ in reward, a zero-variance group has an advantage too.
+
+    Example: of four responses to one prompt, one is right, and all to another:
+        >>> import torch
+        >>> rewards = torch.tensor([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]])
+        >>> batch = Graded(rewards, mask=rewards >= 0, lengths=torch.full((2, 4), 3))
+        >>> settings = ReinforcePPBaselineSettings()
+        >>> reinforce_pp_baseline(batch, settings)  # 0.75 and -0.25 over 0.3273
+        tensor([[ 2.2913, -0.7638, -0.7638, -0.7638],
+                [ 0.0000,  0.0000,  0.0000,  0.0000]])
     """
     centred = centre(graded.rewards, graded.mask)
     if settings.over == "tokens":
