@@ -172,6 +172,7 @@ def _plain(row: Row) -> Row:
 
 def _seed(run: RecordedRun, of: RecordedStage, *purpose: str) -> int:
     """Return the seed that a purpose has in a stage, from the first 62 bits of a hash."""
+    # Below 2^62: a response's number is added, and the sum must fit an int64.
     text = "/".join([str(run.settings["seed"]), of.seeded_as, *purpose])
     return int(sha256(text.encode()).hexdigest()[:16], base=16) >> 2
 

@@ -55,8 +55,10 @@ class GuardMonitor:
         computed = {metric: trend.add(metrics) for metric, trend in self._trends.items()}
         trend_metrics = {metric: value for metric, value in computed.items() if value is not None}
         every = {**metrics, **trend_metrics}
+        # All guards look, also once one stops the stage: each counts its steps beyond.
         stops = [line for name in self._guards if (line := self._check(name, step, every))]
         self._reached.add(metrics.get(self._rule.metric) if self._rule else None)
+        # A stage that a guard stops has failed, even where it has reached its goal.
         if stops:
             return StepVerdict(trend_metrics, stop=stops[0])
         return StepVerdict(trend_metrics, end=self._ending(step))

@@ -96,6 +96,7 @@ class DomainObjective:
             return {}
         sums = {}
         for domain in self.domains:  # on every rank, also where it has no sample here
+            # One objective of several domains: a micro-batch may hold responses of each.
             rows = batch.mask.new_tensor([sample.domain == domain for sample in batch.samples])
             sums[domain] = MetricSum(masked_sum(kl, batch.mask & rows.view(-1, 1)), "tokens")
         return sums

@@ -162,6 +162,7 @@ def standardise_over_tokens(
 ) -> Float[Tensor, "groups responses"]:
     """Return `values` [groups, G] standardised over the batch, each once for each of its tokens."""
     flat, useful = values.flatten(), graded.mask.flatten()
+    # An empty response counts once, as it does over responses.
     lengths = graded.lengths.flatten()[useful].clamp(min=1)
     repeated = flat[useful].repeat_interleave(lengths)
     per_token = standardise(repeated, useful[useful].repeat_interleave(lengths), std)

@@ -41,9 +41,9 @@ class Group:
     samples have their rewards, `failures` says why some have none, and `watch_failures` why some
     have no value of a reward of weight 0.
 
-    Example: two samples of a prompt were requested under weights 12, and one has arrived:
-        >>> group = Group(Problem("sums", 0, "2 + 2 =", "4"), seed=8, slots=[None, None])
-        >>> group.requested_version = 12
+    Example: two samples of a prompt, requested while the engines had weights 12:
+        >>> problem = Problem("sums", 0, "2 + 2 =", "4")
+        >>> group = Group(problem, seed=8, slots=[None, None], requested_version=12)
         >>> [group.seed + number for number, sample in enumerate(group.slots) if sample is None]
         [8, 9]
 
@@ -290,6 +290,7 @@ def length_weights(
         return values.new_zeros(size).index_add(0, groups, values)[groups]
 
     count = of_group(lengths.new_ones(lengths.shape))
+    # Not std(): groups of a batch differ in size, so that their responses form no matrix.
     centred = lengths - of_group(lengths) / count
     deviation = (of_group(centred.square()) / count).sqrt()
     score = centred / deviation.where(deviation > 0, 1.0)
@@ -306,6 +307,7 @@ def scale_by_entropy(samples: list[Sample], batches: list[MicroBatch]) -> None:
 
     Only learned tokens count. Collective.
     """
+    # Named sums are reduced: every rank has all groups of the step, so that the names agree.
     sums = {str(sample.group): 0.0 for sample in samples}
     counts = dict.fromkeys(sums, 0)
     for sample in samples:

@@ -242,6 +242,7 @@ def policy_loss(
         >>> result.loss, result.metrics["entropy"].total  # (-1.5 + 0.5) / 2; 3.5 nats over 3 tokens
         (tensor(-0.5000), tensor(3.5000))
     """
+    # First of all: whatever is computed of a NaN at a masked token has a NaN gradient.
     tokens = tokens.cleared()
     mask = tokens.mask
 

@@ -112,6 +112,8 @@ def sigmoid(
 
 
 def _log_sigmoid(values: Float[Tensor, " pairs"]) -> Float[Tensor, " pairs"]:
+    # torch's logsigmoid would need torch, which this module must not import; a plain
+    # sigmoid().log() is -inf at -1e3.
     return -values.new_zeros(()).logaddexp(-values)
 
 

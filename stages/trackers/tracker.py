@@ -91,6 +91,7 @@ class Trackers:
         """Send a checkpoint's lineage, and some of the samples of its step, where it has a file."""
 
         def send(tracker: Tracker) -> None:
+            # Read in the tracker's thread: no step waits for the file.
             rows = read_samples(samples, COLUMNS) if samples.exists() else []
             if some := rows[:: -(-len(rows) // ROWS) or 1]:
                 tracker.samples(saved.step, some)
@@ -101,6 +102,7 @@ class Trackers:
     def close(self) -> None:
         """Let all of them end, for CLOSE_SECONDS at most."""
         deadline = time.monotonic() + CLOSE_SECONDS
+        # All are asked before any is waited for, so that one deadline serves all.
         for worker in self._workers:
             worker.end()
         for worker in self._workers:
@@ -129,6 +131,7 @@ class _TrackerThread(Thread):
         if self._lost:
             return
         try:
+            # Never a wait: a tracker without a network would hold up training.
             self._queue.put_nowait(send)
         except Full:
             self._lost = True

@@ -65,11 +65,13 @@ def gae(
         >>> gae(rewards, values, values > 0, settings)  # delta = 0, 0, 0.5
         tensor([[0.1250, 0.2500, 0.5000]])
     """
+    # Advantages are constants of the policy's loss, and the value loss takes its own gradient.
     rewards, values = (tensor.detach().masked_fill(~mask, 0.0) for tensor in (rewards, values))
     following = values.roll(-1, -1)
     following[..., -1] = 0.0
     delta = (rewards + settings.gamma * following - values).masked_fill(~mask, 0.0)
     advantages = delta.clone()
+    # From the last token back: A_t = delta_t + gamma lambda A_{t+1}.
     for token in reversed(range(delta.shape[-1] - 1)):
         advantages[..., token] += settings.gamma * settings.lambda_ * advantages[..., token + 1]
     return advantages

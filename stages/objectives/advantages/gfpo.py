@@ -48,7 +48,9 @@ def gfpo(graded: Graded, settings: GfpoSettings) -> Float[Tensor, "groups respon
     merit = -graded.lengths.to(graded.rewards.dtype)
     if settings.by == "reward_per_token":
         merit = graded.rewards / graded.lengths.clamp(min=1)
+    # An ungraded response must not take the place of a graded one.
     merit = merit.masked_fill(~graded.mask, -float("inf"))
     order = merit.argsort(dim=-1, descending=True, stable=True)
+    # The argsort of the order is the rank of each response.
     mask = (order.argsort(dim=-1) < settings.keep) & graded.mask
     return standardise(graded.rewards, mask, settings.std)

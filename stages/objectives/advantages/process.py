@@ -51,9 +51,11 @@ def process(graded: Graded, settings: ProcessSettings) -> Float[Tensor, "groups 
     real = (ends >= 0) & graded.mask.unsqueeze(-1)
     steps = standardise(rewards.flatten(1), real.flatten(1), settings.std).view(rewards.shape)
     longest = int(graded.lengths.max())
+    # An end of -1 marks no step: its reward is 0, so that it may be added to token 0.
     at_ends = steps.new_zeros((*steps.shape[:2], longest)).scatter_add(-1, ends.clamp(min=0), steps)
     count = real.sum(-1).clamp(min=1)
     remainder = graded.rewards - rewards.masked_fill(~real, 0.0).sum(-1) / count
+    # Rounding that is all a group differs in would be blown up to a deviation of 1.
     remainder = remainder.masked_fill(remainder.abs() < ROUNDING, 0.0)
     else_earned = standardise(remainder, graded.mask, settings.std)
     return at_ends.flip(-1).cumsum(-1).flip(-1) + else_earned.unsqueeze(-1)

@@ -39,6 +39,7 @@ def rspo_ratio(tokens: Tokens, settings: RspoRatioSettings) -> Surrogate:
     """
     assert tokens.router_movement is not None
     shift = router_shift(tokens.router_movement, settings.floor)
+    # gamma r = pi_theta / (pi_old / gamma): the clip of `geometric` then sees gamma r.
     shifted = replace(tokens, old_logprobs=tokens.old_logprobs - shift.log())
     return geometric_ratio(shifted, settings)
 

@@ -41,6 +41,7 @@ def sequence_token_ratio(tokens: Tokens, settings: SequenceTokenRatioSettings) -
         >>> surrogate.ratio, surrogate.loss  # the root of 1.5 x 0.9, within the clip
         (tensor([[1.1619, 1.1619]]), tensor([[-1.1619, -1.1619]]))
     """
+    # 1 in value; its gradient is that of the token's own log-probability.
     unit = bounded_exp(tokens.logprobs - tokens.logprobs.detach())
     ratio = response_ratio(tokens).detach() * unit
     return clipped_surrogate(ratio, tokens.advantages, settings)
