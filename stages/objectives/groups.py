@@ -192,7 +192,7 @@ def graded(groups: list[Group], weights: Mapping[str, float] | None = None) -> G
     rewards, lengths, mask = np.zeros(shape), np.zeros(shape, np.int64), np.zeros(shape, bool)
     for place, sample in samples.items():
         rewards[place], lengths[place], mask[place] = sample.reward, len(sample.response), True
-    further = {**_parts(samples, shape, weights or {}), **_steps(samples, shape)}
+    further = {**_part_rewards(samples, shape, weights or {}), **_steps(samples, shape)}
     return Graded(*map(torch.from_numpy, (rewards, mask, lengths)), **further)
 
 
@@ -210,7 +210,7 @@ def _check_steps(groups: list[Group], settings: AdvantageBase) -> None:
     )
 
 
-def _parts(
+def _part_rewards(
     samples: dict[Place, Sample], shape: Place, weights: Mapping[str, float]
 ) -> dict[str, torch.Tensor]:
     """Return part_rewards [groups, G, K] and their weights, where every sample has parts.

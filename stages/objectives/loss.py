@@ -258,7 +258,7 @@ def policy_loss(
         return MetricSum(sequence_means(values.detach(), mask).sum(), "sequences")
 
     if settings.ratio.needs_router_shift:
-        _needed(tokens.router_movement, f"ratio is {settings.ratio.name}", "router movements")
+        _require(tokens.router_movement, f"ratio is {settings.ratio.name}", "router movements")
     surrogate: Surrogate = RATIOS[settings.ratio.name](tokens.weighted(), settings.ratio)
     metrics = {
         "ratio": per_response(surrogate.ratio),
@@ -282,7 +282,7 @@ def policy_loss(
         loss = loss + kl_coefficient * aggregate(penalty)
         metrics["kl"], kl = per_token(penalty), penalty.detach()
     if settings.entropy_bonus > 0:
-        entropy = _needed(tokens.entropy, "entropy_bonus is above 0", "entropies")
+        entropy = _require(tokens.entropy, "entropy_bonus is above 0", "entropies")
         loss = loss - settings.entropy_bonus * aggregate(entropy)
         metrics["full_entropy"] = per_token(entropy)
     return PolicyLoss(loss, metrics, kl)
@@ -291,14 +291,14 @@ def policy_loss(
 def _penalty(tokens: Tokens, settings: KLSettings) -> Float[Tensor, "responses tokens"]:
     why = "kl.coefficient is above 0"
     if settings.needs_logits:
-        return _needed(tokens.reference_kl, why, "KL to the reference")
-    reference = _needed(tokens.reference_logprobs, why, "log-probabilities of the reference")
+        return _require(tokens.reference_kl, why, "KL to the reference")
+    reference = _require(tokens.reference_logprobs, why, "log-probabilities of the reference")
     sampling = tokens.sampling_logprobs
     sampling = tokens.old_logprobs if sampling is None else sampling
     return KL_ESTIMATORS[settings.estimator](tokens.logprobs, reference, sampling)
 
 
-def _needed(values: Tensor | None, setting: str, name: str) -> Tensor:
+def _require(values: Tensor | None, setting: str, name: str) -> Tensor:
     if values is None:
         raise ValueError(f"objective.{setting}, but no {name} were given")
     return values

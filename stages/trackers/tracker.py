@@ -85,7 +85,7 @@ class Trackers:
     def metrics(self, step: int, metrics: Mapping[str, float], labels: Mapping[str, str]) -> None:
         """Send a step's metrics; `labels` are the model and the domain of an evaluation's."""
         values = {key(name, labels): value for name, value in metrics.items()}
-        self._each(lambda tracker: tracker.metrics(step, values))
+        self._send_to_all(lambda tracker: tracker.metrics(step, values))
 
     def checkpoint(self, saved: Checkpoint, parents: Mapping[str, str], samples: Path) -> None:
         """Send a checkpoint's lineage, and some of the samples of its step, where it has a file."""
@@ -97,7 +97,7 @@ class Trackers:
                 tracker.samples(saved.step, some)
             tracker.checkpoint(saved, parents)
 
-        self._each(send)
+        self._send_to_all(send)
 
     def close(self) -> None:
         """Let all of them end, for CLOSE_SECONDS at most."""
@@ -111,7 +111,7 @@ class Trackers:
                 worker.say(f"did not end in {CLOSE_SECONDS:g} s")
         self._workers = []
 
-    def _each(self, send: Send) -> None:
+    def _send_to_all(self, send: Send) -> None:
         for worker in self._workers:
             worker.send(send)
 
