@@ -70,6 +70,7 @@ setup(
             "pytest-xdist>=3.8",  # those without ranks or engines, two files at a time
             "ruff==0.17.*",  # lint and format, part of the tests
             "mypy>=1.18",  # types, part of the tests
+            "jaxtyping>=0.3.11",  # shapes in types, which the tests check; no stage imports it
             "types-PyYAML>=6",  # types of pyyaml for mypy
             "mkdocs==1.6.*",  # the pages of docs/ as a site; a test builds it
             "mkdocs-material==9.*",  # its theme, which needs no network at view time

@@ -36,7 +36,7 @@ def advantages(
     domains: dict[str, dict[int, list[RecordedSample]]] = defaultdict(lambda: defaultdict(list))
     for sample in samples:
         domains[sample.domain][sample.group].append(sample)
-    formula = ADVANTAGES.named(settings["name"])
+    formula = ADVANTAGES.find(settings["name"])
     advantage_of: dict[RecordedSample, Value] = {}
     for domain, by_group in domains.items():
         groups = list(by_group.values())
@@ -74,12 +74,13 @@ def _rloo(groups: Groups, settings: Block, weights: PartWeights) -> Values:
 
 @ADVANTAGES.register("mo_grpo")
 def _mo_grpo(groups: Groups, settings: Block, weights: PartWeights) -> Values:
-    return [_parts(group, weights, _std(settings)) for group in groups]
+    return [_sum_of_parts(group, weights, _std(settings)) for group in groups]
 
 
 @ADVANTAGES.register("gdpo")
 def _gdpo(groups: Groups, settings: Block, weights: PartWeights) -> Values:
-    return _over_batch(_mo_grpo(groups, settings, weights), _std(settings))
+    std = _std(settings)
+    return _over_batch([_sum_of_parts(group, weights, std) for group in groups], std)
 
 
 @ADVANTAGES.register("gfpo")
@@ -160,7 +161,7 @@ def _standard(values: Sequence[float], std: str) -> list[float]:
     return [value / (spread + FLOOR) for value in _centred(values)]
 
 
-def _parts(group: list[RecordedSample], weights: dict[str, float], std: str) -> list[float]:
+def _sum_of_parts(group: list[RecordedSample], weights: dict[str, float], std: str) -> list[float]:
     total = [0.0] * len(group)
     for name in sorted({name for sample in group for name in sample.fields["reward_parts"]}):
         if weight := weights.get(name, 1.0):

@@ -190,6 +190,7 @@ def _policy(
 
     On several domains, run.yaml does not have the defaults of what is not stated; the manifest has.
     """
+    # run.yaml writes null for a key that the stage leaves to its domain.
     stated = {key: block_settings[key] for key in OF_DOMAIN if block_settings[key] is not None}
     if len(domains) == 1:
         return {**{key: run.settings["domains"][domains[0]][key] for key in OF_DOMAIN}, **stated}

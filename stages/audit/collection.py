@@ -38,17 +38,17 @@ def collection_rows(run: RecordedRun, stage: str) -> list[Comparison]:
     part_paths = sorted((directory / "drawn").glob("part_*.parquet"))
     if not part_paths:
         raise NotAuditable(f"no parts at {directory}/drawn: what {stage} drew is gone")
-    responses = _Drawn(run, of)
+    responses = _DrawnResponses(run, of)
     for part_path in part_paths:
         responses.add(list(_read(part_path)))
     return [
         *responses.rows(collection),
         *responses.lines(directory),
-        *_kept(run, of, part_paths, collection),
+        *_collected_rows(run, of, part_paths, collection),
     ]
 
 
-class _Drawn:
+class _DrawnResponses:
     """All responses that a stage drew, added part by part: a part is never held with another."""
 
     def __init__(self, run: RecordedRun, of: RecordedStage) -> None:
@@ -132,7 +132,7 @@ class _Drawn:
                 )
 
 
-def _kept(
+def _collected_rows(
     run: RecordedRun, of: RecordedStage, part_paths: Sequence[Path], collection: dict[str, Any]
 ) -> Iterator[Comparison]:
     """Yield the comparisons of collected.parquet with the kept rows of the parts, in order."""
@@ -172,6 +172,7 @@ def _plain(row: Row) -> Row:
 
 def _seed(run: RecordedRun, of: RecordedStage, *purpose: str) -> int:
     """Return the seed that a purpose has in a stage, from the first 62 bits of a hash."""
+    # Below 2^62: a response's number is added, and the sum must fit an int64.
     text = "/".join([str(run.settings["seed"]), of.seeded_as, *purpose])
     return int(sha256(text.encode()).hexdigest()[:16], base=16) >> 2
 

@@ -71,6 +71,7 @@ def _logprobs(
     engine, audited, apart, tokens = 0.0, 0.0, 0.0, 0
     with torch.no_grad():
         for answer in answers[:COMPARED]:
+            # An engine may choose other experts than float64 does where two scores nearly tie.
             read = model.read(answer, replay=answer.routes is not None)
             logprobs = read.logprobs(temperature or 1.0)
             theirs = read.distribution(1.0).amax(-1) if temperature == 0 else answer.logprobs

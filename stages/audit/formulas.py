@@ -20,7 +20,7 @@ class Formulas(dict[str, Callable[..., Any]]):
     Example:
         >>> ratios = Formulas("ratio", "stages/audit/objective.py")
         >>> double = ratios.register("double", "twice")(lambda value: 2 * value)
-        >>> ratios.named("twice")(3)
+        >>> ratios.find("twice")(3)
         6
     """
 
@@ -44,7 +44,7 @@ class Formulas(dict[str, Callable[..., Any]]):
 
         return add
 
-    def named(self, name: str) -> Callable[..., Any]:
+    def find(self, name: str) -> Callable[..., Any]:
         """Return the formula of an algorithm.
 
         Raises:

@@ -93,17 +93,17 @@ class Objective:
         """
         kl, before = self.settings["kl"], dict[str, float]()
         if kl["target"] is not None:
-            before |= self._named("kl_coefficient", self.coefficient)
+            before |= self._logged_as("kl_coefficient", self.coefficient)
             measured = logged.get("kl" if self.name == SHARED else f"kl/{self.name}")
             if measured is not None:
                 error = max(-0.2, min((measured - kl["target"]) / kl["target"], 0.2))
                 self.coefficient *= 1 + 0.1 * error
         if self.settings["aggregation"] == "lambda":
-            before |= self._named("length_exponent", self.exponent)
+            before |= self._logged_as("length_exponent", self.exponent)
             self.exponent -= self.settings["lambda_learning_rate"] * slope
         return before
 
-    def _named(self, name: str, value: float) -> dict[str, float]:
+    def _logged_as(self, name: str, value: float) -> dict[str, float]:
         shared = {name: value} if self.name == SHARED else {}
         several = {f"{name}/{domain}": value for domain in self.domains}
         return shared | (several if self.name != SHARED or len(self.domains) > 1 else {})
@@ -119,7 +119,7 @@ def terms(facts: Facts, objective: dict[str, Any], correct_all: bool) -> Terms:
         NotAuditable: the audit has no formula for a part of the objective, or the ratio and the
             correction have no common one.
     """
-    surrogate = RATIOS.named(objective["ratio"]["name"])
+    surrogate = RATIOS.find(objective["ratio"]["name"])
     value, slope, ratio, clipped = surrogate(facts, objective["ratio"])
     correction = _correction(facts, objective["correction"], correct_all)
     if correction is not None:
@@ -221,7 +221,7 @@ def _correction(facts: Facts, settings: dict[str, Any], correct_all: bool) -> to
     log_ratio = facts.old - facts.engine
     if settings["level"] == "sequence":  # slime's geometric; verl's and TRL's is the product
         log_ratio = log_ratio.mean().expand_as(log_ratio)
-    weight: torch.Tensor = CORRECTIONS.named(settings["name"])(_exp(log_ratio), settings)
+    weight: torch.Tensor = CORRECTIONS.find(settings["name"])(_exp(log_ratio), settings)
     return weight if correct_all or facts.stale else torch.ones_like(weight)
 
 
@@ -239,7 +239,7 @@ def _icepop(ratio: torch.Tensor, settings: dict[str, Any]) -> torch.Tensor:
 def _penalty(facts: Facts, estimator: str) -> torch.Tensor | None:
     if estimator == "full" or facts.reference is None:
         return facts.full_kl
-    kl: torch.Tensor = KL_ESTIMATORS.named(estimator)(facts, facts.reference - facts.logprobs)
+    kl: torch.Tensor = KL_ESTIMATORS.find(estimator)(facts, facts.reference - facts.logprobs)
     return kl
 
 
@@ -270,7 +270,7 @@ def aggregate(values: torch.Tensor, name: str, counts: UpdateCounts) -> torch.Te
     Raises:
         NotAuditable: the audit has no formula for the aggregation.
     """
-    mean: torch.Tensor = AGGREGATIONS.named(name)(values, counts)
+    mean: torch.Tensor = AGGREGATIONS.find(name)(values, counts)
     return mean
 
 

@@ -101,6 +101,7 @@ class PolicyStep:
                 number("groups", len(groups), prompts),
                 number("samples of a group", max(groups.values()), sampling["group_size"]),
             ]
+        # Older weights kept other ids: only fresh samples can be compared with this policy.
         fresh = [sample for sample in samples if sample.fields["weight_version"] == self.step]
         rows += kept_sets(fresh, self.policy, sampling, self.replay)
         rows += mismatch(samples, [facts.old for facts in initial.values()], logged)
@@ -165,6 +166,7 @@ class PolicyStep:
 
         def loss(read: Read) -> torch.Tensor:
             if not len(read.sample.learned):
+                # Zero with gradient: the routers' losses are of its tokens all the same.
                 return read.logits.sum() * 0
             objective = self.of[read.sample.domain]
             weight = self._length_weight(

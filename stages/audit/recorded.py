@@ -194,13 +194,13 @@ def samples(path: Path) -> list[RecordedSample]:
             raise NotAuditable(f"{path} is damaged: it is empty")
     arrays = path.with_suffix(".npz")
     if not arrays.exists():
-        return [_drawn(row, None, None) for row in rows]
+        return [_sample_of(row, None, None) for row in rows]
     with naming(arrays), open_file(arrays) as file, np.load(file) as held:
         lengths = [len(row.prompt_tokens) + len(row.response_tokens) - 1 for row in rows]
         routes = iter(_cut(held["routes"], lengths))
         counts = held["kept_counts"].tolist()
         sets = iter(_cut(held["kept"], counts)) if counts else None
-        return [_drawn(row, next(routes, None), sets) for row in rows]
+        return [_sample_of(row, next(routes, None), sets) for row in rows]
 
 
 def _check(row: _Row, place: str) -> None:
@@ -222,7 +222,7 @@ def _cut(array: np.ndarray, counts: list[int]) -> list[np.ndarray]:
     return np.split(array, np.cumsum(counts)[:-1]) if len(array) else []
 
 
-def _drawn(
+def _sample_of(
     row: _Row, routes: np.ndarray | None, sets: Iterator[np.ndarray] | None
 ) -> RecordedSample:
     response = torch.tensor(row.response_tokens)

@@ -114,6 +114,7 @@ def kept_sets(
     with torch.no_grad():
         for sample in samples:
             logits = model.read(sample, replay).logits / sampling["temperature"]
+            # An empty set stands for the whole vocabulary, whose ids are not written.
             sets = sample.kept_ids or [torch.empty(0)] * len(logits)
             for row, kept_ids in zip(logits, sets, strict=True):
                 order = row.argsort(descending=True)[: sampling["top_k"] or len(row)]

@@ -44,6 +44,7 @@ def newest_step(run: RecordedRun, stage: str) -> int:
     described = recorded_stage(run, stage)
     grown = described.parent is not None
     paths = _recordings(run, described).glob("step_*.parquet")
+    # The first step of a stage starts from its parent's checkpoint, later ones from their own.
     for step in sorted((int(path.stem.removeprefix("step_")) for path in paths), reverse=True):
         if run.checkpoint(stage, step - 1) or (step == 1 and grown):
             return step

@@ -40,6 +40,7 @@ def run(job: StageJob) -> None:
         return [sample for group in groups for sample in group.samples]
 
     def draw(attempt: int) -> list[Sample]:
+        # A repeated attempt samples from the weights that are already there.
         if engines.version is None:
             engines.sync_weights(version=1)
         if is_main():

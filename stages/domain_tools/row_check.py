@@ -83,6 +83,7 @@ def _limited(seconds: float) -> Iterator[None]:
     def end(_signal: int, _frame: FrameType | None) -> NoReturn:
         raise TimeoutError
 
+    # A thread could not be ended: what reads the answer is a library's loop.
     before = signal.signal(signal.SIGALRM, end)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:

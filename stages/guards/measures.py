@@ -97,6 +97,7 @@ def jaccard(one: Sketch, other: Sketch) -> float:
         return 1.0
     if one.whole and other.whole:
         return len(both) / len(either)
+    # Hashes beyond the smallest of the union were cut from one of the sketches, or not seen.
     smallest = sorted(either)[:SKETCH]
     return sum(shingle in both for shingle in smallest) / len(smallest)
 
@@ -112,6 +113,7 @@ def repeats(responses: list[np.ndarray], similar: float) -> tuple[int, int]:
     for response in responses:
         text = response.tobytes()
         if text in seen:
+            # An equal response needs no sketch: later ones are compared with the first of them.
             identical += 1
             continue
         seen.add(text)

@@ -22,7 +22,15 @@ Action = Literal["warn", "stop", "off"]
 
 
 class Window(deque[float]):
-    """The last `size` values of a metric."""
+    """The last `size` values of a metric.
+
+    Example:
+        >>> window = Window(4)
+        >>> for value in (9.0, 1.0, 1.0, 2.0, 4.0):
+        ...     window.add(value)
+        >>> window.mean, window.rise  # of 1, 1, 2, 4
+        (2.0, 2.0)
+    """
 
     def __init__(self, size: int) -> None:
         super().__init__(maxlen=size)

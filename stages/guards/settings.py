@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 else:
 
     class _Guards(Settings):
+        # Configurations of earlier versions have this key.
         renamed: ClassVar[dict[str, str]] = {"flat_groups": "zero_variance"}
 
     GuardsSettings = create_model(

@@ -22,7 +22,13 @@ class StepVerdict:
 
 
 class GuardMonitor:
-    """The reader of every step's metrics; only on the main rank, which all others follow."""
+    """The reader of every step's metrics; only on the main rank, which all others follow.
+
+    Example: guards.entropy_collapse with threshold 0.02, patience 3 and action stop:
+        step      7     8     9     10    11
+        entropy   .05   .01   .01   .03   .01
+        beyond    0     1     2     0     1     it stops at 3 in a row, after a checkpoint
+    """
 
     def __init__(
         self,
@@ -49,8 +55,10 @@ class GuardMonitor:
         computed = {metric: trend.add(metrics) for metric, trend in self._trends.items()}
         trend_metrics = {metric: value for metric, value in computed.items() if value is not None}
         every = {**metrics, **trend_metrics}
+        # All guards look, also once one stops the stage: each counts its steps beyond.
         stops = [line for name in self._guards if (line := self._check(name, step, every))]
         self._reached.add(metrics.get(self._rule.metric) if self._rule else None)
+        # A stage that a guard stops has failed, even where it has reached its goal.
         if stops:
             return StepVerdict(trend_metrics, stop=stops[0])
         return StepVerdict(trend_metrics, end=self._ending(step))

@@ -30,6 +30,15 @@ class DomainObjective:
     """The objective of `domains`: its settings, its models, and what it learns.
 
     Of one domain, or of all of a stage's domains, then named `SHARED`.
+
+    Example: the KL of the last update was 10 % above the target:
+        >>> kl = {"coefficient": 0.5, "target": 0.1}
+        >>> settings = ObjectiveSettings.model_validate({"kl": kl})
+        >>> words = DomainObjective("words", ["words"], settings, GroupBaseline(settings), None)
+        >>> words.after_update({"kl/words": 0.11})  # what the update had
+        {'kl_coefficient/words': 0.5}
+        >>> round(words.kl_coefficient, 6)  # what the next has
+        0.505
     """
 
     def __init__(
@@ -87,6 +96,7 @@ class DomainObjective:
             return {}
         sums = {}
         for domain in self.domains:  # on every rank, also where it has no sample here
+            # One objective of several domains: a micro-batch may hold responses of each.
             rows = batch.mask.new_tensor([sample.domain == domain for sample in batch.samples])
             sums[domain] = MetricSum(masked_sum(kl, batch.mask & rows.view(-1, 1)), "tokens")
         return sums
@@ -95,12 +105,12 @@ class DomainObjective:
         """Update the KL coefficient and lambda; return the values of this update. Collective."""
         logged: dict[str, float] = {}
         if (target := self.settings.kl.target) is not None:
-            logged |= self._named("kl_coefficient", self.kl_coefficient)
+            logged |= self._logged_as("kl_coefficient", self.kl_coefficient)
             if (kl := measured.get(self._metric("kl"))) is not None:
                 self.kl_coefficient = kl_controller(self.kl_coefficient, kl, target)
         if self.settings.learns_length_weights:
             assert self.length_weights is not None
-            logged |= self._named("length_exponent", self.length_exponent)
+            logged |= self._logged_as("length_exponent", self.length_exponent)
             rate = self.settings.lambda_learning_rate
             self.length_exponent -= rate * self.length_weights.gradient()
         return logged
@@ -117,7 +127,7 @@ class DomainObjective:
     def _metric(self, name: str) -> str:
         return f"{name}/{self.name}" if self.name else name
 
-    def _named(self, name: str, value: float) -> dict[str, float]:
+    def _logged_as(self, name: str, value: float) -> dict[str, float]:
         """Return a metric under its name, and under each domain's where there are several."""
         by_domain = self.name or len(self.domains) > 1
         domain_metrics = {f"{name}/{domain}": value for domain in self.domains} if by_domain else {}
@@ -145,7 +155,7 @@ class StageObjectives:
         }
         references = references_of(job, policy, penalties)
         self.references = list(dict.fromkeys(filter(None, references)))
-        self._named = {
+        self._by_name = {
             name: DomainObjective(
                 name,
                 [name] if name else self.domains,
@@ -159,11 +169,11 @@ class StageObjectives:
         }
 
     def __iter__(self) -> Iterator[DomainObjective]:
-        return iter(self._named.values())
+        return iter(self._by_name.values())
 
     def of(self, domain: str) -> DomainObjective:
         """Return the objective of a domain, or of a micro-batch, by `MicroBatch.domain`."""
-        return self._named[SHARED if SHARED in self._named else domain]
+        return self._by_name[SHARED if SHARED in self._by_name else domain]
 
     def packed_together(self, samples: list[Sample]) -> dict[str, list[Sample]]:
         """Return the samples that may share micro-batches, by `MicroBatch.domain`."""

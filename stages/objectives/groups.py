@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,6 +18,10 @@ from stages.data.problem import Problem
 from stages.objectives.graded import AdvantageBase, Graded, compute_advantages
 from stages.objectives.surrogate import sequence_means
 from stages.rewards.reward import Grade, RewardError
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+    from torch import Tensor
 
 SPREAD = 9.0  # divides the standard score of a length (arXiv 2510.06870)
 # No response counts more than ten times for its certainty: EDGE's formula has no bound, and a
@@ -35,6 +40,16 @@ class Group:
     `grades` are the pending grades of its samples, where they are wanted. Once it is `graded`, its
     samples have their rewards, `failures` says why some have none, and `watch_failures` why some
     have no value of a reward of weight 0.
+
+    Example: two samples of a prompt, requested while the engines had weights 12:
+        >>> problem = Problem("sums", 0, "2 + 2 =", "4")
+        >>> group = Group(problem, seed=8, slots=[None, None], requested_version=12)
+        >>> [group.seed + number for number, sample in enumerate(group.slots) if sample is None]
+        [8, 9]
+
+    Waits for: an engine's response in every slot, then the grades of all of them.
+    Unblocked by: `StageEngines.wait`, which fills slots as responses arrive and sets `ended` with
+    the last one; then `graded`, once every grade in `grades` is done.
     """
 
     problem: Problem
@@ -70,6 +85,10 @@ class Batch:
 
     Groups are `replaced` that have nothing to learn from; `too_old` counts dropped samples. Of all
     of these, `failures` samples have no reward; a reward of weight 0 failed `watch_failures` times.
+
+    Example: a step on 2 prompts of 4 samples; a third group had equal rewards:
+        groups = [first, third]   replaced = [second]   sampled = [first, third, second]
+        too_old = 1 (dropped)     failures = 2 (of 12 samples, no reward)
     """
 
     groups: list[Group]
@@ -85,7 +104,13 @@ class Batch:
 
 
 def groups_of(problems: list[Problem], size: int, seed: int) -> list[Group]:
-    """Return a group of `size` for each problem; no two samples share a seed."""
+    """Return a group of `size` for each problem; no two samples share a seed.
+
+    Example: no sample of the first group has the seed of one of the second:
+        >>> problems = [Problem("sums", number, "2 + 2 =", "4") for number in range(2)]
+        >>> [(group.seed, len(group.slots)) for group in groups_of(problems, size=4, seed=8)]
+        [(8, 4), (12, 4)]
+    """
     return [
         Group(problem, seed + index * size, [None] * size) for index, problem in enumerate(problems)
     ]
@@ -167,7 +192,7 @@ def graded(groups: list[Group], weights: Mapping[str, float] | None = None) -> G
     rewards, lengths, mask = np.zeros(shape), np.zeros(shape, np.int64), np.zeros(shape, bool)
     for place, sample in samples.items():
         rewards[place], lengths[place], mask[place] = sample.reward, len(sample.response), True
-    further = {**_parts(samples, shape, weights or {}), **_steps(samples, shape)}
+    further = {**_part_rewards(samples, shape, weights or {}), **_steps(samples, shape)}
     return Graded(*map(torch.from_numpy, (rewards, mask, lengths)), **further)
 
 
@@ -185,7 +210,7 @@ def _check_steps(groups: list[Group], settings: AdvantageBase) -> None:
     )
 
 
-def _parts(
+def _part_rewards(
     samples: dict[Place, Sample], shape: Place, weights: Mapping[str, float]
 ) -> dict[str, torch.Tensor]:
     """Return part_rewards [groups, G, K] and their weights, where every sample has parts.
@@ -241,8 +266,10 @@ class LengthWeights:
 
 
 def length_weights(
-    lengths: torch.Tensor, groups: torch.Tensor, exponent: torch.Tensor
-) -> torch.Tensor:
+    lengths: Float[Tensor, " responses"],
+    groups: Int[Tensor, " responses"],
+    exponent: Float[Tensor, ""],
+) -> Float[Tensor, " responses"]:
     """Return f_i = G softmax(h^lambda), h_i = 1 + z_i / 9, of n responses: [n].
 
     Lambda-GRPO (arXiv 2510.06870). z_i is the standard score of a response's length within its
@@ -250,14 +277,20 @@ def length_weights(
     mean are over the G responses of the group. `lengths` [n] floating point, in tokens; `groups`
     int64 [n], the group of each, from 0; `exponent`, lambda, a scalar with gradient. At 0 every
     weight is 1, above it long responses count for more, below it short ones.
+
+    Example: a group of lengths 2 and 4, standard scores -1 and 1, with lambda 1:
+        >>> lengths, groups = torch.tensor([2.0, 4.0]), torch.tensor([0, 0])
+        >>> length_weights(lengths, groups, torch.tensor(1.0))  # 2 softmax(8/9, 10/9)
+        tensor([0.8893, 1.1107])
     """
     size = int(groups.max()) + 1 if len(groups) else 0
 
-    def of_group(values: torch.Tensor) -> torch.Tensor:
+    def of_group(values: Float[Tensor, " responses"]) -> Float[Tensor, " responses"]:
         """Return each response's sum over its group."""
         return values.new_zeros(size).index_add(0, groups, values)[groups]
 
     count = of_group(lengths.new_ones(lengths.shape))
+    # Not std(): groups of a batch differ in size, so that their responses form no matrix.
     centred = lengths - of_group(lengths) / count
     deviation = (of_group(centred.square()) / count).sqrt()
     score = centred / deviation.where(deviation > 0, 1.0)
@@ -274,6 +307,7 @@ def scale_by_entropy(samples: list[Sample], batches: list[MicroBatch]) -> None:
 
     Only learned tokens count. Collective.
     """
+    # Named sums are reduced: every rank has all groups of the step, so that the names agree.
     sums = {str(sample.group): 0.0 for sample in samples}
     counts = dict.fromkeys(sums, 0)
     for sample in samples:
@@ -294,12 +328,19 @@ def scale_by_entropy(samples: list[Sample], batches: list[MicroBatch]) -> None:
 
 
 def edge(
-    advantages: torch.Tensor, entropies: torch.Tensor, group_means: torch.Tensor
-) -> torch.Tensor:
+    advantages: Float[Tensor, "responses tokens"],
+    entropies: Float[Tensor, " responses"],
+    group_means: Float[Tensor, " responses"],
+) -> Float[Tensor, "responses tokens"]:
     """Return A_i / H_i, H_i the response's mean token entropy over its group's mean (EDGE).
 
     `advantages` [B, T]; `entropies` and `group_means` [B], in nats, of the policy that sampled.
     Source: arXiv 2507.21848.
+
+    Example: entropies of 1 and 3 nats in one group:
+        >>> edge(torch.tensor([[3.0], [3.0]]), torch.tensor([1.0, 3.0]), torch.tensor([2.0, 2.0]))
+        tensor([[6.],
+                [2.]])
     """
     relative = entropies / group_means.clamp(min=1e-12)
     return advantages / relative.clamp(min=LEAST_RELATIVE_ENTROPY).unsqueeze(-1)

@@ -50,6 +50,7 @@ for _package in (advantages, ratios):  # one file each, which registers itself
 
 # The type checker knows the base classes: the unions depend on the files in the packages.
 if TYPE_CHECKING:
+    from jaxtyping import Bool, Float
     from torch import Tensor
 
     AdvantageSettings = AdvantageBase
@@ -129,6 +130,10 @@ class Totals:
     `sequences` counts the responses, `tokens` their learned tokens, `learned` the responses that
     have any, which metrics are means of; `longest`, the maximum number of tokens of a response,
     is read by `constant` alone.
+
+    Example: an update on responses of 5, 3 and 0 learned tokens, of at most 8:
+        Totals(sequences=3, tokens=8, longest=8, learned=2): `sequence_mean` divides by 3,
+        `token_mean` by 8, `constant` by 3 x 8, and a metric of responses by 2.
     """
 
     sequences: float
@@ -155,25 +160,41 @@ class Totals:
 
 
 @aggregation("sequence_mean", "GRPO, arXiv 2402.03300; GSPO, 2507.18071")
-def sequence_mean(values: Tensor, mask: Tensor, totals: Totals) -> Tensor:
+def sequence_mean(
+    values: Float[Tensor, "responses tokens"],
+    mask: Bool[Tensor, "responses tokens"],
+    totals: Totals,
+) -> Float[Tensor, ""]:
     """Return the mean over responses of each one's mean over tokens; 0 for one without tokens."""
     return sequence_means(values, mask).sum() / max(totals.sequences, 1)
 
 
 @aggregation("token_mean", "DAPO, arXiv 2503.14476")
-def token_mean(values: Tensor, mask: Tensor, totals: Totals) -> Tensor:
+def token_mean(
+    values: Float[Tensor, "responses tokens"],
+    mask: Bool[Tensor, "responses tokens"],
+    totals: Totals,
+) -> Float[Tensor, ""]:
     """Return the mean over tokens, so that long responses weigh more."""
     return masked_sum(values, mask) / max(totals.tokens, 1)
 
 
 @aggregation("constant", "Dr. GRPO, arXiv 2503.20783")
-def constant(values: Tensor, mask: Tensor, totals: Totals) -> Tensor:
+def constant(
+    values: Float[Tensor, "responses tokens"],
+    mask: Bool[Tensor, "responses tokens"],
+    totals: Totals,
+) -> Float[Tensor, ""]:
     """Return the sum over (responses x longest length), so that every token weighs the same."""
     return masked_sum(values, mask) / (max(totals.sequences, 1) * totals.longest)
 
 
 @aggregation("lambda", "Lambda-GRPO, arXiv 2510.06870")
-def weighted_token_mean(values: Tensor, mask: Tensor, totals: Totals) -> Tensor:
+def weighted_token_mean(
+    values: Float[Tensor, "responses tokens"],
+    mask: Bool[Tensor, "responses tokens"],
+    totals: Totals,
+) -> Float[Tensor, ""]:
     """Return the mean over tokens, which `LengthWeights` has weighted by length."""
     return token_mean(values, mask, totals)
 
@@ -182,7 +203,7 @@ def weighted_token_mean(values: Tensor, mask: Tensor, totals: Totals) -> Tensor:
 class MetricSum:
     """A detached scalar sum over one shard, and the count of the whole step that divides it."""
 
-    total: Tensor
+    total: Float[Tensor, ""]
     denominator: Literal["sequences", "tokens"]
 
 
@@ -193,9 +214,9 @@ class PolicyLoss:
     `kl` [B, T] is the penalty of every token, without gradient; None without a coefficient.
     """
 
-    loss: Tensor
+    loss: Float[Tensor, ""]
     metrics: dict[str, MetricSum]
-    kl: Tensor | None = None
+    kl: Float[Tensor, "responses tokens"] | None = None
 
 
 def policy_loss(
@@ -210,23 +231,34 @@ def policy_loss(
 
     Raises:
         ValueError: the settings need an input that `tokens` lacks.
+
+    Example: responses of 2 tokens and 1, on-policy, with advantages 1.5 and -0.5:
+        >>> import torch
+        >>> logprobs = torch.tensor([[-0.5, -1.0], [-2.0, 0.0]])
+        >>> mask = torch.tensor([[True, True], [True, False]])
+        >>> advantages = mask * torch.tensor([[1.5], [-0.5]])
+        >>> tokens = Tokens(logprobs, logprobs, logprobs, advantages, mask)
+        >>> result = policy_loss(tokens, Totals(2, tokens=3), ObjectiveSettings(), 0.0)
+        >>> result.loss, result.metrics["entropy"].total  # (-1.5 + 0.5) / 2; 3.5 nats over 3 tokens
+        (tensor(-0.5000), tensor(3.5000))
     """
+    # First of all: whatever is computed of a NaN at a masked token has a NaN gradient.
     tokens = tokens.cleared()
     mask = tokens.mask
 
-    def aggregate(values: Tensor) -> Tensor:
+    def aggregate(values: Float[Tensor, "responses tokens"]) -> Float[Tensor, ""]:
         if tokens.length_weights is not None:
             values = values * tokens.length_weights.unsqueeze(-1)
         return AGGREGATIONS[settings.aggregation](values, mask, totals)
 
-    def per_token(values: Tensor) -> MetricSum:
+    def per_token(values: Float[Tensor, "responses tokens"]) -> MetricSum:
         return MetricSum(masked_sum(values.detach(), mask), "tokens")
 
-    def per_response(values: Tensor) -> MetricSum:
+    def per_response(values: Float[Tensor, "responses tokens"]) -> MetricSum:
         return MetricSum(sequence_means(values.detach(), mask).sum(), "sequences")
 
     if settings.ratio.needs_router_shift:
-        _needed(tokens.router_movement, f"ratio is {settings.ratio.name}", "router movements")
+        _require(tokens.router_movement, f"ratio is {settings.ratio.name}", "router movements")
     surrogate: Surrogate = RATIOS[settings.ratio.name](tokens.weighted(), settings.ratio)
     metrics = {
         "ratio": per_response(surrogate.ratio),
@@ -250,23 +282,23 @@ def policy_loss(
         loss = loss + kl_coefficient * aggregate(penalty)
         metrics["kl"], kl = per_token(penalty), penalty.detach()
     if settings.entropy_bonus > 0:
-        entropy = _needed(tokens.entropy, "entropy_bonus is above 0", "entropies")
+        entropy = _require(tokens.entropy, "entropy_bonus is above 0", "entropies")
         loss = loss - settings.entropy_bonus * aggregate(entropy)
         metrics["full_entropy"] = per_token(entropy)
     return PolicyLoss(loss, metrics, kl)
 
 
-def _penalty(tokens: Tokens, settings: KLSettings) -> Tensor:
+def _penalty(tokens: Tokens, settings: KLSettings) -> Float[Tensor, "responses tokens"]:
     why = "kl.coefficient is above 0"
     if settings.needs_logits:
-        return _needed(tokens.reference_kl, why, "KL to the reference")
-    reference = _needed(tokens.reference_logprobs, why, "log-probabilities of the reference")
+        return _require(tokens.reference_kl, why, "KL to the reference")
+    reference = _require(tokens.reference_logprobs, why, "log-probabilities of the reference")
     sampling = tokens.sampling_logprobs
     sampling = tokens.old_logprobs if sampling is None else sampling
     return KL_ESTIMATORS[settings.estimator](tokens.logprobs, reference, sampling)
 
 
-def _needed(values: Tensor | None, setting: str, name: str) -> Tensor:
+def _require(values: Tensor | None, setting: str, name: str) -> Tensor:
     if values is None:
         raise ValueError(f"objective.{setting}, but no {name} were given")
     return values

@@ -94,6 +94,7 @@ def references_of(
     by_key: dict[object, Reference] = {}
     references: list[Reference | None] = []
     for domain, kl in penalties.items():
+        # Averages are of one policy and differ in decay; other references differ in what they load.
         average = kl.reference == AVERAGE
         key = kl.ema_decay if average else job.models.get(domain, job.parent)
         if kl.coefficient > 0 and key not in by_key:
@@ -159,6 +160,7 @@ class Critic(GroupBaseline):
             expert.routing,
         )
         policy.residency.share.add(self._model.residency)
+        # The parent's head predicts tokens; a value is one number.
         load.weights(self._model, job.parent, head=False)
         policy.companions[CRITIC] = self._model
 
@@ -201,6 +203,7 @@ class Critic(GroupBaseline):
             freedom = tokens - (self._settings.std == "sample")
             deviation = (squares / max(freedom, 1)) ** 0.5
             for batch, where in zip(valued, learned_masks, strict=True):
+                # Tokens of the other domains are standardised in their own turn of the loop.
                 standard = (batch.advantages - mean) / (deviation + STD_FLOOR)
                 batch.advantages = standard.where(where, batch.advantages)
         _record_means(samples, valued)
@@ -256,6 +259,7 @@ def _explained(batches: list[MicroBatch]) -> float:
 def _moments(tokens: list[torch.Tensor]) -> tuple[float, float, float]:
     """Return count, mean and sum of squared deviations of all ranks' values. Collective."""
     flat = torch.cat([torch.zeros(0, device=device()), *tokens]).double()
+    # The mean is reduced first: a mean of squares less the squared mean would cancel digits.
     sums = sum_over_data({"tokens": float(len(flat)), "total": flat.sum().item()})
     mean = sums["total"] / max(sums["tokens"], 1)
     squares = sum_over_data({"squares": (flat - mean).square().sum().item()})

@@ -15,6 +15,7 @@ from pydantic import Field
 from stages.objectives.registry import PREFERENCES, AboveZero, AlgorithmSettings, preference
 
 if TYPE_CHECKING:
+    from jaxtyping import Float, Real
     from torch import Tensor
 
 
@@ -38,14 +39,16 @@ class PairLogprobs:
     `chosen_tokens` and `rejected_tokens` are the numbers of tokens that the sums are over.
     """
 
-    chosen: Tensor
-    rejected: Tensor
-    reference_chosen: Tensor
-    reference_rejected: Tensor
-    chosen_tokens: Tensor
-    rejected_tokens: Tensor
+    chosen: Float[Tensor, " pairs"]
+    rejected: Float[Tensor, " pairs"]
+    reference_chosen: Float[Tensor, " pairs"]
+    reference_rejected: Float[Tensor, " pairs"]
+    chosen_tokens: Real[Tensor, " pairs"]
+    rejected_tokens: Real[Tensor, " pairs"]
 
-    def log_ratios(self, settings: PreferenceBase) -> tuple[Tensor, Tensor]:
+    def log_ratios(
+        self, settings: PreferenceBase
+    ) -> tuple[Float[Tensor, " pairs"], Float[Tensor, " pairs"]]:
         """Return log pi - log ref of the chosen and of the rejected responses, [P] each."""
         chosen_ratio = self.chosen - self.reference_chosen
         rejected_ratio = self.rejected - self.reference_rejected
@@ -61,7 +64,7 @@ class PairLogprobs:
 class PreferenceLoss:
     """One shard's share of the step's loss, to call backward on, and its sums over pairs."""
 
-    loss: Tensor
+    loss: Float[Tensor, ""]
     sums: dict[str, float]
 
 
@@ -94,13 +97,23 @@ class SigmoidSettings(PreferenceBase):
 
 
 @preference(SigmoidSettings, source="DPO, arXiv 2305.18290; label smoothing: cDPO, 2023")
-def sigmoid(difference: Tensor, settings: SigmoidSettings) -> Tensor:
-    """Return -(1 - s) log sigmoid(beta d) - s log sigmoid(-beta d), s the label smoothing."""
+def sigmoid(
+    difference: Float[Tensor, " pairs"], settings: SigmoidSettings
+) -> Float[Tensor, " pairs"]:
+    """Return -(1 - s) log sigmoid(beta d) - s log sigmoid(-beta d), s the label smoothing.
+
+    Example: the policy prefers the chosen response by 10 nats more than the reference does:
+        >>> import torch
+        >>> sigmoid(torch.tensor([10.0]), SigmoidSettings(beta=0.1))  # -log sigmoid(1)
+        tensor([0.3133])
+    """
     logits, smoothing = settings.beta * difference, settings.label_smoothing
     return -(1 - smoothing) * _log_sigmoid(logits) - smoothing * _log_sigmoid(-logits)
 
 
-def _log_sigmoid(values: Tensor) -> Tensor:
+def _log_sigmoid(values: Float[Tensor, " pairs"]) -> Float[Tensor, " pairs"]:
+    # torch's logsigmoid would need torch, which this module must not import; a plain
+    # sigmoid().log() is -inf at -1e3.
     return -values.new_zeros(()).logaddexp(-values)
 
 
@@ -115,8 +128,14 @@ class IpoSettings(PreferenceBase):
 
 
 @preference(IpoSettings, source="IPO, arXiv 2310.12036")
-def ipo(difference: Tensor, settings: IpoSettings) -> Tensor:
-    """Return (d - 1 / (2 beta))^2."""
+def ipo(difference: Float[Tensor, " pairs"], settings: IpoSettings) -> Float[Tensor, " pairs"]:
+    """Return (d - 1 / (2 beta))^2.
+
+    Example:
+        >>> import torch
+        >>> ipo(torch.tensor([3.0]), IpoSettings(beta=0.25))  # (3 - 2)^2
+        tensor([1.])
+    """
     return (difference - 1 / (2 * settings.beta)).square()
 
 

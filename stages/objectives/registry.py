@@ -89,6 +89,7 @@ class Registry(dict[str, Algorithm]):
                 return str(settings.get("name", default))
             return str(getattr(settings, "name", default))
 
+        # By name: the order of imports must not show in schemas and messages.
         arms = [
             Annotated[algorithm.settings, Tag(name)] for name, algorithm in sorted(self.items())
         ]

@@ -16,6 +16,7 @@ from parallel.settings import Settings
 from stages.objectives.registry import CORRECTIONS, AboveZero, AlgorithmSettings, correction
 
 if TYPE_CHECKING:
+    from jaxtyping import Bool, Float
     from torch import Tensor
 
 # The ratio is clipped to 1 - clip_low, which must not be below 0.
@@ -64,23 +65,31 @@ class Tokens:
     router chose.
     `reference_kl` and `entropy`, over the ids that each token was sampled from, have gradient.
     `length_weights` [B], of the aggregation `lambda`, multiply everything.
+
+    Example: responses of 2 tokens and 1, so that the second has padding, which may be NaN:
+        >>> import torch
+        >>> new, old = torch.tensor([[-0.5, -1.0], [-2.0, torch.nan]]), torch.full((2, 2), -1.0)
+        >>> mask = torch.tensor([[True, True], [True, False]])
+        >>> Tokens(new, old, old, advantages=mask * 1.0, mask=mask).cleared().log_ratio
+        tensor([[ 0.5000,  0.0000],
+                [-1.0000,  0.0000]])
     """
 
-    logprobs: Tensor
-    old_logprobs: Tensor
-    engine_logprobs: Tensor
-    advantages: Tensor
-    mask: Tensor
-    sampling_logprobs: Tensor | None = None
-    weights: Tensor | None = None
-    router_movement: Tensor | None = None
-    reference_logprobs: Tensor | None = None
-    reference_kl: Tensor | None = None
-    entropy: Tensor | None = None
-    length_weights: Tensor | None = None
+    logprobs: Float[Tensor, "responses tokens"]
+    old_logprobs: Float[Tensor, "responses tokens"]
+    engine_logprobs: Float[Tensor, "responses tokens"]
+    advantages: Float[Tensor, "responses tokens"]
+    mask: Bool[Tensor, "responses tokens"]
+    sampling_logprobs: Float[Tensor, "responses tokens"] | None = None
+    weights: Float[Tensor, "responses tokens"] | None = None
+    router_movement: Float[Tensor, "responses tokens"] | None = None
+    reference_logprobs: Float[Tensor, "responses tokens"] | None = None
+    reference_kl: Float[Tensor, "responses tokens"] | None = None
+    entropy: Float[Tensor, "responses tokens"] | None = None
+    length_weights: Float[Tensor, " responses"] | None = None
 
     @property
-    def log_ratio(self) -> Tensor:
+    def log_ratio(self) -> Float[Tensor, "responses tokens"]:
         """The log-ratio log pi_theta - log pi_old of every token, in nats."""
         return self.logprobs - self.old_logprobs
 
@@ -110,29 +119,38 @@ class Surrogate:
     """The loss, the ratio and the clip of every token, each [B, T]; unspecified where masked.
 
     `clipped` (bool) is true where the clip binds.
+
+    Example: two tokens with advantages 1 and -2 and ratios 1.5 and 0.9 under PPO's clip of 0.2:
+        loss = [-1.2, 1.8]   ratio = [1.5, 0.9]   clipped = [true, false]
     """
 
-    loss: Tensor
-    ratio: Tensor
-    clipped: Tensor
+    loss: Float[Tensor, "responses tokens"]
+    ratio: Float[Tensor, "responses tokens"]
+    clipped: Bool[Tensor, "responses tokens"]
 
 
-def bounded_exp(log_ratio: Tensor) -> Tensor:
+def bounded_exp(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """Return exp of the argument clamped to +-20: one stray token must not overflow a batch."""
     return log_ratio.clamp(-20.0, 20.0).exp()
 
 
-def sequence_means(values: Tensor, mask: Tensor) -> Tensor:
+def sequence_means(
+    values: Float[Tensor, "responses tokens"], mask: Bool[Tensor, "responses tokens"]
+) -> Float[Tensor, " responses"]:
     """Return the mean [B] of each response's unmasked `values` [B, T]; 0 for one without tokens."""
     return values.masked_fill(~mask, 0.0).sum(-1) / mask.sum(-1).clamp(min=1)
 
 
-def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
+def masked_sum(values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Float[Tensor, ""]:
     """Return the sum, a scalar, of `values` where `mask`; elsewhere they may even be NaN."""
     return values.masked_fill(~mask, 0.0).sum()
 
 
-def clipped_surrogate(ratio: Tensor, advantages: Tensor, settings: Clipped) -> Surrogate:
+def clipped_surrogate(
+    ratio: Float[Tensor, "responses tokens"],
+    advantages: Float[Tensor, "responses tokens"],
+    settings: Clipped,
+) -> Surrogate:
     """Return -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), elementwise over equal shapes.
 
     With dual_clip, c, it is max(min(...), c A) where A is negative: a token that became much
@@ -170,7 +188,9 @@ class NoCorrectionSettings(CorrectionBase):
 
 
 @correction(NoCorrectionSettings)
-def uncorrected(ratio: Tensor, settings: NoCorrectionSettings) -> Tensor:
+def uncorrected(
+    ratio: Float[Tensor, "responses tokens"], settings: NoCorrectionSettings
+) -> Float[Tensor, "responses tokens"]:
     """Return 1 for every token."""
     return ratio.new_ones(ratio.shape)
 
@@ -208,7 +228,9 @@ class TisSettings(ImportanceSettings):
 
 
 @correction(TisSettings, source="Yao et al. 2025, https://fengyao.notion.site/off-policy-rl")
-def truncated(ratio: Tensor, settings: TisSettings) -> Tensor:
+def truncated(
+    ratio: Float[Tensor, "responses tokens"], settings: TisSettings
+) -> Float[Tensor, "responses tokens"]:
     """Return min(pi_old / mu, cap): truncated importance sampling."""
     return ratio.clamp(max=settings.cap)
 
@@ -229,19 +251,32 @@ class IcePopSettings(ImportanceSettings):
 
 
 @correction(IcePopSettings, source="Ring-1T, arXiv 2510.18855")
-def icepop(ratio: Tensor, settings: IcePopSettings) -> Tensor:
+def icepop(
+    ratio: Float[Tensor, "responses tokens"], settings: IcePopSettings
+) -> Float[Tensor, "responses tokens"]:
     """Return pi_old / mu within [low, high], else 0."""
     return ratio.masked_fill((ratio < settings.low) | (ratio > settings.high), 0.0)
 
 
 def correction_weights(
-    old_logprobs: Tensor, engine_logprobs: Tensor, mask: Tensor, settings: CorrectionBase
-) -> Tensor:
+    old_logprobs: Float[Tensor, "responses tokens"],
+    engine_logprobs: Float[Tensor, "responses tokens"],
+    mask: Bool[Tensor, "responses tokens"],
+    settings: CorrectionBase,
+) -> Float[Tensor, "responses tokens"]:
     """Return the weight of every token, [B, T], without gradient.
 
     Both log-probabilities [B, T] in nats, pi_old's and mu's, `mask` [B, T] bool. The ratio of a
     sequence is the geometric mean over its tokens, slime's `geometric`: a product, the `sequence`
     of verl, TRL and slime, would vanish with their number.
+
+    Example: the trainer gives two tokens 0.6 and 0.2, the engine gave them 0.2 and 0.4:
+        >>> import torch
+        >>> old, engine = torch.tensor([[0.6, 0.2]]).log(), torch.tensor([[0.2, 0.4]]).log()
+        >>> correction_weights(old, engine, old < 0, TisSettings())  # 3 is more than the cap
+        tensor([[2.0000, 0.5000]])
+        >>> correction_weights(old, engine, old < 0, TisSettings(level="sequence"))
+        tensor([[1.2247, 1.2247]])
     """
     log_ratio = (old_logprobs - engine_logprobs).detach().masked_fill(~mask, 0.0)
     if isinstance(settings, ImportanceSettings) and settings.level == "sequence":
@@ -258,11 +293,20 @@ class SequenceMaskSettings(Settings):
     )
 
 
-def sequence_mask(tokens: Tokens, settings: SequenceMaskSettings) -> Tensor:
+def sequence_mask(
+    tokens: Tokens, settings: SequenceMaskSettings
+) -> Bool[Tensor, "responses tokens"]:
     """Return M of DeepSeek-V3.2 (arXiv 2512.02556), [B, T] bool: the tokens that are kept.
 
     False where the advantage is negative and mean_t(log mu - log pi_theta) of the response is above
     delta: a bad response that the policy would hardly give any more teaches it nothing but noise.
+
+    Example: two bad responses of one token, of which the policy has left the first:
+        >>> import torch
+        >>> new, mu = torch.tensor([[-3.0], [-1.2]]), torch.full((2, 1), -1.0)
+        >>> bad = -torch.ones(2, 1)
+        >>> sequence_mask(Tokens(new, mu, mu, bad, bad < 0), SequenceMaskSettings()).tolist()
+        [[False], [True]]
     """
     excess = (tokens.engine_logprobs - tokens.logprobs).detach()
     far = sequence_means(excess, tokens.mask) > settings.delta

@@ -85,22 +85,24 @@ class Trackers:
     def metrics(self, step: int, metrics: Mapping[str, float], labels: Mapping[str, str]) -> None:
         """Send a step's metrics; `labels` are the model and the domain of an evaluation's."""
         values = {key(name, labels): value for name, value in metrics.items()}
-        self._each(lambda tracker: tracker.metrics(step, values))
+        self._send_to_all(lambda tracker: tracker.metrics(step, values))
 
     def checkpoint(self, saved: Checkpoint, parents: Mapping[str, str], samples: Path) -> None:
         """Send a checkpoint's lineage, and some of the samples of its step, where it has a file."""
 
         def send(tracker: Tracker) -> None:
+            # Read in the tracker's thread: no step waits for the file.
             rows = read_samples(samples, COLUMNS) if samples.exists() else []
             if some := rows[:: -(-len(rows) // ROWS) or 1]:
                 tracker.samples(saved.step, some)
             tracker.checkpoint(saved, parents)
 
-        self._each(send)
+        self._send_to_all(send)
 
     def close(self) -> None:
         """Let all of them end, for CLOSE_SECONDS at most."""
         deadline = time.monotonic() + CLOSE_SECONDS
+        # All are asked before any is waited for, so that one deadline serves all.
         for worker in self._workers:
             worker.end()
         for worker in self._workers:
@@ -109,7 +111,7 @@ class Trackers:
                 worker.say(f"did not end in {CLOSE_SECONDS:g} s")
         self._workers = []
 
-    def _each(self, send: Send) -> None:
+    def _send_to_all(self, send: Send) -> None:
         for worker in self._workers:
             worker.send(send)
 
@@ -129,6 +131,7 @@ class _TrackerThread(Thread):
         if self._lost:
             return
         try:
+            # Never a wait: a tracker without a network would hold up training.
             self._queue.put_nowait(send)
         except Full:
             self._lost = True

@@ -91,7 +91,7 @@ def test_the_other_stages_are_audited(tmp_path: Path, monkeypatch: pytest.Monkey
 
     def audited(run: RecordedRun, stage: str, step: int | None) -> Audited:
         if stage == "ours":
-            formulas.ADVANTAGES.named("half")
+            formulas.ADVANTAGES.find("half")
         if stage == "older":
             run.settings["rollout"]
         return Audited(stage, step, [], [])

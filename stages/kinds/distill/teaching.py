@@ -22,6 +22,7 @@ from stages.objectives.surrogate import (
 )
 
 if TYPE_CHECKING:
+    from jaxtyping import Float
     from torch import Tensor
 
     from parallel.batch import Responses
@@ -99,26 +100,28 @@ class TaughtTokens:
     student: Responses
     teacher: HeadLogits
     start: HeadLogits | None
-    logprobs: Tensor
+    logprobs: Float[Tensor, "responses tokens"]
     temperature: float
 
     @property
-    def teacher_logprobs(self) -> Tensor:
+    def teacher_logprobs(self) -> Float[Tensor, "responses tokens"]:
         """The teacher's log-probabilities of the sampled tokens, [B, R]."""
         return self._of(self.teacher)
 
     @property
-    def start_logprobs(self) -> Tensor:
+    def start_logprobs(self) -> Float[Tensor, "responses tokens"]:
         """The start's log-probabilities of the sampled tokens, [B, R]."""
         assert self.start is not None
         return self._of(self.start)
 
     @property
-    def gap(self) -> Tensor:
+    def gap(self) -> Float[Tensor, "responses tokens"]:
         """The sampled tokens' log pi - log pi_T without gradient, [B, R]."""
         return self.logprobs.detach() - self.teacher_logprobs
 
-    def surrogate(self, advantages: Tensor) -> Tensor:
+    def surrogate(
+        self, advantages: Float[Tensor, "responses tokens"]
+    ) -> Float[Tensor, "responses tokens"]:
         """Return -w A log pi of every token, [B, R], A [B, R] without gradient.
 
         w is the batch's weight by pi / mu, 1 without a correction.
@@ -127,5 +130,5 @@ class TaughtTokens:
         weighed = advantages if weights is None else advantages * weights
         return -weighed * self.logprobs
 
-    def _of(self, model: HeadLogits) -> Tensor:
+    def _of(self, model: HeadLogits) -> Float[Tensor, "responses tokens"]:
         return replace(self.student, logits=model).logprobs(self.temperature)

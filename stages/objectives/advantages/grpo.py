@@ -8,6 +8,7 @@ from stages.objectives.graded import Graded, Standardised, standardise
 from stages.objectives.registry import advantage
 
 if TYPE_CHECKING:
+    from jaxtyping import Float
     from torch import Tensor
 
 
@@ -18,6 +19,14 @@ class GrpoAdvantageSettings(Standardised):
 
 
 @advantage(GrpoAdvantageSettings, source="arXiv 2402.03300")
-def grpo(graded: Graded, settings: GrpoAdvantageSettings) -> Tensor:
-    """Return (R - mean of the group) / (std of the group + 1e-6), [groups, G]."""
+def grpo(graded: Graded, settings: GrpoAdvantageSettings) -> Float[Tensor, "groups responses"]:
+    """Return (R - mean of the group) / (std of the group + 1e-6), [groups, G].
+
+    Example: of four responses to one prompt, one is right:
+        >>> import torch
+        >>> rewards = torch.tensor([[1.0, 0.0, 0.0, 0.0]])
+        >>> batch = Graded(rewards, mask=rewards >= 0, lengths=torch.tensor([[2, 3, 3, 4]]))
+        >>> grpo(batch, GrpoAdvantageSettings())  # less the mean 0.25, over the deviation 0.5
+        tensor([[ 1.5000, -0.5000, -0.5000, -0.5000]])
+    """
     return standardise(graded.rewards, graded.mask, settings.std)

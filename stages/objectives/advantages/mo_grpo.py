@@ -8,6 +8,7 @@ from stages.objectives.graded import Graded, Standardised, standardise
 from stages.objectives.registry import advantage
 
 if TYPE_CHECKING:
+    from jaxtyping import Float
     from torch import Tensor
 
 
@@ -18,11 +19,19 @@ class MoGrpoSettings(Standardised):
 
 
 @advantage(MoGrpoSettings, source="arXiv 2509.22047")
-def mo_grpo(graded: Graded, settings: Standardised) -> Tensor:
+def mo_grpo(graded: Graded, settings: Standardised) -> Float[Tensor, "groups responses"]:
     """Return the weighted sum over k of (R_k - mean_k) / (std_k + 1e-6), [groups, G].
 
     Raises:
         ValueError: the rewards have no parts.
+
+    Example: of four responses to one prompt, the first is right and the last is brief:
+        >>> import torch
+        >>> parts = torch.tensor([[[1.0, 0.0], [0.0, 0.0], [0.0, 0.0], [0.0, 1.0]]])
+        >>> weights, mask = torch.tensor([1.0, 0.5]), torch.ones(1, 4, dtype=torch.bool)
+        >>> batch = Graded(parts @ weights, mask, mask * 3, parts, weights)
+        >>> mo_grpo(batch, MoGrpoSettings())  # each part is 1.5 where it is 1, and -0.5 elsewhere
+        tensor([[ 1.2500, -0.7500, -0.7500,  0.2500]])
     """
     if graded.part_rewards is None or graded.weights is None:
         raise ValueError(

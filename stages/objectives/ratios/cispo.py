@@ -28,7 +28,17 @@ class CispoRatioSettings(RatioBase):
 
 @ratio(CispoRatioSettings, source="arXiv 2506.13585")
 def cispo_ratio(tokens: Tokens, settings: CispoRatioSettings) -> Surrogate:
-    """Return sg[max(min(r_t, cap), floor)] A log pi_theta, token by token."""
+    """Return sg[max(min(r_t, cap), floor)] A log pi_theta, token by token.
+
+    Example: one response of two tokens, of ratios 1.5 and 0.9, and advantage 1:
+        >>> import torch
+        >>> new, old = torch.tensor([[0.6, 0.225]]).log(), torch.tensor([[0.4, 0.25]]).log()
+        >>> one = torch.ones(1, 2)
+        >>> tokens = Tokens(new, old, old, advantages=one, mask=one > 0)
+        >>> surrogate = cispo_ratio(tokens, CispoRatioSettings(cap=1.28))
+        >>> surrogate.loss, surrogate.clipped  # -1.28 log 0.6 and -0.9 log 0.225
+        (tensor([[0.6539, 1.3425]]), tensor([[ True, False]]))
+    """
     ratio = bounded_exp(tokens.log_ratio).detach()
     weight = ratio.clamp(settings.floor, settings.cap)
     loss = -weight * tokens.advantages * tokens.logprobs

@@ -32,6 +32,15 @@ def geometric_ratio(tokens: Tokens, settings: GeometricBase) -> Surrogate:
 
     A token's log-ratio is clipped from above where its advantage is positive, and from below where
     it is negative: a stray token loses its own gradient, and not that of its response.
+
+    Example: one response of two tokens, of ratios 1.5 and 0.9, and advantage 1:
+        >>> import torch
+        >>> new, old = torch.tensor([[0.6, 0.225]]).log(), torch.tensor([[0.4, 0.25]]).log()
+        >>> one = torch.ones(1, 2)
+        >>> tokens = Tokens(new, old, old, advantages=one, mask=one > 0)
+        >>> surrogate = geometric_ratio(tokens, GeometricRatioSettings())
+        >>> surrogate.loss, surrogate.clipped  # log 1.5 = 0.405 is clipped to 0.4
+        (tensor([[-1.1587, -1.1587]]), tensor([[ True, False]]))
     """
     log_ratio, advantages = tokens.log_ratio, tokens.advantages
     above = log_ratio.clamp(max=settings.clip_high)

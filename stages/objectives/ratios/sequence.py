@@ -18,6 +18,7 @@ from stages.objectives.surrogate import (
 )
 
 if TYPE_CHECKING:
+    from jaxtyping import Float
     from torch import Tensor
 
 
@@ -41,11 +42,20 @@ def sequence_ratio(tokens: Tokens, settings: SequenceRatioSettings) -> Surrogate
 
     Every token of a response carries the response's loss, so its mean over the tokens, and with it
     the aggregation `sequence_mean`, is exactly the loss of GSPO.
+
+    Example: one response of two tokens, of ratios 1.5 and 0.9, and advantage 1:
+        >>> import torch
+        >>> new, old = torch.tensor([[0.6, 0.225]]).log(), torch.tensor([[0.4, 0.25]]).log()
+        >>> one = torch.ones(1, 2)
+        >>> tokens = Tokens(new, old, old, advantages=one, mask=one > 0)
+        >>> surrogate = sequence_ratio(tokens, SequenceRatioSettings())
+        >>> surrogate.ratio, surrogate.loss  # the root of 1.5 x 0.9, clipped to 1.0004
+        (tensor([[1.1619, 1.1619]]), tensor([[-1.0004, -1.0004]]))
     """
     ratio = response_ratio(tokens).expand_as(tokens.logprobs)
     return clipped_surrogate(ratio, tokens.advantages, settings)
 
 
-def response_ratio(tokens: Tokens) -> Tensor:
+def response_ratio(tokens: Tokens) -> Float[Tensor, "responses 1"]:
     """Return s_i of every response, [B, 1]."""
     return bounded_exp(sequence_means(tokens.log_ratio, tokens.mask)).unsqueeze(-1)

@@ -27,6 +27,16 @@ class TokenRatioSettings(Clipped):
 
 @ratio(TokenRatioSettings, source="arXiv 2402.03300, 2503.14476")
 def token_ratio(tokens: Tokens, settings: TokenRatioSettings) -> Surrogate:
-    """Return min(r_t A, clip(r_t) A) of r_t = exp(log pi_theta - log pi_old)."""
+    """Return min(r_t A, clip(r_t) A) of r_t = exp(log pi_theta - log pi_old).
+
+    Example: one response of two tokens, of ratios 1.5 and 0.9, and advantage 1:
+        >>> import torch
+        >>> new, old = torch.tensor([[0.6, 0.225]]).log(), torch.tensor([[0.4, 0.25]]).log()
+        >>> one = torch.ones(1, 2)
+        >>> tokens = Tokens(new, old, old, advantages=one, mask=one > 0)
+        >>> surrogate = token_ratio(tokens, TokenRatioSettings())  # clipped to 1.28
+        >>> surrogate.loss, surrogate.clipped
+        (tensor([[-1.2800, -0.9000]]), tensor([[ True, False]]))
+    """
     ratio = bounded_exp(tokens.log_ratio)
     return clipped_surrogate(ratio, tokens.advantages, settings)

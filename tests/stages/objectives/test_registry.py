@@ -73,7 +73,7 @@ try:
 except ConfigError as error:
     [violation] = error.violations
 try:
-    FORMULAS.named("half")
+    FORMULAS.find("half")
 except NotAuditable as error:
     refused = str(error)
 print(json.dumps({

@@ -12,6 +12,7 @@ from stages.objectives.registry import AboveZero, method
 from stages.objectives.surrogate import CorrectionSettings, NoCorrectionSettings
 
 if TYPE_CHECKING:
+    from jaxtyping import Float
     from torch import Tensor
 
 
@@ -70,7 +71,7 @@ class ExopdSettings(SampledMethod):
 
 
 @method(ExopdSettings, source="ExOPD, arXiv 2602.12125; over the vocabulary: derived here")
-def exopd(tokens: TaughtTokens, settings: ExopdSettings) -> Tensor:
+def exopd(tokens: TaughtTokens, settings: ExopdSettings) -> Float[Tensor, "responses tokens"]:
     """Return KL(pi || softmax(lambda z_T + (1 - lambda) z_b)), z_b the start's logits, [B, R].
 
     Sampled: -w A log pi with A = -sg[log pi - log pi_b - lambda (log pi_T - log pi_b)], whose
@@ -86,7 +87,9 @@ def exopd(tokens: TaughtTokens, settings: ExopdSettings) -> Tensor:
     return tokens.student.kl(target)
 
 
-def _sampled_advantages(tokens: TaughtTokens, settings: ExopdSettings) -> Tensor:
+def _sampled_advantages(
+    tokens: TaughtTokens, settings: ExopdSettings
+) -> Float[Tensor, "responses tokens"]:
     if tokens.start is None:
         return -tokens.gap
     learned = tokens.teacher_logprobs - tokens.start_logprobs

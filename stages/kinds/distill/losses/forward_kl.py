@@ -8,6 +8,7 @@ from stages.kinds.distill.teaching import MethodBase, TaughtTokens
 from stages.objectives.registry import method
 
 if TYPE_CHECKING:
+    from jaxtyping import Float
     from torch import Tensor
 
 
@@ -18,7 +19,9 @@ class ForwardKLSettings(MethodBase):
 
 
 @method(ForwardKLSettings, source="GKD, arXiv 2306.13649")
-def forward_kl(tokens: TaughtTokens, settings: ForwardKLSettings) -> Tensor:
+def forward_kl(
+    tokens: TaughtTokens, settings: ForwardKLSettings
+) -> Float[Tensor, "responses tokens"]:
     """Return KL(pi_T || pi) over the whole vocabulary, [B, R]."""
     from parallel.model.vocabulary import kl
 

@@ -11,6 +11,7 @@ from stages.kinds.distill.teaching import SampledMethod, TaughtTokens
 from stages.objectives.registry import method
 
 if TYPE_CHECKING:
+    from jaxtyping import Float
     from torch import Tensor
 
 
@@ -25,7 +26,7 @@ class IwOpdSettings(SampledMethod):
 
 
 @method(IwOpdSettings, source="IW-OPD, arXiv 2606.22600")
-def iw_opd(tokens: TaughtTokens, settings: IwOpdSettings) -> Tensor:
+def iw_opd(tokens: TaughtTokens, settings: IwOpdSettings) -> Float[Tensor, "responses tokens"]:
     """Return -w v A log pi, A = sg[log pi_T - log pi], [B, R].
 
     v_t = 1 + gamma (1 - sum_{s < t} |A_s| / sum_s |A_s|) over the learned tokens of the response:

@@ -10,6 +10,7 @@ from stages.kinds.distill.teaching import MethodBase, TaughtTokens
 from stages.objectives.registry import method
 
 if TYPE_CHECKING:
+    from jaxtyping import Float
     from torch import Tensor
 
 
@@ -25,7 +26,9 @@ class JSDSettings(MethodBase):
 
 
 @method(JSDSettings, source="GKD, arXiv 2306.13649")
-def generalised_jsd(tokens: TaughtTokens, settings: JSDSettings) -> Tensor:
+def generalised_jsd(
+    tokens: TaughtTokens, settings: JSDSettings
+) -> Float[Tensor, "responses tokens"]:
     """Return beta KL(pi_T || m) + (1 - beta) KL(pi || m), m = beta pi_T + (1 - beta) pi, [B, R]."""
     from parallel.model.divergences import jsd
 

@@ -10,6 +10,7 @@ from stages.kinds.distill.teaching import SampledMethod, TaughtTokens
 from stages.objectives.registry import AboveZero, method
 
 if TYPE_CHECKING:
+    from jaxtyping import Float
     from torch import Tensor
 
 
@@ -31,7 +32,9 @@ class OpdRewardSettings(SampledMethod):
 
 
 @method(OpdRewardSettings, source="on-policy distillation as a penalty, as in slime")
-def opd_reward(tokens: TaughtTokens, settings: OpdRewardSettings) -> Tensor:
+def opd_reward(
+    tokens: TaughtTokens, settings: OpdRewardSettings
+) -> Float[Tensor, "responses tokens"]:
     """Return -w (A - lambda sg[log pi - log pi_T]) log pi, w by pi / mu, [B, R]."""
     advantages = tokens.student.batch.advantages - settings.teacher_weight * tokens.gap
     return tokens.surrogate(advantages)

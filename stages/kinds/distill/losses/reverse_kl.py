@@ -8,6 +8,7 @@ from stages.kinds.distill.teaching import MethodBase, TaughtTokens
 from stages.objectives.registry import method
 
 if TYPE_CHECKING:
+    from jaxtyping import Float
     from torch import Tensor
 
 
@@ -20,6 +21,8 @@ class ReverseKLSettings(MethodBase):
 
 
 @method(ReverseKLSettings, source="DeepSeek-V4, Eq. 29")
-def reverse_kl(tokens: TaughtTokens, settings: ReverseKLSettings) -> Tensor:
+def reverse_kl(
+    tokens: TaughtTokens, settings: ReverseKLSettings
+) -> Float[Tensor, "responses tokens"]:
     """Return KL(pi || pi_T) over the whole vocabulary, [B, R]."""
     return tokens.student.kl(tokens.teacher)

@@ -11,6 +11,7 @@ from stages.kinds.distill.teaching import SampledMethod, TaughtTokens
 from stages.objectives.registry import method
 
 if TYPE_CHECKING:
+    from jaxtyping import Float
     from torch import Tensor
 
 
@@ -29,7 +30,9 @@ class SampledTokenSettings(SampledMethod):
 
 
 @method(SampledTokenSettings, source="MOPD, arXiv 2601.02780")
-def sampled_token(tokens: TaughtTokens, settings: SampledTokenSettings) -> Tensor:
+def sampled_token(
+    tokens: TaughtTokens, settings: SampledTokenSettings
+) -> Float[Tensor, "responses tokens"]:
     """Return -w A log pi, A = sg[log pi_T - log pi] + alpha A_reward, w by pi / mu, [B, R]."""
     advantages = -tokens.gap
     if settings.reward_weight:

@@ -11,6 +11,7 @@ from stages.kinds.distill.teaching import MethodBase, TaughtTokens
 from stages.objectives.registry import method
 
 if TYPE_CHECKING:
+    from jaxtyping import Float
     from torch import Tensor
 
 
@@ -27,7 +28,9 @@ class TopKReverseKLSettings(MethodBase):
 
 
 @method(TopKReverseKLSettings, source="arXiv 2606.30406")
-def top_k_reverse_kl(tokens: TaughtTokens, settings: TopKReverseKLSettings) -> Tensor:
+def top_k_reverse_kl(
+    tokens: TaughtTokens, settings: TopKReverseKLSettings
+) -> Float[Tensor, "responses tokens"]:
     """Return sum of p log(p / p_T) - p + p_T over the k, and over the rest as one if lumped.
 
     Without the last two terms the optimum is not the teacher: every token outside the k would be
@@ -45,7 +48,9 @@ def top_k_reverse_kl(tokens: TaughtTokens, settings: TopKReverseKLSettings) -> T
     return student.batch.spread(values)
 
 
-def generalised_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+def generalised_kl(
+    log_p: Float[Tensor, "*shape"], log_q: Float[Tensor, "*shape"]
+) -> Float[Tensor, "*shape"]:
     """Return p log(p / q) - p + q, elementwise: 0 with gradient 0 where p = q, else above 0."""
     p = log_p.exp()
     return p * (log_p - log_q) - p + log_q.exp()
