@@ -225,7 +225,13 @@ def build_index(
 
 
 class Order:
-    """An endless order of rows, shuffled every epoch, a pure function of `seed`."""
+    """An endless order of rows, shuffled every epoch, a pure function of `seed`.
+
+    Example: cursors 0 to 2 are the first epoch of three rows, and 3 to 5 the second.
+        >>> order = Order(np.array([4, 7, 9]), seed=0)
+        >>> [sorted(order.row(cursor) for cursor in epoch) for epoch in (range(3), range(3, 6))]
+        [[4, 7, 9], [4, 7, 9]]
+    """
 
     def __init__(self, rows: np.ndarray, seed: int) -> None:
         self._rows = rows

@@ -52,6 +52,11 @@ class PromptStream:
     Training streams may repeat a prompt; a stream of files only after a whole epoch. `too_long`
     counts the prompts skipped because they exceed `longest` tokens or the settings' limit.
     Raises DomainError where the settings yield no problems.
+
+    Example: of the candidates 0, 1, 2, 3 of a training stream, number 1 is held out: its hash is
+    0.11 of the range, below held_out_fraction = 0.25.
+        cursor = 0   take(2) returns the problems 0 and 2   cursor = 3
+        A stream that is created with cursor = 3 continues with problem 3.
     """
 
     def __init__(

@@ -95,7 +95,12 @@ def tagged(answer: str, working: str) -> str:
 
 
 def tagged_answer(response: str) -> tuple[str, str] | None:
-    """Return the text before the last `<answer>`, and between it and `</answer>`; None without."""
+    """Return the text before the last `<answer>`, and between it and `</answer>`; None without.
+
+    Example:
+        >>> tagged_answer("2 + 2, so <answer> 4 </answer>.")
+        ('2 + 2, so ', '4')
+    """
     end = response.rfind(END)
     begin = response.rfind(BEGIN, 0, max(end, 0))
     if begin < 0:

@@ -81,6 +81,15 @@ class RewardPool:
 
     `on_graded` is called, in the pool's thread, whenever grades arrive. The pool's files are in
     `directory`. Raises DomainError where this machine cannot run a reward.
+
+    Example: 2 workers and 6 responses to a problem: `submit` returns 6 futures. The queue is dealt
+    in chunks of ceil(6 / 4) = 2, ceil(4 / 4) = 1, then 1 to each worker that is idle again.
+
+    Waits for: `submit` for nothing. The pool's thread waits for a submission, a worker's message,
+        or LOOK_SECONDS while a worker is busy. A future waits for its grade.
+    Unblocked by: `submit` and `close` write to the eventfd `_called`, and a worker sends grades
+        every FLUSH_SECONDS. A reward that hangs is killed at its time limit, which grades its
+        response; where the forkserver is lost, all futures raise RewardError.
     """
 
     def __init__(
@@ -202,6 +211,7 @@ class RewardPool:
         send_handle(self._control, theirs.fileno(), self._forkserver.pid)
         send_handle(self._control, shared, self._forkserver.pid)
         process = self._answer()
+        # Closed once the forkserver has answered, so that it has received both.
         theirs.close()
         os.close(shared)
         self._workers.append(_Worker(process, ours, clock))
@@ -223,6 +233,7 @@ class RewardPool:
             if not taken:
                 return
             worker.tasks = dict(taken)
+            # Idle for REST_SECONDS, its clock has run out: `_listen` would take it for overdue.
             worker.clock.rest()
             chunk: Chunk = [
                 (n, task.problem, task.response, task.fixed_scores) for n, task in taken
