@@ -163,6 +163,7 @@ def segments(
         try:
             turn, text = _turn(prompt, answered, messages[place], place), answered
         except TokenizerError:
+            # DeepSeek-R1 opens the thoughts in the prompt and renders none in a turn.
             turn, text = _thinking_turn(tokenizer, prompt, messages[place]), NOT_RENDERED
             if not turn:
                 raise

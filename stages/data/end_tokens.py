@@ -43,6 +43,7 @@ def end_tokens(
             f" tokens end a response: restore it, or set {KEY}"
         )
     ids = generation_ids(weights, model.tokenizer) or ()
+    # A dict keeps the order: the main token stays the first.
     return tuple(dict.fromkeys([eos_token, *(i for i in ids if i < model.vocabulary_size)]))
 
 

@@ -65,6 +65,7 @@ class RowIndex:
 
         `fraction` of all prompts is held out. Raises DataError where the split is empty.
         """
+        # Rounded up, where `np.uint64` would round down: as `is_held_out` decides.
         below = self.keys < np.uint64(ceil(fraction * 2**64))
         rows = np.flatnonzero(below == held_out)
         if not len(rows):
@@ -210,6 +211,7 @@ def build_index(
     if not keys:
         why = f": {first_error}" if first_error else ""
         raise DataError(key, f"no usable row in {files[0]}{why}")
+    # `np.unique` sorts by content: back to the order of the files, which the seeds shuffle.
     first_rows = np.sort(np.unique(np.frombuffer(identities, np.uint64), return_index=True)[1])
     counts = Counts(rows, bad, duplicates=len(keys) - len(first_rows))
     unusable = f"{bad} unusable ({first_error})" if bad else ""

@@ -37,5 +37,6 @@ class Mixture:
             shortfalls = {
                 name: share * number - self.dealt[name] for name, share in self._shares.items()
             }
+            # `max` takes the first of equal ones, so that a resumed mixture deals no differently.
             self.dealt[max(shortfalls, key=lambda name: shortfalls[name])] += 1
         return {name: self.dealt[name] - before[name] for name in before}

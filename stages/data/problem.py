@@ -87,6 +87,7 @@ def content_key(prompt: str | Sequence[Message], tools: Sequence[Tool] = ()) -> 
     else:
         messages = [{**message, "content": _spaced(message["content"])} for message in prompt]
         text = json.dumps(messages, sort_keys=True, ensure_ascii=False)
+    # Half of a surrogate pair, which has no bytes in UTF-8, has a hash too.
     key = sha256(text.encode(errors="surrogatepass")).hexdigest()
     if not tools:
         return key

@@ -111,6 +111,7 @@ class PromptStream:
                 report_unusable(f"domains.{self.domain}.prompts", str(error))
                 continue
             finally:
+                # Also after an unusable row, which would otherwise be drawn again for ever.
                 self.cursor += 1
             if problem is not None and not self._in_split(problem):
                 continue
@@ -180,8 +181,10 @@ class Frontier:
     def update(self, problem: Problem, right: int, wrong: int) -> None:
         """Count the samples of a prompt that solved it, and those that did not."""
         difficulty = self.difficulty(problem)
+        # Popped and set again, so that the first key is the one that was not seen for longest.
         before = self._tallies.pop(difficulty, (0.0, 0.0))
         tally = before[0] + right, before[1] + wrong
+        # The policy changes: older samples fade, and never outvote the newest.
         shrink = min(1.0, self._settings.memory / max(sum(tally), 1))
         self._tallies[difficulty] = tally[0] * shrink, tally[1] * shrink
         if len(self._tallies) > DIFFICULTIES:

@@ -130,6 +130,7 @@ def score(problem: Problem, answer: str) -> float:
         credit = float(scorer(handed_in, problem.fields["entry"]))
     except Exception:  # several scorers raise on an answer of a form that they do not expect
         return 0.0
+    # Above 1 counts as right, and a negative score or nan as wrong.
     credit = credit if 0 <= credit <= 1 else float(credit > 1)
     return whole_answer_score(dataset, credit, handed_in, str(problem.fields["entry"]["answer"]))
 

@@ -277,6 +277,7 @@ class RewardPool:
 
     def _replace(self, worker: _Worker, overdue: bool) -> None:
         """Kill a worker, blame its current response, requeue the rest; `_run` forks another."""
+        # Killed before its connection is drained: no grade may come for what is requeued below.
         self._control.send(worker.process)
         status = self._answer()
         self._workers.remove(worker)
@@ -344,6 +345,7 @@ class RewardPool:
             self._report(f"{line}; its weight is 0, so no sample is dropped")
         if grade.failure is not None:
             self._report(f"{grade.failure}; the sample is dropped")
+        # Before the count: where nothing is pending, every future is done.
         task.future.set_result(grade)
         with self._lock:
             self._settled += 1

@@ -325,6 +325,7 @@ class Grader:
                     score = sum(score.rewards) / len(score.rewards)
                 scores[name] = score
                 total += settings.weight * score
+                # Finite rewards may overflow in their sum, and spoil the advantages of the group.
                 if not isfinite(total):
                     raise RewardError(f"returned {score!r}, which makes the sum of rewards {total}")
             except BaseException as error:  # also SystemExit: a reward must not end its worker

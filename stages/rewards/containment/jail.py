@@ -148,6 +148,7 @@ def _start_all(
     _start(
         [*python, EXAMINER, "program", stack], common | program_pipes, request, "program", report
     )
+    # Held open here, no pipe would end with the program or the examiner.
     for descriptor in (calls_reading, calls_writing, answers_reading, answers_writing):
         os.close(descriptor)
     return examiner
@@ -160,6 +161,7 @@ def _start(
     if process:
         return process
     try:
+        # Out of the way first: what is moved to a number may be the source of another.
         waiting = {
             number: fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, WAITING)
             for number, descriptor in descriptors.items()

@@ -80,6 +80,7 @@ def make_language(settings: LanguageReward, _directory: Path) -> Reward:
 
 def _words(text: str) -> Iterator[frozenset[str]]:
     """Yield the scripts of every word. Marks on letters are dropped: they would split words."""
+    # Full-width and mathematical letters become those that their script names.
     plain = unicodedata.normalize("NFKC", text)
     letters = "".join(
         character for character in plain if not unicodedata.category(character).startswith("M")

@@ -228,6 +228,7 @@ def calls_violation(calls: list[Call], tools: Mapping[str, Any]) -> str:
     for call in calls:
         if (name := call["name"]) not in tools:
             return f"no tool {name!r}; known: {', '.join(tools)}"
+        # Once for each tool: a thousand calls may name the same one.
         if name not in checked:
             check_schema(tools[name])
             checked.add(name)
