@@ -25,7 +25,7 @@ Parse = Callable[[Row], tuple[Any, str, str]]
 
 
 PROBED = 32  # rows that are rendered before training begins
-Made = TypeVar("Made")
+Content = TypeVar("Content")
 
 
 class UnusableRow(DataError):
@@ -121,7 +121,7 @@ def optional_columns(settings: ToolFileSettings) -> tuple[str, ...]:
     return () if settings.tools is None else (settings.tools,)
 
 
-def usable(read: Callable[[int], Made], row: int, key: str) -> Made | None:
+def usable(read: Callable[[int], Content], row: int, key: str) -> Content | None:
     """Return what `read` makes of a row; None, with a notice, where it is unusable and skipped."""
     try:
         return read(row)
@@ -130,7 +130,7 @@ def usable(read: Callable[[int], Made], row: int, key: str) -> Made | None:
         return None
 
 
-def probed(read: Callable[[int], Made], rows: Sequence[int], key: str) -> Iterator[Made]:
+def probed(read: Callable[[int], Content], rows: Sequence[int], key: str) -> Iterator[Content]:
     """Yield what `read` makes of the first rows, before training depends on it.
 
     Raises UnusableRow where none of them is usable, as with an unusable chat template.

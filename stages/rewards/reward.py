@@ -188,20 +188,20 @@ class RewardKind:
 
 
 REGISTERED: dict[str, RewardKind] = {}
-Own = TypeVar("Own", bound=RewardBase)
-Make = Callable[[Own, Path], Reward]
+KindSettings = TypeVar("KindSettings", bound=RewardBase)
+Make = Callable[[KindSettings, Path], Reward]
 
 
 def register(
-    settings: type[Own], imports: tuple[str, ...] = ()
-) -> Callable[[Make[Own]], Make[Own]]:
+    settings: type[KindSettings], imports: tuple[str, ...] = ()
+) -> Callable[[Make[KindSettings]], Make[KindSettings]]:
     """Return a decorator that registers a function as the maker of rewards of these settings.
 
     Name in `imports` the heavy modules that the function imports: the rewards' forkserver loads
     them once, and `pipeline` never.
     """
 
-    def decorate(make: Make[Own]) -> Make[Own]:
+    def decorate(make: Make[KindSettings]) -> Make[KindSettings]:
         kind = settings.model_fields["kind"].default
         if kind in REGISTERED:
             raise ValueError(f"{settings.__name__}: another reward has the kind {kind!r}")
