@@ -49,6 +49,7 @@ def read_expression(text: str, local_dict: dict[str, Any] | None = None) -> Any:
 
     if not isinstance(text, str) or len(text) > LONGEST_EXPRESSION:
         raise ValueError(f"not an expression of at most {LONGEST_EXPRESSION} characters")
+    # On the text: `ast.parse` reads 1e-999 as 0, and sympy would read it with all its digits.
     if any(int(digits.replace("_", "") or 0) > MOST_EXPONENT for digits in EXPONENT.findall(text)):
         raise ValueError(f"a number with an exponent above {MOST_EXPONENT}")
     _bits(ast.parse(text.strip(), mode="eval").body)
@@ -70,6 +71,7 @@ def _bits(node: ast.expr) -> tuple[float, float]:
         case ast.UnaryOp(op=ast.USub() | ast.UAdd(), operand=operand):
             above, below = _bits(operand)
         case ast.BinOp(left=left, op=ast.Pow(), right=right):
+            # 2^64 bits are above every bound, and a larger power would overflow the float.
             above = below = max(*_bits(left), 1.0) * 2 ** min(_bits(right)[0], 64.0)
         case ast.BinOp(left=left, op=operator, right=right) if isinstance(operator, ARITHMETIC):
             above, below = _combined(operator, _bits(left), _bits(right))

@@ -18,7 +18,8 @@ SHOWN = 60  # characters of a content in an error
 # That open and close a call of a tool in the templates of GLM, Qwen and Hermes.
 TOOL_CALL = ("<tool_call>", "</tool_call>")
 
-# Renders messages, with tools or without any.
+# Renders messages, with tools or without any: [{"role": "user", "content": "2+2?"}] may become
+# "<|user|>2+2?<|assistant|>", whose last marker is the generation prompt.
 Template = Callable[[list[Message], list[Tool] | None], str]
 
 
@@ -34,6 +35,11 @@ def render_chat(template: Template, messages: Sequence[Message], tools: Sequence
     Raises:
         TemplateError: the template leaves out tool calls or tools.
         Exception: whatever the template raises.
+
+    Example: a template without roles; with tools it would raise, since it does not show them.
+        >>> template = lambda messages, tools: " ".join(turn["content"] for turn in messages)
+        >>> render_chat(template, [{"role": "user", "content": "2+2?"}], ())
+        '2+2?'
     """
     template_tools = None if not tools or describes(messages, tools) else list(tools)
     first_error: Exception | None = None
@@ -87,6 +93,12 @@ def with_calls(message: Message, text: bool, null: bool = False) -> Message:
     """Return a message whose tool calls have arguments as JSON text, or as objects.
 
     With `null`, blank content beside them is null.
+
+    Example:
+        >>> call = {"function": {"name": "add", "arguments": {"a": 1}}}
+        >>> message = {"role": "assistant", "content": "", "tool_calls": [call]}
+        >>> with_calls(message, text=True, null=True)["tool_calls"]
+        [{'function': {'name': 'add', 'arguments': '{"a": 1}'}}]
     """
     if not (calls := message.get("tool_calls")):
         return message

@@ -25,7 +25,14 @@ LEARNED_KEYS = ("content", "reasoning_content", "thinking")
 
 
 def response_sample(tokenizer: Tokenizer, prompt: str, response: str, domain: str) -> Sample:
-    """Return a text prompt and a text response, with the main end token, as a sample."""
+    """Return a text prompt and a text response, with the main end token, as a sample.
+
+    Example: the digit 2 is token 4, and 1 the end token.
+        >>> from stages.data.tokenizer import CharacterTokenizer
+        >>> sample = response_sample(CharacterTokenizer(), "1+1=", "2", "sums")
+        >>> sample.prompt.tolist(), sample.response.tolist(), sample.loss_mask
+        ([3, 65, 3, 69], [4, 1], None)
+    """
     return Sample(
         domain=domain,
         prompt=np.array(tokenizer.encode(prompt), np.int32),
@@ -47,6 +54,16 @@ def conversation_samples(
     rewrites them, as Qwen3's drops their thoughts, or leaves out their end token, a further sample
     begins, whose prompt is what a rollout would read at that turn.
     Raises TokenizerError as `segments`.
+
+    Example: two turns, each learned with its end token; what the user says between is masked.
+        >>> from stages.data.tokenizer import CharacterTokenizer
+        >>> texts = [("user", "1+1"), ("assistant", "2"), ("user", "b"), ("assistant", "no")]
+        >>> messages = [{"role": role, "content": content} for role, content in texts]
+        >>> [sample] = conversation_samples(tokenizer := CharacterTokenizer(), messages, "math")
+        >>> tokenizer.decode_prompt(sample.prompt), tokenizer.decode_prompt(sample.response)
+        ('user: 1+1 assistant: ', '2[END]user: b assistant: no[END]')
+        >>> "".join("01"[learned] for learned in sample.loss_mask.tolist())
+        '110000000000000000000111'
     """
     return [
         _sample(tokenizer, prompt, texts, answered, domain)
@@ -146,6 +163,7 @@ def segments(
         try:
             turn, text = _turn(prompt, answered, messages[place], place), answered
         except TokenizerError:
+            # DeepSeek-R1 opens the thoughts in the prompt and renders none in a turn.
             turn, text = _thinking_turn(tokenizer, prompt, messages[place]), NOT_RENDERED
             if not turn:
                 raise

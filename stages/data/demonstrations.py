@@ -115,6 +115,7 @@ class ConversationStream:
         self._rows = self._index.split(False, held_out_fraction)
         self.rows = len(self._rows)
         self._order = Order(self._rows, seed)
+        # An unusable chat template is an error here, before the first step.
         for _ in probed(self._samples, self._rows.tolist(), self._index.key):
             pass
 

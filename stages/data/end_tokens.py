@@ -24,11 +24,14 @@ def end_tokens(
 ) -> tuple[int, ...]:
     """Return the ids of the tokens that end a response of a model, each once, the main one first.
 
-    Example: `eos_token` 0 and `{"eos_token_id": [3, 1, 0]}` give (0, 3, 1). Ids that the model does
-    not have are left out of a file's, since they are never sampled.
+    Ids that the model does not have are left out of a file's, since they are never sampled.
 
     Raises:
         UserError: `model.end_tokens` names no token, or generation_config.json cannot be read.
+
+    Example: `eos_token` is 0, the model has 80 ids, and generation_config.json says
+        {"eos_token_id": [3, 1, 0, 99]}   end_tokens = (0, 3, 1)
+        model.end_tokens: ["<|user|>"]    end_tokens = (3,), the id of that token alone
     """
     if model.end_tokens is not None:
         size = model.vocabulary_size
@@ -40,6 +43,7 @@ def end_tokens(
             f" tokens end a response: restore it, or set {KEY}"
         )
     ids = generation_ids(weights, model.tokenizer) or ()
+    # A dict keeps the order: the main token stays the first.
     return tuple(dict.fromkeys([eos_token, *(i for i in ids if i < model.vocabulary_size)]))
 
 

@@ -25,7 +25,7 @@ Parse = Callable[[Row], tuple[Any, str, str]]
 
 
 PROBED = 32  # rows that are rendered before training begins
-Made = TypeVar("Made")
+Content = TypeVar("Content")
 
 
 class UnusableRow(DataError):
@@ -65,6 +65,7 @@ class RowIndex:
 
         `fraction` of all prompts is held out. Raises DataError where the split is empty.
         """
+        # Rounded up, where `np.uint64` would round down: as `is_held_out` decides.
         below = self.keys < np.uint64(ceil(fraction * 2**64))
         rows = np.flatnonzero(below == held_out)
         if not len(rows):
@@ -120,7 +121,7 @@ def optional_columns(settings: ToolFileSettings) -> tuple[str, ...]:
     return () if settings.tools is None else (settings.tools,)
 
 
-def usable(read: Callable[[int], Made], row: int, key: str) -> Made | None:
+def usable(read: Callable[[int], Content], row: int, key: str) -> Content | None:
     """Return what `read` makes of a row; None, with a notice, where it is unusable and skipped."""
     try:
         return read(row)
@@ -129,7 +130,7 @@ def usable(read: Callable[[int], Made], row: int, key: str) -> Made | None:
         return None
 
 
-def probed(read: Callable[[int], Made], rows: Sequence[int], key: str) -> Iterator[Made]:
+def probed(read: Callable[[int], Content], rows: Sequence[int], key: str) -> Iterator[Content]:
     """Yield what `read` makes of the first rows, before training depends on it.
 
     Raises UnusableRow where none of them is usable, as with an unusable chat template.
@@ -210,6 +211,7 @@ def build_index(
     if not keys:
         why = f": {first_error}" if first_error else ""
         raise DataError(key, f"no usable row in {files[0]}{why}")
+    # `np.unique` sorts by content: back to the order of the files, which the seeds shuffle.
     first_rows = np.sort(np.unique(np.frombuffer(identities, np.uint64), return_index=True)[1])
     counts = Counts(rows, bad, duplicates=len(keys) - len(first_rows))
     unusable = f"{bad} unusable ({first_error})" if bad else ""
@@ -225,7 +227,13 @@ def build_index(
 
 
 class Order:
-    """An endless order of rows, shuffled every epoch, a pure function of `seed`."""
+    """An endless order of rows, shuffled every epoch, a pure function of `seed`.
+
+    Example: cursors 0 to 2 are the first epoch of three rows, and 3 to 5 the second.
+        >>> order = Order(np.array([4, 7, 9]), seed=0)
+        >>> [sorted(order.row(cursor) for cursor in epoch) for epoch in (range(3), range(3, 6))]
+        [[4, 7, 9], [4, 7, 9]]
+    """
 
     def __init__(self, rows: np.ndarray, seed: int) -> None:
         self._rows = rows

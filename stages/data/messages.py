@@ -113,7 +113,12 @@ def parsed_text(value: Any, column: str) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a value without the null keys of its mappings, at any depth."""
+    """Return a value without the null keys of its mappings, at any depth.
+
+    Example:
+        >>> without_nulls({"name": "add", "arguments": [{"a": 1, "b": None}], "id": None})
+        {'name': 'add', 'arguments': [{'a': 1}]}
+    """
     if isinstance(value, dict):
         return {name: without_nulls(of) for name, of in value.items() if of is not None}
     return [without_nulls(of) for of in value] if isinstance(value, list) else value

@@ -13,6 +13,13 @@ class Mixture:
     source is ever a whole sequence ahead of its share. Where weights are in the ratio of whole
     numbers, shares are exact after every multiple of their sum. `dealt` is the number of sequences
     of each source so far, the whole state.
+
+    Example: sequence 2 goes to b, which is 0.8 of a sequence behind its share, and a 0.2.
+        >>> mixture = Mixture({"a": 3, "b": 2})
+        >>> ["a" if mixture.deal(1)["a"] else "b" for _ in range(5)]
+        ['a', 'b', 'a', 'b', 'a']
+        >>> mixture.deal(5)
+        {'a': 3, 'b': 2}
     """
 
     def __init__(self, weights: Mapping[str, float]) -> None:
@@ -30,5 +37,6 @@ class Mixture:
             shortfalls = {
                 name: share * number - self.dealt[name] for name, share in self._shares.items()
             }
+            # `max` takes the first of equal ones, so that a resumed mixture deals no differently.
             self.dealt[max(shortfalls, key=lambda name: shortfalls[name])] += 1
         return {name: self.dealt[name] - before[name] for name in before}

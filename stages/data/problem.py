@@ -39,6 +39,13 @@ class Problem:
     with `tools` by the tokenizer's chat template. `answer` is the reference, or "". `fields` is the
     whole source row; for reasoning-gym the `dataset`'s name and the `entry` that its scorer reads.
     `index` is the problem's index in its stream.
+
+    Example: the first 16 digits of the key decide the split: 0.81 of their range is training.
+        >>> problem = Problem("sums", 0, "c1+1=", "2", {"dataset": "chain_sum"})
+        >>> problem.key[:16], round(int(problem.key[:16], base=16) / 2**64, 2)
+        ('cfc43f80c6bbbff2', 0.81)
+        >>> Problem("sums", 7, " c1+1=", "2").key == problem.key
+        True
     """
 
     domain: str
@@ -68,6 +75,10 @@ def content_key(prompt: str | Sequence[Message], tools: Sequence[Tool] = ()) -> 
 
     With tools the last 48 digits hash them too: a question with other tools is another problem.
     The first, which decide the split, do not: a held-out question is in no training prompt.
+
+    Example:
+        >>> content_key("1 + 1?") == content_key([{"role": "user", "content": " 1 +  1?"}])
+        True
     """
     if isinstance(prompt, str):
         text = _spaced(prompt)
@@ -76,6 +87,7 @@ def content_key(prompt: str | Sequence[Message], tools: Sequence[Tool] = ()) -> 
     else:
         messages = [{**message, "content": _spaced(message["content"])} for message in prompt]
         text = json.dumps(messages, sort_keys=True, ensure_ascii=False)
+    # Half of a surrogate pair, which has no bytes in UTF-8, has a hash too.
     key = sha256(text.encode(errors="surrogatepass")).hexdigest()
     if not tools:
         return key

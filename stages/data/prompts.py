@@ -52,6 +52,11 @@ class PromptStream:
     Training streams may repeat a prompt; a stream of files only after a whole epoch. `too_long`
     counts the prompts skipped because they exceed `longest` tokens or the settings' limit.
     Raises DomainError where the settings yield no problems.
+
+    Example: of the candidates 0, 1, 2, 3 of a training stream, number 1 is held out: its hash is
+    0.11 of the range, below held_out_fraction = 0.25.
+        cursor = 0   take(2) returns the problems 0 and 2   cursor = 3
+        A stream that is created with cursor = 3 continues with problem 3.
     """
 
     def __init__(
@@ -106,6 +111,7 @@ class PromptStream:
                 report_unusable(f"domains.{self.domain}.prompts", str(error))
                 continue
             finally:
+                # Also after an unusable row, which would otherwise be drawn again for ever.
                 self.cursor += 1
             if problem is not None and not self._in_split(problem):
                 continue
@@ -175,8 +181,10 @@ class Frontier:
     def update(self, problem: Problem, right: int, wrong: int) -> None:
         """Count the samples of a prompt that solved it, and those that did not."""
         difficulty = self.difficulty(problem)
+        # Popped and set again, so that the first key is the one that was not seen for longest.
         before = self._tallies.pop(difficulty, (0.0, 0.0))
         tally = before[0] + right, before[1] + wrong
+        # The policy changes: older samples fade, and never outvote the newest.
         shrink = min(1.0, self._settings.memory / max(sum(tally), 1))
         self._tallies[difficulty] = tally[0] * shrink, tally[1] * shrink
         if len(self._tallies) > DIFFICULTIES:

@@ -95,7 +95,12 @@ def tagged(answer: str, working: str) -> str:
 
 
 def tagged_answer(response: str) -> tuple[str, str] | None:
-    """Return the text before the last `<answer>`, and between it and `</answer>`; None without."""
+    """Return the text before the last `<answer>`, and between it and `</answer>`; None without.
+
+    Example:
+        >>> tagged_answer("2 + 2, so <answer> 4 </answer>.")
+        ('2 + 2, so ', '4')
+    """
     end = response.rfind(END)
     begin = response.rfind(BEGIN, 0, max(end, 0))
     if begin < 0:
@@ -125,6 +130,7 @@ def score(problem: Problem, answer: str) -> float:
         credit = float(scorer(handed_in, problem.fields["entry"]))
     except Exception:  # several scorers raise on an answer of a form that they do not expect
         return 0.0
+    # Above 1 counts as right, and a negative score or nan as wrong.
     credit = credit if 0 <= credit <= 1 else float(credit > 1)
     return whole_answer_score(dataset, credit, handed_in, str(problem.fields["entry"]["answer"]))
 

@@ -46,6 +46,7 @@ def split_thoughts(
         if not is_opened and not text.startswith((opening, closing)):
             continue
         thoughts, closed, answer = text.removeprefix(opening).rpartition(closing)
+        # Thoughts that are opened once more after the last closing marker do not end either.
         if closed and not answer.lstrip().startswith(opening):
             return thoughts, answer.lstrip()
         return text.removeprefix(opening), None

@@ -215,8 +215,8 @@ class HuggingFaceTokenizer:
         self.end_tokens: tuple[int, ...] = (loaded.eos_token_id,)
         padded = loaded.pad_token_id is not None
         self.pad_token: int = loaded.pad_token_id if padded else loaded.eos_token_id
-        self._known = frozenset(loaded.get_vocab().values())
-        self.vocabulary_size = max(self._known) + 1
+        self._vocabulary = frozenset(loaded.get_vocab().values())
+        self.vocabulary_size = max(self._vocabulary) + 1
         self._check_round_trips()
 
     @property
@@ -243,9 +243,9 @@ class HuggingFaceTokenizer:
     def decode_prompt(self, ids: Iterable[int]) -> str:
         """Return the text of all ids, as `decode`: end tokens may end the turns of a prompt."""
         pieces = []
-        for is_known, run in groupby(map(int, ids), self._known.__contains__):
+        for is_known, run in groupby(map(int, ids), self._vocabulary.__contains__):
             if is_known:
-                pieces.append(self._decode_known(list(run)))
+                pieces.append(self._decode_run(list(run)))
             else:
                 pieces += [unknown_token(i) for i in run]
         return "".join(pieces)
@@ -314,7 +314,7 @@ class HuggingFaceTokenizer:
                 " published files of the model"
             )
 
-    def _decode_known(self, ids: list[int]) -> str:
+    def _decode_run(self, ids: list[int]) -> str:
         shown = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
         return str(self._tokenizer.decode(ids, **shown))
 

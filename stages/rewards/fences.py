@@ -87,7 +87,12 @@ def _close_within_line(fence: Fence) -> None:
 
 
 def unfenced(text: str) -> str:
-    """Return the content of the code fence that the text consists of, or the text."""
+    r"""Return the content of the code fence that the text consists of, or the text.
+
+    Example:
+        >>> unfenced("```json\n[1]\n```"), unfenced("[1]")
+        ('[1]\n', '[1]')
+    """
     stripped = text.strip()
     fences = read_fences(stripped)
     if len(fences) != 1 or fences[0].begins or fences[0].ends != len(unix_lines(stripped)) - 1:
@@ -96,10 +101,14 @@ def unfenced(text: str) -> str:
 
 
 def extract_program(response: str, prompt: str = "") -> str:
-    """Return the program of a response: its last fence that is named for Python.
+    r"""Return the program of a response: its last fence that is named for Python.
 
     Without one it is the last fence without a name, else the last of any name, else all of the
     response. The prompt may end with the line that opens the fence.
+
+    Example:
+        >>> extract_program("First:\n```\n1\n```\nSo:\n```python\nprint(4)\n```\nDone.")
+        'print(4)\n'
     """
     opening = FENCE.fullmatch(unix_lines(prompt.rstrip())[-1])
     if opening is not None and PYTHON.fullmatch(opening["info"].strip().lower()):

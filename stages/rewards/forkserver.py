@@ -66,6 +66,7 @@ def main() -> None:
     kinds = {
         reward.kind for domain_rewards in setup[0].values() for reward in domain_rewards.values()
     }
+    # Before the first fork, so that all workers share their memory.
     for module in sorted({module for kind in kinds for module in REGISTERED[kind].imports}):
         with suppress(Exception):  # a worker reports the error
             import_module(module)
@@ -96,6 +97,7 @@ def _fork(control: Connection, setup: Setup) -> int:
     theirs, shared = recv_handle(control), recv_handle(control)
     process = os.fork()
     if process == 0:
+        # The pool notices the forkserver's end only once nobody else holds its connection.
         control.close()
         _work(setup, theirs, shared)
     os.close(theirs)

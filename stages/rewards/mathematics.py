@@ -30,10 +30,14 @@ NEAR = 1.000001e-6  # relative error of a small number: 0.333333 of 1/3, at its 
 
 
 def spelled(text: str) -> list[str]:
-    """Return the texts that a text may be: its numbers are written plainly.
+    r"""Return the texts that a text may be: its numbers are written plainly.
 
     `1.6e-19` is a number, digits are not grouped, and no point ends a number. A text with `2e-1` is
     returned as written too, where `e` may be Euler's number.
+
+    Example:
+        >>> spelled(r"1\,250 and 1.6e-3"), spelled("2e-1")
+        (['1250 and 0.0016'], ['0.2', '2e-1'])
     """
     text = BOXED.sub(r"\\boxed{", text)
     for pattern in (THIN_SPACE, GROUP, FINAL_POINT):
@@ -63,6 +67,10 @@ def boxes(text: str) -> str:
     r"""Return the text from the first closed `\boxed{...}` to the end of the last.
 
     Return "" where the text's last box is not closed, or has no content.
+
+    Example:
+        >>> boxes(r"so it is \boxed{4}."), boxes(r"\boxed{4} or \boxed{5")
+        ('\\boxed{4}', '')
     """
     starts = {match.end() - 1: match.start() for match in BOXED.finditer(text)}  # by their brace
     if not starts or BOX.search(text, max(starts)):
@@ -86,6 +94,9 @@ def equal(expected: list[Any], answer: list[Any]) -> bool:
 
     An answer that is a false equation of numbers, as `6 = 7`, equals nothing; math-verify would
     take its last side.
+
+    Example: the readings of 1/2 and 0.5 are equal, and those of 1/3 and 0.33 are not. Of small
+    numbers 0.0001 equals 1/10000 and not 0.00010001, which math-verify rounds to it.
     """
     from math_verify import verify
     from sympy import Basic, UnevaluatedExpr

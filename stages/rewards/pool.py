@@ -81,6 +81,15 @@ class RewardPool:
 
     `on_graded` is called, in the pool's thread, whenever grades arrive. The pool's files are in
     `directory`. Raises DomainError where this machine cannot run a reward.
+
+    Example: 2 workers and 6 responses to a problem: `submit` returns 6 futures. The queue is dealt
+    in chunks of ceil(6 / 4) = 2, ceil(4 / 4) = 1, then 1 to each worker that is idle again.
+
+    Waits for: `submit` for nothing. The pool's thread waits for a submission, a worker's message,
+        or LOOK_SECONDS while a worker is busy. A future waits for its grade.
+    Unblocked by: `submit` and `close` write to the eventfd `_called`, and a worker sends grades
+        every FLUSH_SECONDS. A reward that hangs is killed at its time limit, which grades its
+        response; where the forkserver is lost, all futures raise RewardError.
     """
 
     def __init__(
@@ -202,6 +211,7 @@ class RewardPool:
         send_handle(self._control, theirs.fileno(), self._forkserver.pid)
         send_handle(self._control, shared, self._forkserver.pid)
         process = self._answer()
+        # Closed once the forkserver has answered, so that it has received both.
         theirs.close()
         os.close(shared)
         self._workers.append(_Worker(process, ours, clock))
@@ -223,6 +233,7 @@ class RewardPool:
             if not taken:
                 return
             worker.tasks = dict(taken)
+            # Idle for REST_SECONDS, its clock has run out: `_listen` would take it for overdue.
             worker.clock.rest()
             chunk: Chunk = [
                 (n, task.problem, task.response, task.fixed_scores) for n, task in taken
@@ -266,6 +277,7 @@ class RewardPool:
 
     def _replace(self, worker: _Worker, overdue: bool) -> None:
         """Kill a worker, blame its current response, requeue the rest; `_run` forks another."""
+        # Killed before its connection is drained: no grade may come for what is requeued below.
         self._control.send(worker.process)
         status = self._answer()
         self._workers.remove(worker)
@@ -333,6 +345,7 @@ class RewardPool:
             self._report(f"{line}; its weight is 0, so no sample is dropped")
         if grade.failure is not None:
             self._report(f"{grade.failure}; the sample is dropped")
+        # Before the count: where nothing is pending, every future is done.
         task.future.set_result(grade)
         with self._lock:
             self._settled += 1

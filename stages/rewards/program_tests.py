@@ -23,11 +23,18 @@ STDIN, CALL = ("stdin", "stdin_stdout"), ("functional", "function_call")
 
 
 def read_tests(row: Mapping[str, Any], field: str) -> list[Test]:
-    """Return the tests in a row's field: a list of tests, or columns of inputs and outputs.
+    r"""Return the tests in a row's field: a list of tests, or columns of inputs and outputs.
 
     Each is a statement, `{"input": text, "output": text}`, or `{"function": name, "arguments":
     [...], "expected": value}`. Raises RewardError where there are none, and for a form or a key
     that is not known.
+
+    Example: APPS has columns of inputs and outputs, and LiveCodeBench calls with JSON arguments.
+        >>> read_tests({"tests": {"inputs": ["1 2"], "outputs": ["3"]}}, "tests")
+        [{'input': '1 2', 'output': '3'}]
+        >>> test = {"input": "1\n2", "output": "3", "testtype": "functional"}
+        >>> read_tests({"tests": [test], "fn_name": "add"}, "tests")
+        [{'function': 'add', 'arguments': [1, 2], 'expected': 3}]
     """
     if field not in row:
         raise RewardError(f"the problem has no field {field!r} with its tests")

@@ -68,6 +68,9 @@ class Steps:
 
     Step i ends before character `ends[i]` of the response's text; the ends rise. An empty response
     has one step, which ends at 0.
+
+    Example: "2+2=4. So 5." has a right step of 6 characters and a wrong one that ends at 12:
+        Steps(ends=[6, 12], rewards=[1.0, 0.0])   as a score of the response: their mean, 0.5
     """
 
     ends: list[int]
@@ -185,20 +188,20 @@ class RewardKind:
 
 
 REGISTERED: dict[str, RewardKind] = {}
-Own = TypeVar("Own", bound=RewardBase)
-Make = Callable[[Own, Path], Reward]
+KindSettings = TypeVar("KindSettings", bound=RewardBase)
+Make = Callable[[KindSettings, Path], Reward]
 
 
 def register(
-    settings: type[Own], imports: tuple[str, ...] = ()
-) -> Callable[[Make[Own]], Make[Own]]:
+    settings: type[KindSettings], imports: tuple[str, ...] = ()
+) -> Callable[[Make[KindSettings]], Make[KindSettings]]:
     """Return a decorator that registers a function as the maker of rewards of these settings.
 
     Name in `imports` the heavy modules that the function imports: the rewards' forkserver loads
     them once, and `pipeline` never.
     """
 
-    def decorate(make: Make[Own]) -> Make[Own]:
+    def decorate(make: Make[KindSettings]) -> Make[KindSettings]:
         kind = settings.model_fields["kind"].default
         if kind in REGISTERED:
             raise ValueError(f"{settings.__name__}: another reward has the kind {kind!r}")
@@ -255,8 +258,12 @@ class Grade:
     `scores` holds every reward before its weight. `steps`, where one of them gave any, are (number
     of characters that the step ends with, weighted reward). Where a reward failed, `reward` is None
     and `failure` one line that says why. A reward of weight 0 is only recorded: where it fails it
-    has no part but a line in `watch_failures`, and the grade stands. `messages` are what rewards
+    has no score but a line in `watch_failures`, and the grade stands. `messages` are what rewards
     said of their scores.
+
+    Example: `math` of weight 1 and `length` of weight 0.5 score 1 and 0.8; then `math` fails.
+        reward = 1.4    scores = {"math": 1.0, "length": 0.8}
+        reward = None   scores = {}   failure = "domains.sums.rewards.math: raised ..."
     """
 
     reward: float | None
@@ -318,6 +325,7 @@ class Grader:
                     score = sum(score.rewards) / len(score.rewards)
                 scores[name] = score
                 total += settings.weight * score
+                # Finite rewards may overflow in their sum, and spoil the advantages of the group.
                 if not isfinite(total):
                     raise RewardError(f"returned {score!r}, which makes the sum of rewards {total}")
             except BaseException as error:  # also SystemExit: a reward must not end its worker
@@ -341,6 +349,15 @@ def solved(settings: Mapping[str, RewardBase], scores: Mapping[str, float]) -> b
     """Return whether every reward that judges the answer is 1; where none does, every reward.
 
     Rewards of weight 0 do not count.
+
+    Example: `format` does not judge the answer, and `math` does.
+        >>> from stages.rewards.kinds.format import FormatReward
+        >>> from stages.rewards.kinds.math import MathReward
+        >>> rewards = {"math": MathReward(), "format": FormatReward(pattern=".*")}
+        >>> solved(rewards, {"math": 1.0, "format": 0.0})
+        True
+        >>> solved({"format": rewards["format"]}, {"format": 0.0})
+        False
     """
     judging = [
         name for name, reward in settings.items() if reward.judges_answer and reward.weight > 0

@@ -208,11 +208,15 @@ os._exit(0)
 
 
 def equals(output: str, expected: str, tolerance: float) -> bool:
-    """Return whether an output is the expected one: its lines, or all words of each line.
+    r"""Return whether an output is the expected one: its lines, or all words of each line.
 
     White space at the end of lines and of the text does not count. A word may be another number
     within `tolerance`, where the expected one has a decimal point or an exponent; with a tolerance
     `3.0` also equals the expected `3`.
+
+    Example:
+        >>> equals("0.3333333 \n", "0.333333", 1e-6), equals("0.3333333", "0.333333", 0.0)
+        (True, False)
     """
     lines, expected_lines = _lines(output), _lines(expected)
     if lines == expected_lines or not tolerance or len(lines) != len(expected_lines):

@@ -286,6 +286,12 @@ class RewardDispatcher:
     """The reward workers of a stage's domains, sent each sample as soon as it is sampled.
 
     Main rank only. `wake` is called from another thread whenever a grade arrives.
+
+    Waits for: nothing. `graded` is False while a grade of the group is missing.
+    Unblocked by: the pool's thread, which completes the futures and calls `wake`.
+
+    Example: a group of 4 responses, the second of which ends first: `dispatch(group, 1, sample)`.
+        group.grades = [None, Future, None, None]   `graded` is False until all 4 have a result
     """
 
     def __init__(

@@ -125,7 +125,10 @@ class Channel:
         return ProgramError(f"{name}: {text}")
 
     def encode(self, value: Any) -> Any:
-        """Return `value` as JSON: itself, or an object whose one key is its type."""
+        """Return `value` as JSON: itself, or an object whose one key is its type.
+
+        Example: (1, {2.5}) is {"tuple": [1, {"set": [2.5]}]}, and the third object {"mine": 2}.
+        """
         if isinstance(value, int) and not -LARGE < value < LARGE:
             return {"int": hex(value)}
         if value is None or isinstance(value, ATOMS):

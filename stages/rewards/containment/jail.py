@@ -41,6 +41,7 @@ def live(request: dict[str, Any], pipes: dict[str, int]) -> None:
     `pipes` are the write ends of output, errors, verdicts and report. A report is one line:
     `failed REASON` for an error of the sandbox, `ended STATUS` (of wait) otherwise.
     """
+    # Closed by `exec`, so that no program can write a report.
     report = fcntl.fcntl(pipes["report"], fcntl.F_DUPFD_CLOEXEC, WAITING)
     try:
         kernel.die_with_parent()
@@ -80,6 +81,7 @@ def _build(request: dict[str, Any]) -> tuple[int, int]:
 
     The tests' file is unlinked: only the descriptor can read it.
     """
+    # Else what is mounted below would appear on the host too.
     kernel.mount("none", "/", flags=kernel.RECURSIVE | kernel.PRIVATE)
     kernel.mount("root", "/tmp", "tmpfs", kernel.NO_SETUID | kernel.NO_DEVICES, "mode=755")
     os.chdir("/tmp")
@@ -148,6 +150,7 @@ def _start_all(
     _start(
         [*python, EXAMINER, "program", stack], common | program_pipes, request, "program", report
     )
+    # Held open here, no pipe would end with the program or the examiner.
     for descriptor in (calls_reading, calls_writing, answers_reading, answers_writing):
         os.close(descriptor)
     return examiner
@@ -160,6 +163,7 @@ def _start(
     if process:
         return process
     try:
+        # Out of the way first: what is moved to a number may be the source of another.
         waiting = {
             number: fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, WAITING)
             for number, descriptor in descriptors.items()

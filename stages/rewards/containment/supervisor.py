@@ -54,6 +54,7 @@ def _run(request: dict[str, Any]) -> dict[str, Any]:
         for reading, _ in ends.values():
             os.close(reading)
         jail.live(request, {name: writing for name, (_, writing) in ends.items()})
+    # Held open here, no pipe would ever end.
     for _, writing in ends.values():
         os.close(writing)
     started = time.monotonic()
@@ -95,6 +96,7 @@ def _enter_namespaces() -> dict[str, int]:
         os.close(go)
         os.waitpid(writer, 0)
         return _enter_as_root(root, error)
+    # Only now is there a namespace whose users the writer can map.
     os.write(go, b"!")
     os.close(go)
     mapped = os.waitstatus_to_exitcode(os.waitpid(writer, 0)[1])

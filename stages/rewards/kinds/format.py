@@ -49,14 +49,26 @@ class LanguageReward(AnswerReward):
 
 @register(FormatReward)
 def make_format(settings: FormatReward, _directory: Path) -> Reward:
-    """Return the reward."""
+    """Return the reward.
+
+    Example:
+        >>> reward = make_format(FormatReward(pattern=r"<.*>[0-9]+"), Path())
+        >>> [reward(None, Response(text, 9)) for text in ("<2+2>4", "4", "<2+2>4.")]
+        [1.0, 0.0, 0.0]
+    """
     pattern = re.compile(settings.pattern, re.DOTALL)
     return lambda _, response: float(pattern.fullmatch(response.text) is not None)
 
 
 @register(LanguageReward)
 def make_language(settings: LanguageReward, _directory: Path) -> Reward:
-    """Return the reward."""
+    """Return the reward.
+
+    Example: one word of four is in another script.
+        >>> reward = make_language(LanguageReward(scripts=["latin"]), Path())
+        >>> reward(None, Response("one, two, \u0442\u0440\u0438, 4 four", 9))
+        0.75
+    """
     expected = frozenset(settings.scripts)
 
     def reward(_: object, response: Response) -> float:
@@ -68,6 +80,7 @@ def make_language(settings: LanguageReward, _directory: Path) -> Reward:
 
 def _words(text: str) -> Iterator[frozenset[str]]:
     """Yield the scripts of every word. Marks on letters are dropped: they would split words."""
+    # Full-width and mathematical letters become those that their script names.
     plain = unicodedata.normalize("NFKC", text)
     letters = "".join(
         character for character in plain if not unicodedata.category(character).startswith("M")

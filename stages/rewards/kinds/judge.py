@@ -191,6 +191,7 @@ class Judge:
             "temperature": self._settings.temperature,
             "max_tokens": self._settings.max_tokens,
         }
+        # Sorted, since the text names the answer in the cache.
         text = json.dumps(body, sort_keys=True)
         name = hashlib.sha256(f"{self._url}\n{text}".encode()).hexdigest()
         file = self._cache / name[:2] / f"{name}.json"
@@ -199,6 +200,7 @@ class Judge:
             return self._verdict(reply), reply
         reply = self._ask(text.encode())
         score = self._verdict(reply)
+        # After the score: an answer without one is asked for again.
         write_atomically(file, json.dumps({"request": body, "said": reply}))
         return score, reply
 

@@ -83,7 +83,13 @@ def make_overlong(settings: OverlongReward, _directory: Path) -> Reward:
 
 @register(LengthReward)
 def make_length(settings: LengthReward, _directory: Path) -> Reward:
-    """Return the reward."""
+    """Return the reward.
+
+    Example: one word too many is half of the way over a slack of 1.
+        >>> reward = make_length(LengthReward(unit="words", at_most=3, slack=1), Path())
+        >>> [reward(None, Response(text, 9)) for text in ("a b c", "a b c d", "a b c d e")]
+        [1.0, 0.5, 0.0]
+    """
     count = COUNTS[settings.unit]
 
     def reward(_: object, response: Response) -> float:
@@ -96,5 +102,10 @@ def make_length(settings: LengthReward, _directory: Path) -> Reward:
 
 
 def soft_overlong(length: int, longest: int, buffer: int) -> float:
-    """Return the soft overlong punishment (DAPO, arXiv 2503.14476), within [-1, 0]."""
+    """Return the soft overlong punishment (DAPO, arXiv 2503.14476), within [-1, 0].
+
+    Example: a limit of 10 tokens, and a punishment that grows over the last 4.
+        >>> [soft_overlong(length, longest=10, buffer=4) for length in (6, 7, 10, 11)]
+        [0.0, -0.25, -1.0, -1.0]
+    """
     return -1.0 if length > longest else min(0.0, ((longest - buffer) - length) / buffer)

@@ -81,6 +81,7 @@ def make(settings: MathReward, _directory: Path) -> Reward:
 def _reference(problem: Problem) -> list[list[Any]]:
     """Return the readings of the problem's answer. Raises RewardError where there are none."""
     answer = problem.answer
+    # In a box it is read whole, and not searched for a number.
     readings = read(answer if MARKED.search(answer) else f"\\boxed{{{answer}}}")
     if not answer.strip() or not readings:
         raise RewardError(f"cannot read the problem's answer {answer!r} as mathematics")

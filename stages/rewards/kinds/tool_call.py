@@ -185,7 +185,14 @@ def _check(name: str, check: Callable[[Any], object], schema: Any) -> None:
 
 
 def read_calls(text: str, form: str) -> list[Call] | str:
-    """Return the calls of an answer, or why it has none."""
+    """Return the calls of an answer, or why it has none.
+
+    Example:
+        >>> read_calls('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', "tagged")
+        [{'name': 'add', 'arguments': {'a': 1}}]
+        >>> read_calls("2", "json")
+        'a call must be {"name": ..., "arguments": {...}}'
+    """
     pieces = [unfenced(text)]
     if form == "tagged":
         before, *call_texts = text.split(BEGIN)
@@ -221,6 +228,7 @@ def calls_violation(calls: list[Call], tools: Mapping[str, Any]) -> str:
     for call in calls:
         if (name := call["name"]) not in tools:
             return f"no tool {name!r}; known: {', '.join(tools)}"
+        # Once for each tool: a thousand calls may name the same one.
         if name not in checked:
             check_schema(tools[name])
             checked.add(name)
