@@ -261,7 +261,7 @@ class StageJob(Settings):
         return StageDirectory(self.directory)
 
     @property
-    def own(self) -> StageSettings:
+    def block_settings(self) -> StageSettings:
         """The settings of the stage's block."""
         assert self.block is not None, "a job outside the graph has no block"
         return self.settings.stages[self.block]
@@ -269,7 +269,7 @@ class StageJob(Settings):
     @property
     def policy(self) -> PolicySettings:
         """The training of the stage on rewards."""
-        policy = self.own.policy(self.settings, self.domains)
+        policy = self.block_settings.policy(self.settings, self.domains)
         assert policy is not None, f"stages of kind {self.kind} train on no rewards"
         return policy
 

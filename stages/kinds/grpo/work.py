@@ -41,7 +41,7 @@ class GrpoStage(OnPolicyStage):
     """
 
     def __init__(self, job: StageJob) -> None:
-        grpo, settings = job.own, job.policy
+        grpo, settings = job.block_settings, job.policy
         assert isinstance(grpo, GrpoSettings)
         objectives = grpo.objectives(job.settings, job.domains)
         self.updates_per_rollout = settings.updates_per_rollout
