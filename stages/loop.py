@@ -23,7 +23,14 @@ from stages.settings import StageJob
 
 
 class TrainingStage(Protocol):
-    """The part of a training stage that differs between kinds."""
+    """The part of a training stage that differs between kinds.
+
+    Example: a step of GRPO, rank 0 and the others:
+        rank 0   step: samples, trains    observe, log    any_rank    checkpoint
+        others   step: wait, train                        any_rank    checkpoint
+    In `step` the others wait for rank 0's samples, in `any_rank` for its guards and its log, and
+    in a checkpoint all wait for the slowest, or with async_checkpoints for its copy alone.
+    """
 
     policy: TrainedPolicy
 

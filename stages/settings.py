@@ -222,6 +222,15 @@ class StageJob(Settings):
     directories (`.../checkpoints/step_N`) or Hugging Face checkpoints, those of `data` the files
     that other stages collected; references of a KL penalty are `models` by domain. The stage writes
     only below `directory`, except that an export goes to `output`.
+
+    Example: the second attempt of an expert of math, which `for_each: domain` made of a block:
+        stage: experts.math   kind: grpo   block: experts   domain: math   attempt: 2
+        directory: /runs/a/stages/experts.math
+        parent: /runs/a/stages/cold_start/checkpoints/step_40
+        engine_addresses: [/runs/a/engine/0/address.json]
+
+    >>> StageJob.model_construct(directory=Path("/runs/a/stages/merge")).files.metrics.name
+    'metrics.jsonl'
     """
 
     stage: str

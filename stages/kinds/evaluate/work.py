@@ -119,6 +119,7 @@ class Evaluation:
             purpose = f"check, attempt {attempt}" if attempt else "check"
             groups = self._request(domain, problems[:CHECKED], purpose)
         samples = self.engines.wait_for(groups, self.version)
+        # On shared devices, so that the policy has room for the pass that compares.
         self.engines.sleep()
         return samples
 

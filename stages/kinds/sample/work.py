@@ -191,6 +191,7 @@ class RejectionSampling:
                 groups = groups_of(self.problems[name][:CHECKED], 1, seed)
                 self.engines.request(groups, sampling)
             samples = self.engines.wait_for(groups, VERSION)
+            # On shared devices, so that the policy has room for the pass that compares.
             self.engines.sleep()
             return samples
 
