@@ -162,7 +162,7 @@ class PromptBuffer:
             group.dispatch_version = self._engines.version or 0
             self._in_flight[group.problem.domain].append(group)
         if groups:
-            # First: the request dispatches what the log holds to the rewards at once.
+            # First: within the request, what the log has is already dispatched to the rewards.
             self._engines.rewards.expect(groups)
             self._engines.request(groups, self.sampling)
 
