@@ -105,6 +105,7 @@ def _run_steps(
         if log is not None:
             with phase("log"):
                 log.write(step, {**metrics, **verdict.metrics})
+        # A signal or a guard of one rank stops all: the others would wait in their next collective.
         stopping, writing, stopped, ended = any_rank(
             bool(received), saver.writing, verdict.stop is not None, verdict.end is not None
         )

@@ -182,6 +182,7 @@ class OnPolicyStage(ABC):
         samples = self.assign_advantages(collected, step)
         if self._prefetcher is not None:
             self._prefetcher.prefetch(step)  # to be sampled while this step trains
+        # On shared devices the engines' turn ends before the trainer's begins.
         self.engines.sleep()
         with self._timed("seconds_train"):
             updates = [
@@ -190,6 +191,7 @@ class OnPolicyStage(ABC):
             ]
             checked = self.check_logprobs(updates)
             self.finish_advantages(updates)
+            # Before the updates, which move the schedule on.
             rate = self.policy.learning_rate
             trained = mean_of_updates([self.update(update) for update in updates])
         observed = [(update.samples, update.batches) for update in updates]
@@ -236,6 +238,7 @@ class OnPolicyStage(ABC):
 
         A later `attempt` samples the prompts of the attempt before again.
         """
+        # As in the first step of a stage that collects before it syncs weights.
         if self.engines.version is None:
             with self._timed("seconds_refit"):
                 self.engines.sync_weights(step)

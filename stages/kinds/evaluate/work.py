@@ -106,6 +106,7 @@ class Evaluation:
             for domain, right in solved.items() if samples > 1 else ():
                 scores[domain]["samples_per_problem"] = samples
                 scores[domain]["pass_at_k"] = sum(map(bool, right)) / len(right)
+            # Last: a model that has its result is not evaluated again.
             write_atomically(self._result_file(name), json.dumps(scores, indent=2))
         self.engines.sleep()
 
