@@ -100,7 +100,7 @@ def merge_steps(directory: str, count: int, resident: str, states: str) -> dict[
     optimizer = OptimizerSettings(learning_rate=1e-5)
     policy = TrainedPolicy(MODEL, LAYOUT, optimizer, STEPS, RoutingLossSettings())
     policy.start_fresh(0)
-    teachers = Teachers(job, policy, job.own)
+    teachers = Teachers(job, policy, job.block_settings)
     seconds, grading = [], []
     for step in range(STEPS):
         parts = _parts(job.domains, step)

@@ -85,11 +85,11 @@ class PromptRolloutSettings(Settings):
         step takes those first that a later one would find too old. So a group requested under
         version v is trained on in step v + staleness_bound at the latest.
 
-        Example: two groups a step, max_steps_ahead = 2, slow engines, group d the slowest:
-            step 1  takes a b of version 1; while it trains, c d e f are requested
-            step 2  takes c e, 1 behind, and leaves d f; g h are requested under version 2
-            step 3  waits for d f, 2 behind, since step 4 would find them 3 behind
-            step 4  waits for g h, 2 behind
+        Example: two groups a step, max_steps_ahead = 2, group f the slowest:
+            step 1  takes a b of version 1; while it trains, c d are requested
+            step 2  waits for c d, 1 behind: since the engines are slower, e f g h are requested
+            step 3  takes e g, 1 behind, and leaves f h; i j are requested under version 3
+            step 4  waits for f h, 2 behind, since step 5 would find them 3 behind
 
         >>> [PromptRolloutSettings(max_steps_ahead=steps).staleness_bound for steps in (0, 1, 4)]
         [1, 1, 4]

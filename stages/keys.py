@@ -41,7 +41,11 @@ NON_INVALIDATING_KEYS = (
 
 
 def matches(key: str, pattern: str) -> bool:
-    """Return whether `pattern` names `key` or a key above it."""
+    """Return whether `pattern` names `key` or a key above it.
+
+    >>> matches("domains.math.loop.steps", "domains.*.loop")
+    True
+    """
     key_names, pattern_names = key.split("."), pattern.split(".")
     below = len(key_names) >= len(pattern_names)
     return below and all(w in ("*", p) for p, w in zip(key_names, pattern_names, strict=False))
@@ -57,14 +61,18 @@ def differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, 
 
 
 def flatten(value: Any, prefix: str = "") -> list[tuple[str, Any]]:
-    """Return every leaf of nested mappings as (dotted key, value); an empty mapping is a leaf."""
+    """Return every leaf of nested mappings as (dotted key, value); an empty mapping is a leaf.
+
+    >>> flatten({"loop": {"steps": 50}, "data": {}})
+    [('loop.steps', 50), ('data', {})]
+    """
     pairs: list[tuple[str, Any]] = []
     _flatten(value, prefix, pairs)
     return pairs
 
 
 def _flatten(value: Any, prefix: str, pairs: list[tuple[str, Any]]) -> None:
-    """Append to `found`: a list for each mapping took twice as long, a generator more."""
+    """Append to `pairs`: a list for each mapping took twice as long, a generator more."""
     if not isinstance(value, dict) or (prefix and not value):
         pairs.append((prefix, value))
         return

@@ -23,7 +23,14 @@ from stages.settings import StageJob
 
 
 class TrainingStage(Protocol):
-    """The part of a training stage that differs between kinds."""
+    """The part of a training stage that differs between kinds.
+
+    Example: a step of GRPO, rank 0 and the others:
+        rank 0   step: samples, trains    observe, log    any_rank    checkpoint
+        others   step: wait, train                        any_rank    checkpoint
+    In `step` the others wait for rank 0's samples, in `any_rank` for its guards and its log, and
+    in a checkpoint all wait for the slowest, or with async_checkpoints for its copy alone.
+    """
 
     policy: TrainedPolicy
 
@@ -98,6 +105,7 @@ def _run_steps(
         if log is not None:
             with phase("log"):
                 log.write(step, {**metrics, **verdict.metrics})
+        # A signal or a guard of one rank stops all: the others would wait in their next collective.
         stopping, writing, stopped, ended = any_rank(
             bool(received), saver.writing, verdict.stop is not None, verdict.end is not None
         )

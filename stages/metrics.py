@@ -24,7 +24,11 @@ from stages.trackers.tracker import TrackedStage, Trackers
 
 
 class MetricsLog:
-    """The writer of metrics.jsonl, one line a step, and of the same numbers to the trackers."""
+    """The writer of metrics.jsonl, one line a step, and of the same numbers to the trackers.
+
+    Example: a line, with `time` in seconds since 1970:
+        {"step": 3, "steps": 50, "time": 1764276000.5, "reward": 0.25, "loss": -0.01}
+    """
 
     def __init__(self, job: StageJob, steps: int) -> None:
         self.path = job.files.metrics
@@ -108,7 +112,11 @@ def token_efficiency(batches: Sequence[MicroBatch]) -> dict[str, float]:
 
 
 def mean_of_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return each metric's mean over the updates that have it."""
+    """Return each metric's mean over the updates that have it.
+
+    >>> mean_of_updates([{"loss": 1.0, "kl": 0.5}, {"loss": 3.0}])
+    {'loss': 2.0, 'kl': 0.5}
+    """
     values: dict[str, list[float]] = {}
     for name, value in (named_value for update in updates for named_value in update.items()):
         values.setdefault(name, []).append(value)

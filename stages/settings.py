@@ -222,6 +222,15 @@ class StageJob(Settings):
     directories (`.../checkpoints/step_N`) or Hugging Face checkpoints, those of `data` the files
     that other stages collected; references of a KL penalty are `models` by domain. The stage writes
     only below `directory`, except that an export goes to `output`.
+
+    Example: the second attempt of an expert of math, which `for_each: domain` made of a block:
+        stage: experts.math   kind: grpo   block: experts   domain: math   attempt: 2
+        directory: /runs/a/stages/experts.math
+        parent: /runs/a/stages/cold_start/checkpoints/step_40
+        engine_addresses: [/runs/a/engine/0/address.json]
+
+    >>> StageJob.model_construct(directory=Path("/runs/a/stages/merge")).files.metrics.name
+    'metrics.jsonl'
     """
 
     stage: str
@@ -261,7 +270,7 @@ class StageJob(Settings):
         return StageDirectory(self.directory)
 
     @property
-    def own(self) -> StageSettings:
+    def block_settings(self) -> StageSettings:
         """The settings of the stage's block."""
         assert self.block is not None, "a job outside the graph has no block"
         return self.settings.stages[self.block]
@@ -269,7 +278,7 @@ class StageJob(Settings):
     @property
     def policy(self) -> PolicySettings:
         """The training of the stage on rewards."""
-        policy = self.own.policy(self.settings, self.domains)
+        policy = self.block_settings.policy(self.settings, self.domains)
         assert policy is not None, f"stages of kind {self.kind} train on no rewards"
         return policy
 

@@ -81,6 +81,7 @@ class MixtureStage(Generic[Drawn]):
 
         With `logging.auditable` the step's samples are written, with their `rows` in the sources.
         """
+        # Before the step, which moves the schedule on.
         rate = self.policy.learning_rate
         norm = self.policy.step()
         if is_main() and self.settings.logging.auditable:

@@ -52,6 +52,12 @@ class StageEngines:
 
     Every sample of `domains` is sent to its rewards as soon as the engine returns it. Responses
     that the main rank's `log` holds are not requested from the engines.
+
+    Example: 2 groups of 4 samples in step 3:
+        sync_weights(3)         every engine has version 3
+        request(groups, ...)    8 tasks, dealt to the engines; 0 or more come from the log
+        wait(ready, 3)          every rank has what `ready` returned on the main rank
+        sleep()                 on shared devices: the engines free them until the next sync
     """
 
     def __init__(
@@ -164,6 +170,8 @@ class StageEngines:
         for task, sample in pairs:
             if sample is not None:
                 self._replayed += 1
+                # Before it is supplied: every sample of a group that has ended has its grade
+                # pending.
                 self._dispatch(task, sample)
                 self.scheduler.supply(task, sample)
 
@@ -172,6 +180,11 @@ class StageEngines:
 
         Collective. `ready` is called again whenever samples or grades arrive. When no engine is
         left, the next one to start gets the policy's weights, now of `version`, and the requests.
+
+        Waits for: on the main rank, samples and grades; on the others, its broadcast, which comes
+            every TURN_SECONDS at the latest, so that no collective of theirs times out.
+        Unblocked by: engine threads that put samples into `Scheduler.collect`, and reward workers
+            that call `Scheduler.wake`.
         """
         while True:
             answer, lost = None, False
@@ -232,6 +245,7 @@ class StageEngines:
 
     def close(self) -> None:
         """Drop the requests in flight, stop the reward workers, and end the engines' turn."""
+        # The scheduler first: its threads log responses, and dispatch them to the rewards.
         for resource in (self._scheduler, self.log, self._rewards):
             if resource is not None:
                 resource.close()
@@ -290,8 +304,12 @@ class RewardDispatcher:
     Waits for: nothing. `graded` is False while a grade of the group is missing.
     Unblocked by: the pool's thread, which completes the futures and calls `wake`.
 
-    Example: a group of 4 responses, the second of which ends first: `dispatch(group, 1, sample)`.
-        group.grades = [None, Future, None, None]   `graded` is False until all 4 have a result
+    Example: one group of 2 samples:
+        expect([group])               grades = [None, None]
+        dispatch(group, 1, sample)    grades = [None, Future]; called in an engine's thread
+        graded(group)                 False: sample 0 is in flight
+        dispatch(group, 0, sample)    grades = [Future, Future]
+        graded(group)                 True once both are done; sample.reward = 1.0, and so on
     """
 
     def __init__(

@@ -96,6 +96,13 @@ def compare(policy: Policy, batches: list[MicroBatch]) -> Mismatch:
     Returns the metrics of the training-inference mismatch (arXiv 2510.11370), infinite where either
     side is NaN; and, where routes were replayed, the shares of experts that both chose since
     `agreement.start`.
+
+    Example: one response of 3 tokens, log-probabilities in nats:
+        log pi_old = [-1.0, -2.0, -0.5]   log mu = [-1.1, -2.0, -0.3]   difference [.1, 0, -.2]
+        mismatch_max = .2   mismatch_mean = .1   high_ratio = 0, beyond log 2
+        mismatch_sequence_k3 = r - log r - 1 = 5.5e-4, with r = exp(-.1 / 3)
+
+    Waits for: the sums of all data-parallel ranks. Unblocked by: every rank's call.
     """
     largest = 0.0
     sums = dict.fromkeys(("total", "high", "tokens", "k3", "sequences"), 0.0)

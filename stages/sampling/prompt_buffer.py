@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
@@ -28,6 +28,13 @@ class PromptBuffer:
 
     A prompt leaves its stream once. It is trained on, or dropped and counted, or saved as in
     flight and requested again when the stage resumes.
+
+    Example: prompts 0 to 3 of the domain math, two of them to be in flight:
+        request({"math": 2})  -> 2      in flight: 0 1, sent to the engines
+        take("math", 1)       -> None   neither is whole and graded
+        take("math", 1)       -> 1      in flight: 0; prompt 1 was whole first
+        request({"math": 2})  -> 1      in flight: 0 2
+        state()               -> {"cursors": {"math": 3}, "begun": {"math": [0, 2]}, ...}
     """
 
     def __init__(
@@ -155,6 +162,7 @@ class PromptBuffer:
             group.dispatch_version = self._engines.version or 0
             self._in_flight[group.problem.domain].append(group)
         if groups:
+            # First: within the request, what the log has is already dispatched to the rewards.
             self._engines.rewards.expect(groups)
             self._engines.request(groups, self.sampling)
 
@@ -209,7 +217,11 @@ class Collection:
     """One step's groups, taken from the prompt buffer as they become whole.
 
     Whether a prompt is trained on does not depend on how long its responses take: the step waits
-    for groups that would be too old before a later step has room for them.
+    for groups that would be too old before a later step has room for them (`newest_version`).
+
+    Waits for: `prompts_per_step` whole, graded groups of each domain.
+    Unblocked by: nothing; `batch` returns None until then, and `StageEngines.wait` calls it again
+    whenever a sample or a grade arrives.
 
     `version` is that of the weights that the step starts with; dynamic sampling replaces groups
     that `is_uninformative` selects.
@@ -256,18 +268,11 @@ class Collection:
         return batch
 
     def _latest(self, domain: str, room: int) -> int:
-        """Return the newest version that the next group may have been requested under.
-
-        With `room` for that many more groups in this step, and whole steps of room after it, every
-        group in flight must be trained on before it is too old.
-        """
         requested = self._buffer.versions_in_flight(domain)
-        oldest = self._version - self._settings.staleness_bound
-        for later in range(self._settings.staleness_bound):
-            due = sum(version <= oldest + later for version in requested)
-            if due >= room + later * self._buffer.sampling.prompts_per_step:
-                return oldest + later
-        return self._version
+        per_step = self._buffer.sampling.prompts_per_step
+        return newest_version(
+            requested, self._version, self._settings.staleness_bound, room, per_step
+        )
 
     def _add(self, taken: _Taken, group: Group) -> None:
         self._failures += group.failures
@@ -287,8 +292,46 @@ class Collection:
         return per_step - len(taken.informative) - len(taken.uninformative)
 
 
+def newest_version(
+    requested: Sequence[int], version: int, bound: int, room: int, per_step: int
+) -> int:
+    """Return the newest version that the next group of a step may have been requested under.
+
+    Every group in flight, by the version it was `requested` under, must be trained on before it is
+    more than `bound` versions old. This step, of `version`, has room for `room` more groups, each
+    later one for `per_step`: once the groups due by a step fill all room until then, only they may
+    be taken. Otherwise any group may.
+
+    Example: step 3, two groups a step, and no group may be more than 2 versions old:
+
+    >>> newest_version([1, 2, 2], version=3, bound=2, room=2, per_step=2)  # 1 of 2 is due: any
+    3
+    >>> newest_version([1, 1, 2, 2], version=3, bound=2, room=2, per_step=2)  # wait for both 1s
+    1
+    >>> newest_version([1, 2, 2, 2], version=3, bound=2, room=2, per_step=2)  # all 4 by step 4
+    2
+    """
+    oldest = version - bound
+    for later in range(bound):
+        due = sum(dispatched <= oldest + later for dispatched in requested)
+        if due >= room + later * per_step:
+            return oldest + later
+    return version
+
+
 class Prefetcher:
-    """The prompts of the present step, and of up to `max_steps_ahead` more, kept in flight."""
+    """The prompts of the present step, and of up to `max_steps_ahead` more, kept in flight.
+
+    Example: two prompts a step, max_steps_ahead = 2:
+        start(1)     requests 0 1
+        prefetch(1)  requests 2 3, sampled while step 1 trains: one step, while that is enough
+        start(2)     requests nothing; `collect` returns None at first: the step is late
+        prefetch(2)  requests 4 5 6 7: two steps, since the engines are slower than the trainer
+        start(3)     requests nothing; `collect` returns 4 5 at once
+        prefetch(3)  requests nothing: 6 7 are in flight, one step
+
+    Waits for: nothing. Unblocked by: as `Collection`.
+    """
 
     def __init__(
         self,
@@ -333,6 +376,7 @@ class Prefetcher:
         """
         steps_ahead = self._settings.max_steps_ahead
         ahead = steps_ahead if self._late else min(1, steps_ahead)
+        # What is requested beyond the last step would never be trained on.
         self._fill(min(ahead, self._steps - step), off_policy=True)
 
     def _open(self, step: int) -> None:

@@ -236,7 +236,13 @@ def record_loads(
 
 
 def expert_slots(routes: Sequence[np.ndarray], experts: int) -> np.ndarray:
-    """Return how often each expert is in routes [tokens, layers, K]; int64 [layers, experts]."""
+    """Return how often each expert is in routes [tokens, layers, K]; int64 [layers, experts].
+
+    Example: one sample of 2 tokens, one layer of 4 experts, K = 2:
+
+    >>> expert_slots([np.array([[[0, 2]], [[2, 3]]])], experts=4).tolist()
+    [[1, 0, 2, 1]]
+    """
     layers = routes[0].shape[1]
     counts = np.zeros(layers * experts, np.int64)
     layer_offsets = np.arange(layers)[:, None] * experts  # a layer's experts follow those before it

@@ -74,6 +74,11 @@ class Update:
     """The samples of one update, and this rank's micro-batches of them.
 
     Its log-probabilities are `checked` where a pass before the update compared them.
+
+    Example: 8 samples, 2 data-parallel ranks, micro_batch_tokens = 96:
+        samples   8, of which the 4 of the other rank are outlines
+        batches   2 micro-batches of this rank's 4: 30 + 41 tokens, and 52 + 37
+        checked   False: the pass with the gradients will compare pi_old with mu
     """
 
     samples: list[Sample]
@@ -98,6 +103,16 @@ class OnPolicyStage(ABC):
     """A stage whose policy learns from its own samples; a subclass is one way to learn.
 
     The policy's weights at the start of step v are version v.
+
+    Example: step 3 of two prompts, group_size = 4, one update, two data-parallel ranks, sync:
+        weight sync  the engines get version 3                        `StageEngines.sync_weights`
+        prompts      2 groups, each of its prompt and 4 seeds         `PromptBuffer.request`
+        rollout      8 responses with mu and routes, of version 3     `StageEngines.wait`
+        rewards      1 0 0 1 | 0 0 0 0                                `RewardDispatcher.graded`
+        advantages   .87 -.87 -.87 .87 | 0 0 0 0, by GRPO             `split_updates`
+        pack         4 samples a rank, in micro-batches               `pack`
+        policy step  pi_old against mu, gradients, one update         `check_logprobs`, `update`
+    With 1 step ahead, prompts and rollout of step 4 run beside the policy step of step 3.
     """
 
     def __init__(
@@ -167,6 +182,7 @@ class OnPolicyStage(ABC):
         samples = self.assign_advantages(collected, step)
         if self._prefetcher is not None:
             self._prefetcher.prefetch(step)  # to be sampled while this step trains
+        # On shared devices the engines' turn ends before the trainer's begins.
         self.engines.sleep()
         with self._timed("seconds_train"):
             updates = [
@@ -175,6 +191,7 @@ class OnPolicyStage(ABC):
             ]
             checked = self.check_logprobs(updates)
             self.finish_advantages(updates)
+            # Before the updates, which move the schedule on.
             rate = self.policy.learning_rate
             trained = mean_of_updates([self.update(update) for update in updates])
         observed = [(update.samples, update.batches) for update in updates]
@@ -221,6 +238,7 @@ class OnPolicyStage(ABC):
 
         A later `attempt` samples the prompts of the attempt before again.
         """
+        # As in the first step of a stage that collects before it syncs weights.
         if self.engines.version is None:
             with self._timed("seconds_refit"):
                 self.engines.sync_weights(step)

@@ -128,7 +128,7 @@ def gradients(policy: Any, of: StageJob) -> tuple[float, list[torch.Tensor], int
     from stages.kinds.distill.teachers import Teachers
     from stages.objectives.loss import Totals, token_mean
 
-    settings = of.own
+    settings = of.block_settings
     assert isinstance(settings, DistillSettings)
     teachers = Teachers(of, policy, settings)
     losses, found = 0.0, []
@@ -162,9 +162,9 @@ class Taught:
     def __init__(self, of: StageJob) -> None:
         from stages.kinds.distill.teachers import Teachers
 
-        assert isinstance(of.own, DistillSettings)
+        assert isinstance(of.block_settings, DistillSettings)
         self.policy = build(of.settings.layout, SGD, 0)
-        self.teachers = Teachers(of, self.policy, of.own)
+        self.teachers = Teachers(of, self.policy, of.block_settings)
 
     def step(self, step: int) -> dict[str, float]:
         """Train on samples of this step."""

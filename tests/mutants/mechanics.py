@@ -64,8 +64,8 @@ MUTANTS = [
     Mutant(
         "steps do not wait for groups that would grow too old",
         "stages/sampling/prompt_buffer.py",
-        "            if due >= room + later * self._buffer.sampling.prompts_per_step:",
-        "            if due >= 10**9:",
+        "        if due >= room + later * per_step:",
+        "        if due >= 10**9:",
         "tests/stages/test_slow_prompts.py",
     ),
     Mutant(

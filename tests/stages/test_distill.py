@@ -227,9 +227,12 @@ def test_a_method_s_loss_is_the_one_trained_on_and_the_kl_is_logged(
 def test_a_method_without_keys_is_its_name_in_every_dump(tmp_path: Path) -> None:
     """So that a finished merge of before, whose manifest has the name, is not stale."""
     stage = merge(tmp_path, method="full_vocab_reverse_kl")
-    assert stage.own.model_dump(mode="json")["method"] == "full_vocab_reverse_kl"
-    assert stage.own == merge(tmp_path, method={"name": "full_vocab_reverse_kl"}).own
-    jsd = merge(tmp_path, method={"name": "jsd"}).own
+    assert stage.block_settings.model_dump(mode="json")["method"] == "full_vocab_reverse_kl"
+    assert (
+        stage.block_settings
+        == merge(tmp_path, method={"name": "full_vocab_reverse_kl"}).block_settings
+    )
+    jsd = merge(tmp_path, method={"name": "jsd"}).block_settings
     assert jsd.model_dump(mode="json")["method"] == {"name": "jsd", "beta": 0.5}
     assert DistillSettings.model_validate(jsd.model_dump(mode="json")) == jsd
 

@@ -66,8 +66,8 @@ def job(directory: Path, settings: DpoSettings, held_out: float = 1e-9, **given:
 
 
 def stream(of: StageJob, name: str) -> dpo.PairStream:
-    assert isinstance(of.own, DpoSettings)
-    return dpo._stream(of, of.own, name, TOKENIZER)
+    assert isinstance(of.block_settings, DpoSettings)
+    return dpo._stream(of, of.block_settings, name, TOKENIZER)
 
 
 @pytest.fixture
@@ -85,10 +85,10 @@ def test_each_response_has_its_own_sum_over_its_tokens(
     """Also of pairs beyond the first pass, by one sequence at a time."""
     policy, path = saved
     of = job(tmp_path, own(tmp_path))
-    assert isinstance(of.own, DpoSettings)
-    streams = {name: stream(of, name) for name in of.own.data}
+    assert isinstance(of.block_settings, DpoSettings)
+    streams = {name: stream(of, name) for name in of.block_settings.data}
     with mock.patch.object(reference_logprobs, "PASSES", 1):
-        found = ReferenceLogprobs(of, of.own, streams, path)
+        found = ReferenceLogprobs(of, of.block_settings, streams, path)
     drawn = [each for source in streams.values() for each in source.all()]
     assert len(drawn) == len(ROWS)
     seen = set()

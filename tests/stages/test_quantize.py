@@ -86,7 +86,7 @@ def test_the_run_s_checkpoint_is_what_the_quantized_one_stands_for(
     before = weights(parent)
     ours, theirs = weights(of.files.checkpoints / "step_0"), decoded(of.files.exported)
     assert ours.keys() == theirs.keys() == before.keys()
-    matrices = {part for each in of.own.quantized(WIDE) for part, _ in each.tensors}
+    matrices = {part for each in of.block_settings.quantized(WIDE) for part, _ in each.tensors}
     assert len(matrices) == WIDE.layers * (4 + 3 * WIDE.experts)
     for tensor, value in ours.items():
         if tensor not in matrices:  # routers, head, embeddings and norms
@@ -155,7 +155,7 @@ def test_moments_are_those_of_transformers(parent: Path, tmp_path: Path) -> None
     assert [sample.domain for sample in samples] == ["sums"] * 4 + ["words"] * 4
     policy = Policy(WIDE, LayoutSettings())
     load.weights(policy, parent)
-    moments = InputMoments(policy, of.own.quantized(WIDE))
+    moments = InputMoments(policy, of.block_settings.quantized(WIDE))
     with moments.watching():
         policy.evaluate(batch.split(samples, RankPlace.here(), 64, replay=False), lambda _: None)
     ours = moments.by_tensor()

@@ -18,6 +18,10 @@ def weights_of(
 
     `tokens` counts the update's learned tokens by domain. A domain without any has weight 0. `gaps`
     are nats a token to each teacher; until one is above 0, `gap` weighs domains alike.
+
+    >>> merge = DistillSettings.model_construct(averaged_over="tokens", domain_weights={"code": 2})
+    >>> weights_of(merge, {"math": 300, "code": 100}, gaps={})  # 300 and 2 x 100 of 500
+    {'math': 0.6, 'code': 0.4}
     """
     by = {domain: float(count > 0) for domain, count in tokens.items()}
     if merge.averaged_over == "tokens":
@@ -35,6 +39,9 @@ def gradient_shares(slopes: Mapping[str, torch.Tensor]) -> dict[str, float]:
     The sums are of |d loss / d logit| over tokens and vocabulary. A share of the weights' gradient
     would need a backward pass and a gradient buffer for each domain; this one is exact for the
     gradient that enters the model, costs one read of it, and knows no cancellation between tokens.
+
+    Example: rank 0 has {"math": 3.0, "code": 0.5}, rank 1 {"math": 0.0, "code": 0.5}: both get
+        {"gradient_share/math": 0.75, "gradient_share/code": 0.25}
     """
     names = list(slopes)
     rank_sums = sum_over_shards(torch.stack([slopes[name] for name in names]))

@@ -70,6 +70,10 @@ class MergeData:
         """Return loss and token share of data and samples, given the domains' losses. Collective.
 
         A domain's loss is the mean over the tokens of both.
+
+        Example: a domain with 100 tokens of data and 300 sampled; its loss of 0.5 is 0.2 of data:
+            data_loss     0.2 x 400 / 100 = 0.8    data_token_share     0.25
+            sampled_loss  0.3 x 400 / 300 = 0.4    sampled_token_share  0.75
         """
         if not self._count:
             return {}

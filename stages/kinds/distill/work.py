@@ -53,9 +53,9 @@ class DistillStage(OnPolicyStage):
     """
 
     def __init__(self, job: StageJob) -> None:
-        settings = job.own
+        settings = job.block_settings
         assert isinstance(settings, DistillSettings)
-        self.own = settings
+        self.block_settings = settings
         rollout = RolloutSettings(**settings.rollout.model_dump())
         # Teachers grade prompts of any solve rate, so the merge needs no curriculum.
         domains = {
@@ -141,7 +141,7 @@ class DistillStage(OnPolicyStage):
         tokens = Counter(dict.fromkeys(self.domains, 0))
         for sample in samples:
             tokens[sample.domain] += len(sample.learned)
-        shares = weights_of(self.own, tokens, self.gaps)
+        shares = weights_of(self.block_settings, tokens, self.gaps)
         slopes = {domain: torch.zeros((), device=device()) for domain in self.domains}
 
         def loss(responses: Responses) -> tuple[torch.Tensor, tuple[str, float, Weighted]]:
@@ -188,7 +188,7 @@ class DistillStage(OnPolicyStage):
 
     def state(self) -> dict[str, Any]:
         """Return the state of the prompts, and the gaps that weights follow."""
-        by_gap = self.own.averaged_over == "gap"
+        by_gap = self.block_settings.averaged_over == "gap"
         gaps = {"gaps": self.gaps} if by_gap else {}
         return {**super().state(), **self.data.state(), **gaps}
 
@@ -196,7 +196,7 @@ class DistillStage(OnPolicyStage):
         """Continue from a saved state."""
         super().restore(state)
         self.data.restore(state)
-        if self.own.averaged_over == "gap":
+        if self.block_settings.averaged_over == "gap":
             self.gaps = state["gaps"]
 
     def score(self, metrics: dict[str, float]) -> float:

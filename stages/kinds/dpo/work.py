@@ -28,7 +28,7 @@ Both = tuple[float, float]  # log-probabilities of a pair's two responses under 
 def run(job: StageJob) -> None:
     """Train on preference pairs to the stage's last step."""
     stage = Dpo(job)
-    train(stage, job, stage.own.loop)
+    train(stage, job, stage.block_settings.loop)
 
 
 class Dpo(MixtureStage[DrawnPair]):
@@ -39,9 +39,9 @@ class Dpo(MixtureStage[DrawnPair]):
     """
 
     def __init__(self, job: StageJob) -> None:
-        assert isinstance(job.own, DpoSettings)
-        super().__init__(job, job.own)
-        self.own = settings = job.own
+        assert isinstance(job.block_settings, DpoSettings)
+        super().__init__(job, job.block_settings)
+        self.block_settings = settings = job.block_settings
         streams: dict[str, PairStream] = {}
         if is_main():
             streams = {name: _stream(job, settings, name, self.tokenizer) for name in settings.data}
@@ -59,9 +59,9 @@ class Dpo(MixtureStage[DrawnPair]):
 
     def step(self, step: int) -> dict[str, float]:
         pairs, reference, too_long = broadcast(self._draw(step) if is_main() else None)
-        samples, budget = samples_of(pairs), self.own.loop.micro_batch_tokens
+        samples, budget = samples_of(pairs), self.block_settings.loop.micro_batch_tokens
         batches = batch.split(samples, RankPlace.here(), budget, replay=False, together=2)
-        sums = accumulate(self.policy, batches, samples, reference, self.own.loss)
+        sums = accumulate(self.policy, batches, samples, reference, self.block_settings.loss)
         rows = [pair.row for pair in pairs for _ in range(2)]
         return {**sums, "too_long": too_long, **self.finish_step(step, batches, samples, rows)}
 

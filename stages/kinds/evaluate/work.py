@@ -106,6 +106,7 @@ class Evaluation:
             for domain, right in solved.items() if samples > 1 else ():
                 scores[domain]["samples_per_problem"] = samples
                 scores[domain]["pass_at_k"] = sum(map(bool, right)) / len(right)
+            # Last: a model that has its result is not evaluated again.
             write_atomically(self._result_file(name), json.dumps(scores, indent=2))
         self.engines.sleep()
 
@@ -119,6 +120,7 @@ class Evaluation:
             purpose = f"check, attempt {attempt}" if attempt else "check"
             groups = self._request(domain, problems[:CHECKED], purpose)
         samples = self.engines.wait_for(groups, self.version)
+        # On shared devices, so that the policy has room for the pass that compares.
         self.engines.sleep()
         return samples
 

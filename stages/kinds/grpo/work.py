@@ -41,7 +41,7 @@ class GrpoStage(OnPolicyStage):
     """
 
     def __init__(self, job: StageJob) -> None:
-        grpo, settings = job.own, job.policy
+        grpo, settings = job.block_settings, job.policy
         assert isinstance(grpo, GrpoSettings)
         objectives = grpo.objectives(job.settings, job.domains)
         self.updates_per_rollout = settings.updates_per_rollout
@@ -80,6 +80,7 @@ class GrpoStage(OnPolicyStage):
                 sample.loss_mask = np.zeros(len(sample.response), bool)
         updates = self.updates_per_rollout
         return StepSamples(
+            # In turn, since groups are ordered by domain: every update has some of each.
             updates=[
                 [sample for group in samples[update::updates] for sample in group]
                 for update in range(updates)

@@ -47,6 +47,7 @@ def recalibrate(
         UserError: the merged model overflows on the samples.
     """
     routers = {router.place: router for router in policy.routers}
+    # In the order of layers: a router that is replaced changes the inputs of those after it.
     for number, layer in enumerate(policy.routed_layers):
         name = router_name(policy, layer)
         router = routers.get(number)

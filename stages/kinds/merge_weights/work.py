@@ -49,12 +49,12 @@ def run(job: StageJob) -> None:
         UserError: a merged tensor has NaN or infinite elements, or a domain no samples, where
             routers are recalibrated.
     """
-    assert isinstance(job.own, MergeWeightsSettings)
+    assert isinstance(job.block_settings, MergeWeightsSettings)
     policy = Policy(job.settings.model, job.settings.layout)
     merge = WeightMerge(job, places(policy))
     spread_weights(policy.bridge, policy.chunks, merge.tensor)
     policy.weights_changed()
-    if job.own.routers == "recalibrated":
+    if job.block_settings.routers == "recalibrated":
         recalibrate_routers(job, policy, merge)
     Saver(job.files.checkpoints, asynchronous=False).begin(policy, 0, {})
 
@@ -80,12 +80,12 @@ class WeightMerge:
 
     def __init__(self, job: StageJob, where: Places) -> None:
         """Open and check every model. Collective."""
-        assert isinstance(job.own, MergeWeightsSettings)
-        self.settings = job.own
+        assert isinstance(job.block_settings, MergeWeightsSettings)
+        self.settings = job.block_settings
         self._overlaps: list[tuple[int, int]] = []
         self._seed = f"{job.settings.seed}/{job.seeded_as}"
         self._key = f"stages.{job.block}"
-        model, self._names = job.settings.model, job.own.names(job.domains)
+        model, self._names = job.settings.model, job.block_settings.names(job.domains)
         self._dtype = DTYPES[model.precision]
         opened: dict[Path, WeightSource] = {}
 

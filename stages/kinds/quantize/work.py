@@ -41,17 +41,17 @@ def run(job: StageJob) -> None:
         DomainError: a domain has no prompts.
         OSError: the output cannot be written.
     """
-    assert job.parent is not None and isinstance(job.own, QuantizeSettings)
+    assert job.parent is not None and isinstance(job.block_settings, QuantizeSettings)
     remove_unfinished(job)
     model = job.settings.model
-    scheme = Scheme(job.own.format, job.own.group, DTYPES[model.precision])
-    matrices = job.own.quantized(model)
+    scheme = Scheme(job.block_settings.format, job.block_settings.group, DTYPES[model.precision])
+    matrices = job.block_settings.quantized(model)
     if is_main():
         MultiTokenTensors(model)  # its errors come before a model is loaded
     policy = Policy(model, job.settings.layout)
     load.weights(policy, job.parent)
     moments = InputMoments(policy, matrices)
-    samples = calibration_samples(job, job.domains, job.own.calibration)
+    samples = calibration_samples(job, job.domains, job.block_settings.calibration)
     with moments.watching():
         policy.evaluate(calibration_batches(samples), lambda _: None)
     export(policy, job, scheme, matrices, moments.by_tensor())

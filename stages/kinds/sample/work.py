@@ -67,11 +67,13 @@ class RejectionSampling:
 
     def __init__(self, job: StageJob) -> None:
         self.job = job
-        assert isinstance(job.own, SampleSettings)
+        assert isinstance(job.block_settings, SampleSettings)
         assert job.parent is not None
-        self.own = job.own
-        self.sampled = {name: job.own.sampled(job.settings, name) for name in job.domains}
-        self.parts = parts_of(self.own.prompts, self.sampled)
+        self.block_settings = job.block_settings
+        self.sampled = {
+            name: job.block_settings.sampled(job.settings, name) for name in job.domains
+        }
+        self.parts = parts_of(self.block_settings.prompts, self.sampled)
         self.policy = Policy(job.settings.model, job.settings.layout)
         self.engines = StageEngines(job, self.policy, job.own_domains)
         self.problems: dict[str, list[Problem]] = {}  # of the main rank
@@ -81,7 +83,7 @@ class RejectionSampling:
             done = self.parts[: len(self.parts) - len(self.missing)]
             self.drawn = sum(drawn_part.end - drawn_part.begin for drawn_part in done)
             keep_steps(job.files.metrics, self.drawn)
-            self.log = MetricsLog(job, self.own.prompts * len(job.domains))
+            self.log = MetricsLog(job, self.block_settings.prompts * len(job.domains))
             whole = read_checkpoint(job.parent)
             self.model = whole.digest if whole else weights_digest(job.parent)
 
@@ -135,7 +137,7 @@ class RejectionSampling:
                 longest=longest,
             )
             try:
-                self.problems[name] = stream.take_distinct(self.own.prompts)
+                self.problems[name] = stream.take_distinct(self.block_settings.prompts)
             except DomainError as error:
                 raise UserError(f"{error}, or lower {self._key}.prompts") from error
         # All go into one file at the end, which must not fail after everything was drawn.
@@ -189,6 +191,7 @@ class RejectionSampling:
                 groups = groups_of(self.problems[name][:CHECKED], 1, seed)
                 self.engines.request(groups, sampling)
             samples = self.engines.wait_for(groups, VERSION)
+            # On shared devices, so that the policy has room for the pass that compares.
             self.engines.sleep()
             return samples
 
@@ -249,7 +252,7 @@ class RejectionSampling:
             for number, sample in enumerate(group.samples)
         ]
         seed = seed_of(self.job.settings.seed, self.job.seeded_as, group.problem.key, "keep")
-        reasons = drop_reasons(rows, self.own.keep, seed)
+        reasons = drop_reasons(rows, self.block_settings.keep, seed)
         return [{**row, "dropped": why} for row, why in zip(rows, reasons, strict=True)]
 
     def _write(self) -> None:
@@ -288,7 +291,7 @@ class RejectionSampling:
                 if drawn_part.domain == name:
                     why.update(row["dropped"] for row in whole_part(self.file(drawn_part)))
             counts[name] = {
-                "prompts": self.own.prompts,
+                "prompts": self.block_settings.prompts,
                 "drawn": why.total(),
                 "kept": why[None],
                 "dropped": {reason: why[reason] for reason in REASONS if why[reason]},

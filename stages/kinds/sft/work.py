@@ -28,16 +28,16 @@ from stages.settings import StageJob
 def run(job: StageJob) -> None:
     """Train on demonstrations, or on a mixture of sources, to the stage's last step."""
     stage = Sft(job)
-    train(stage, job, stage.own.loop)
+    train(stage, job, stage.block_settings.loop)
 
 
 class Sft(MixtureStage[Sample]):
     """The stage that minimises cross-entropy, averaged over the learned tokens of each step."""
 
     def __init__(self, job: StageJob) -> None:
-        assert isinstance(job.own, SftSettings)
-        super().__init__(job, job.own)
-        self.own = settings = job.own
+        assert isinstance(job.block_settings, SftSettings)
+        super().__init__(job, job.block_settings)
+        self.block_settings = settings = job.block_settings
         self.policy = TrainedPolicy(
             job.settings.model,
             job.settings.layout,
@@ -55,7 +55,7 @@ class Sft(MixtureStage[Sample]):
     def step(self, step: int) -> dict[str, float]:
         samples, too_long = broadcast(self.draw(step) if is_main() else None)
         totals = Totals(len(samples), sum(len(sample.learned) for sample in samples))
-        budget = self.own.loop.micro_batch_tokens
+        budget = self.block_settings.loop.micro_batch_tokens
         batches = batch.split(samples, RankPlace.here(), budget, replay=False)
 
         def cross_entropy(responses: Responses) -> tuple[torch.Tensor, float]:
@@ -69,7 +69,7 @@ class Sft(MixtureStage[Sample]):
 
     def counts(self) -> dict[str, int]:
         """Return the number of sequences of each source in the next step."""
-        if self.own.data:
+        if self.block_settings.data:
             return super().counts()
         domains = self.job.own_domains.items()
         return {name: domain.demonstrations.sequences_per_step for name, domain in domains}
@@ -80,8 +80,8 @@ def _mixed(job: StageJob, name: str, tokenizer: Tokenizer) -> SequenceSource:
 
     Prompts of any domain may be in it: all domains hold the same fraction out, by content.
     """
-    assert isinstance(job.own, SftSettings)
-    source = job.own.data[name]
+    assert isinstance(job.block_settings, SftSettings)
+    source = job.block_settings.data[name]
     if isinstance(source, DomainDemonstrationsSettings):
         return demonstrated(job, source.domain, tokenizer)
     if isinstance(source, StageSourceSettings):
