@@ -30,8 +30,7 @@ from parallel.machine.capabilities import check_optimizer, data_parallel_flags, 
 from parallel.machine.device import device
 from parallel.model import routing
 from parallel.model.bridge import build_bridge
-from parallel.model.gpt import build_chunks
-from parallel.model.head import keep_sums
+from parallel.model.gpt import build_chunks, keep_sums
 from parallel.model.host_state import HostState
 from parallel.model.offload import ALL, STATE, Residency
 from parallel.model.parameters import initialize

@@ -26,13 +26,21 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from parallel.machine.device import LOSS_CHUNK_BYTES, device
-from parallel.model.head import head_logits
 
 # Replaces -inf: its exponential is 0 too, but its differences and products are finite.
 LOWEST = -1e30
 
 
 Head = Tensor | Callable[[], Tensor]
+
+
+def head_logits(hidden: Tensor, weight: Tensor, precise: bool) -> Tensor:
+    """Return hidden [n, H] times the head's weight [V, H], as [n, V]: fp32 if precise."""
+    if not precise or hidden.dtype != torch.bfloat16:
+        return hidden @ weight.T
+    if hidden.device.type == "cuda":  # without a copy of the weight in fp32
+        return torch.mm(hidden, weight.T, out_dtype=torch.float32)
+    return hidden.float() @ weight.float().T
 
 
 @dataclass(frozen=True)
