@@ -132,6 +132,24 @@ class Plan:
     concatenated and cut at whole rows into equal lengths, one per rank that holds the shard. Every
     rank processes its list in the order of steps; in each step the engines take buckets of
     different pipeline stages, so that all stages send at the same time.
+
+    Example: 2 tensor-parallel trainer ranks feed 1 engine of 1 rank. Each sends half of the
+    embedding. Of layer 0 rank 0 sends its 4 slices (of q, k, v and o), and rank 1 its 4 and the 17
+    tensors that both hold whole; of layer 1 it is the other way round.
+
+        >>> model = ModelSettings(
+        ...     vocabulary_size=64, hidden_size=32, layers=2, attention_heads=4, key_value_heads=2,
+        ...     head_dim=8, experts=4, experts_per_token=2, expert_hidden_size=16,
+        ... )
+        >>> plan = Plan(model, LayoutSettings(ranks=2, tensor=2), EngineSizes((1,)))
+        >>> for message in plan.receive(0)[0].messages:
+        ...     print(message.trainer_rank, *message.boxes)
+        0 ('model.embed_tokens.weight', ((0, 0), (32, 32)))
+        1 ('model.embed_tokens.weight', ((32, 0), (32, 32)))
+        >>> [(sent.bucket, len(sent.slices)) for sent in plan.send(0)][:3]
+        [(-1, 1), (0, 4), (1, 21)]
+        >>> [(sent.bucket, len(sent.slices)) for sent in plan.send(1)][:3]
+        [(-1, 1), (0, 21), (1, 4)]
     """
 
     def __init__(self, model: ModelSettings, layout: LayoutSettings, fleet: EngineSizes) -> None:
