@@ -1,4 +1,4 @@
-"""What engines need of their platform, a GPU or a CPU: variables, and models that its kernels run.
+"""The platform of engines, a GPU or a CPU: its variables, and the models that its kernels run.
 
 The environment decides how vLLM runs, not what it computes: no compilation, no telemetry, no
 downloads. It must be set when the process starts, since OpenMP reads its variables when torch is

@@ -83,6 +83,13 @@ class Scheduler:
 
     `on_end` is called once with every accepted answer, in the thread of its call; its errors are
     raised by `collect`.
+
+    Example: two idle engines, and tasks of which 30, 10 and 20 tokens are expected.
+
+        submit([a, b, c])   a (30) goes to engine 0, c (20) to engine 1, then b (10) to engine 1
+        collect(60.0)       waits for the first answer, such as [(b, sample)]; owed is then 2
+        engine 1 dies       c is requeued with its seed and goes to engine 0: requeued is 1
+        collect(60.0)       [(a, sample)], and at a further call [(c, sample)]; owed is 0
     """
 
     def __init__(
@@ -138,6 +145,9 @@ class Scheduler:
         """Return the responses accepted since the last call, in order; wait for at most `seconds`.
 
         `more`: also wait, with no response owed, for a call of `wake`.
+
+        Waits for: a response, or `wake`.
+        Unblocked by: a call's thread that accepts an answer or loses its engine; `supply`.
 
         Raises:
             NoEngine: responses are owed and no engine is live.
