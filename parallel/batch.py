@@ -154,6 +154,7 @@ def split(
     micro-batch to its longest, the baseline that packing is compared with. Each `together`
     consecutive samples, such as the two of a pair, are in one micro-batch, in their order.
     """
+    # Every rank deals to all ranks, since all need the same number of micro-batches.
     shares = deal(samples, here.data, together)
     lengths = [
         [[sample.length for sample in unit] for unit in _units(share, together)] for share in shares

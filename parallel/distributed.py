@@ -53,6 +53,8 @@ def process_groups(layout: LayoutSettings, seed: int, wait_seconds: float = 0) -
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started != layout.ranks:
         raise ValueError(f"layout.ranks is {layout.ranks}, but {started} ranks were started")
+    # Before the imports below: both replace names that megatron-core's modules bind when they are
+    # imported.
     megatron.activate()
     patch_megatron()
     from megatron.core import parallel_state

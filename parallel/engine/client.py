@@ -107,6 +107,7 @@ class EngineClient:
             except EngineError as error:
                 self.give_up(str(error))
                 missing = f"was not replaced within {wait:g} s; {error}"
+            # The replacement has as long to start as the process before it.
             deadline = time.monotonic() + wait
         raise EngineError(f"{self.name} {missing}")
 

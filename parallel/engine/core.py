@@ -103,6 +103,8 @@ class Core:
         continues. After a failure, also of another member, the engine has no weights until the
         next refit.
         """
+        # In this order: tokens of steps in flight belong to the present version, and are noted with
+        # it; a failure below must leave no version, since some weights are then new.
         self._meet(Call.REFIT)
         self.drain()
         scheduled = self._vllm.engine_core.engine_core.scheduler.requests
@@ -111,6 +113,8 @@ class Core:
             request.note(tokens, self.weight_version)
         self.weight_version = None
         reports = self._refit_together(msgspec.msgpack.encode(refit))
+        # Cached keys and values are of the old weights. vLLM refuses to drop them while a running
+        # request has blocks: it preempts all of them, and prefills their tokens again.
         self._vllm.reset_prefix_cache(reset_running_requests=True)
         self.weight_version = refit.version
         return Refitted([msgspec.msgpack.decode(report, type=RankReport) for report in reports])

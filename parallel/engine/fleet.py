@@ -142,6 +142,7 @@ class Fleet:
         """
         parameters = policy.named_weights()
         if policy is not self._policy:
+            # The memory that engines map is the former model's.
             self._policy = policy
             self._leave()
             self._ranks = gather(_place(parameters))
@@ -155,6 +156,7 @@ class Fleet:
                 answers = self._send(parameters, version)
             if answers is None:
                 failures += 1
+                # Losing an engine is no failure of the refit: each loss allows one attempt more.
                 if failures == ATTEMPTS + broadcast(self.losses - losses):
                     raise RefitError("the engines live but refits fail; see their logs")
         self.reports = answers
@@ -362,6 +364,8 @@ class Fleet:
         """
         failed = False
         with ThreadPoolExecutor(max(1, len(self._joined))) as pool:
+            # First, in threads: an engine answers only once the ranks have taken part, which wait
+            # for it. `_joined` is empty but on the main rank.
             futures = {client: pool.submit(ask, client) for client in self._joined}
             for future in futures.values():
                 future.add_done_callback(self._report_loss)

@@ -176,6 +176,7 @@ class RolloutLog:
                 f"{path}: {error}; the {len(read.answers)} responses before byte {good} are used,"
                 " later ones are sampled again"
             )
+        # Frames after a damaged one are never read: append after the last whole one.
         file.seek(good)
         file.truncate()
         if good == 0:

@@ -299,6 +299,7 @@ class Scheduler:
             raise InvalidResponse(f"an answer to unknown request {generation.number}")
         sample = sample_of(entry.task.question, generation, self._model)
         with self._changed:
+            # The call was given up while its engine still answered: the task is another call's now.
             if not stream.open or entry.number not in stream.unanswered:
                 self.duplicates += 1
                 return stream.open
@@ -328,6 +329,7 @@ class Scheduler:
 
     def _lose(self, stream: _EngineCall, reason: str) -> None:
         """Report the call's engine as lost and give up all calls to that process."""
+        # A refit is in progress, which itself finds out which engines live.
         if self._held:
             self._failed_meanwhile.append((stream, reason))
             return

@@ -139,6 +139,7 @@ class Engine:
                     f" {vocabulary}"
                 )
         names = await self.ask(self.core.admit, request)
+        # No await before the names are in `_streams`: a response may end with the next step.
         stream: asyncio.Queue[Handed] = asyncio.Queue()
         self._streams.update(dict.fromkeys(names, stream))
         self.draw()

@@ -197,6 +197,7 @@ class RoutingLosses:
         if self._counting:
             self._load[router] += choice[real].sum(0)
         elif self._one_batch and self.settings.load_balance > 0 and router not in self._load:
+            # Counts are whole numbers, exact in fp32: any order of the sum gives the same bits.
             self._load[router] = load = choice[real].sum(0).float()
             dist.all_reduce(load, group=router.tp_dp_cp_group)
         if self._counting or not torch.is_grad_enabled():

@@ -312,6 +312,7 @@ def chunks_of(logits: Tensor, lazy: HeadLogits | None, how: How) -> Iterator[tup
     """Yield chunks of rows with their x, LOWEST outside the kept sets; callers may overwrite x."""
     size = _size(logits, lazy)
     step = max(1, LOSS_CHUNK_BYTES[logits.device.type] // (4 * size))
+    # Reused by every chunk: a caller must be done with x before it asks for the next.
     buffer = empty_wide(logits, min(step, len(logits)), size)
     for start in range(0, len(logits), step):
         rows = slice(start, min(start + step, len(logits)))

@@ -182,6 +182,7 @@ class Inbox:
         Example: of a box of 32 rows, ranks 0 and 1 hold 16 each: both halves are received, and
         copied into one buffer, which `staging_bytes` counts. Where one rank holds all, nothing is.
         """
+        # The plan's order: a bucket is forwarded before the next one is received (`Plan.send`).
         self._finish_forwarding()
         needs, contents = by_tensor(bucket.needs), dict[tuple[str, Box], torch.Tensor]()
         self._staged = 0

@@ -91,6 +91,8 @@ class Layout:
 
     def shards_of(self, rank: int) -> tuple[Shard, Shard, Shard]:
         """Return the shards that a rank holds, in the order of `shards`."""
+        # Within a stage experts have an order of their own: expert-tensor-parallel ranks are
+        # neighbours, then expert-parallel ones, then replicas.
         sizes, place = self.sizes, rank % self.stage_ranks
         expert, tensor = divmod(place, sizes.expert_tensor)
         experts = Shard("experts", tensor, expert % sizes.expert)

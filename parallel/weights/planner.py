@@ -192,6 +192,7 @@ class Plan:
         """Return the buckets of an engine rank, in the order of loading."""
         engine, ranks, place = self._ranks[rank]
         source = self._sources[engine]
+        # Engines of one size need equal boxes at equal places, so a rank forwards all it has.
         from_rank = None if source is None else self._first[source] + place
         to = [later for later, fed_by in enumerate(self._sources) if fed_by == engine]
         to_ranks = tuple(self._first[later] + place for later in to)
@@ -365,6 +366,8 @@ def _sources(fleet: EngineSizes, trainers: int, near: list[bool]) -> list[int | 
             sources.append(None)
             continue
         earlier = same.setdefault(size, [])
+        # Fed by the trainers, some of them would send twice. From the first such engine on, each of
+        # this size follows the one `direct` places before, so that chains have equal lengths.
         if fleet.forwarding and earlier and fed + size > trainers:
             direct.setdefault(size, len(earlier))
         if size in direct:
