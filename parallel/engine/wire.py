@@ -279,8 +279,8 @@ class GenerationRequest:
     sampling: Sampling
 
 
-def sample_of(question: GenerationRequest, answer: Generation, model: ModelSettings) -> Sample:
-    """Return the engine's answer to a question as a Sample.
+def sample_of(request: GenerationRequest, answer: Generation, model: ModelSettings) -> Sample:
+    """Return the engine's response to a request as a Sample.
 
     Example: a prompt of 3 tokens and an answer of 2, of a model with 4 routed layers and 8 experts
     a token, has 2 log-probabilities and routes [4, 4, 8]: 3 + 2 - 1 tokens were read.
@@ -294,9 +294,9 @@ def sample_of(question: GenerationRequest, answer: Generation, model: ModelSetti
     )
     logprobs = _array(answer.logprobs, np.dtype("<f4"), "logprobs")
     routes = _array(answer.routes, np.dtype("<u2"), "routes")
-    length = len(question.prompt) + len(tokens) - 1
+    length = len(request.prompt) + len(tokens) - 1
     shape = length, len(routed_layers(model)), model.experts_per_token
-    ends = np.isin(tokens, question.sampling.end_tokens)
+    ends = np.isin(tokens, request.sampling.end_tokens)
     _check(len(tokens) == len(logprobs) == len(versions), "arrays of different lengths")
     _check(tuple(answer.routes_shape) == shape, f"routes {answer.routes_shape} instead of {shape}")
     _check(len(routes) == np.prod(shape), f"{len(routes)} routes for {shape}")
@@ -305,7 +305,7 @@ def sample_of(question: GenerationRequest, answer: Generation, model: ModelSetti
     valid = _within(logprobs, LOWEST, ROUNDING)
     _check(valid, "a log-probability that is above 0, infinite or NaN")
     _check(bool((versions[1:] >= versions[:-1]).all()), "weight versions that decrease")
-    most = question.sampling.max_tokens
+    most = request.sampling.max_tokens
     _check(0 < len(tokens) <= most, f"{len(tokens)} tokens")
     _check(not ends[:-1].any(), "tokens after an end token")
     _check(bool(ends[-1]) == answer.finished, "an end token that contradicts `finished`")
@@ -317,8 +317,8 @@ def sample_of(question: GenerationRequest, answer: Generation, model: ModelSetti
             _within(kept_ids, 0, model.vocabulary_size - 1), "a kept token outside the vocabulary"
         )
     return Sample(
-        domain=question.domain,
-        prompt=np.asarray(question.prompt, np.int32),
+        domain=request.domain,
+        prompt=np.asarray(request.prompt, np.int32),
         response=tokens,
         logprobs=logprobs,
         routes=routes.reshape(shape),
