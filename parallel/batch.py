@@ -29,7 +29,15 @@ from parallel.sample import Sample
 
 @dataclass
 class MicroBatch:
-    """B samples: packed into one row for the model, one row per response for the objectives."""
+    """B samples: packed into one row for the model, one row per response for the objectives.
+
+    Example: prompts [5, 9, 2] and [4], responses [7, 0] and [8, 3, 0]; B = 2, R = 3, T = 7, n = 5.
+
+        tokens    = [[5, 9, 2, 7, 4, 8, 3]]     the last of each response predicts nothing
+        positions = [[0, 1, 2, 3, 0, 1, 2]]     row.starts = [0, 4, 7]
+        predicts  = [2, 3, 4, 5, 6]             place = [0, 1, 3, 4, 5] of the flattened [2, 3]
+        targets   = [[7, 0, 0], [8, 3, 0]]      mask = [[1, 1, 0], [1, 1, 1]]
+    """
 
     samples: list[Sample]
     # For the model, this context-parallel rank's share of T tokens:
@@ -91,6 +99,12 @@ class Responses:
 
     Every method returns fp32 [B, R], identical on all tensor- and context-parallel ranks, defined
     under the batch's mask, and differentiable where the logits are.
+
+    Waits for: the tensor- and context-parallel ranks of this pipeline stage, in every method.
+    Unblocked by: the same call on each of them, on the same micro-batch.
+
+    Example: logits [5, vocabulary / TP] of the batch in `MicroBatch`; `logprobs()` is [2, 3], with
+    log pi of 7 and 0 in its first row, and of 8, 3 and 0 in its second.
     """
 
     logits: Tensor | HeadLogits
@@ -140,6 +154,7 @@ def split(
     micro-batch to its longest, the baseline that packing is compared with. Each `together`
     consecutive samples, such as the two of a pair, are in one micro-batch, in their order.
     """
+    # Every rank deals to all ranks, since all need the same number of micro-batches.
     shares = deal(samples, here.data, together)
     lengths = [
         [[sample.length for sample in unit] for unit in _units(share, together)] for share in shares
@@ -170,7 +185,20 @@ def _units(samples: Sequence[Sample], together: int) -> list[Sequence[Sample]]:
 def collate(
     samples: list[Sample], here: RankPlace, replay: bool, padded: bool = False
 ) -> MicroBatch:
-    """Pack samples into a row and return this rank's share of it, on its device."""
+    """Pack samples into a row and return this rank's share of it, on its device.
+
+    Example: the batch that `MicroBatch` shows.
+
+        >>> samples = [
+        ...     Sample("math", np.array(prompt, np.int32), np.array(response, np.int32))
+        ...     for prompt, response in (([5, 9, 2], [7, 0]), ([4], [8, 3, 0]))
+        ... ]
+        >>> batch = collate(samples, RankPlace(), replay=False)
+        >>> batch.tokens.tolist(), batch.positions.tolist()
+        ([[5, 9, 2, 7, 4, 8, 3]], [[0, 1, 2, 3, 0, 1, 2]])
+        >>> batch.predicts.tolist(), batch.place.tolist(), batch.targets.tolist()
+        ([2, 3, 4, 5, 6], [0, 1, 3, 4, 5], [[7, 0, 0], [8, 3, 0]])
+    """
     lengths = [sample.length for sample in samples]
     row = lay_out(lengths, here, max(lengths, default=1) if padded else None)
     tokens, positions = (np.zeros(row.tokens, np.int64) for _ in range(2))

@@ -53,6 +53,8 @@ def process_groups(layout: LayoutSettings, seed: int, wait_seconds: float = 0) -
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started != layout.ranks:
         raise ValueError(f"layout.ranks is {layout.ranks}, but {started} ranks were started")
+    # Before the imports below: both replace names that megatron-core's modules bind when they are
+    # imported.
     megatron.activate()
     patch_megatron()
     from megatron.core import parallel_state
@@ -141,26 +143,48 @@ def host_store(host: str, port: int, timeout: timedelta, ranks: int | None = Non
 
 
 def broadcast(value: Any, source: int = 0) -> Any:
-    """Return `value` of rank `source`, on every rank."""
+    """Return `value` of rank `source`, on every rank.
+
+    Example: on 4 ranks, `broadcast(dist.get_rank())` is 0 on all of them.
+
+    Waits for: rank `source`. Every rank must call it, in the same order of collectives.
+    Unblocked by: the call on rank `source`.
+    """
     box = [value]
     dist.broadcast_object_list(box, src=source, group=_control)
     return box[0]
 
 
 def barrier() -> None:
-    """Wait for every rank."""
+    """Wait for every rank.
+
+    Unblocked by: the call on the last rank to come.
+    """
     dist.barrier(group=_control)
 
 
 def gather(value: Any) -> list[Any]:
-    """Return every rank's `value`, by rank, on every rank."""
+    """Return every rank's `value`, by rank, on every rank.
+
+    Example: on 4 ranks, `gather(10 * dist.get_rank())` is [0, 10, 20, 30] on all of them.
+
+    Waits for: every rank.
+    Unblocked by: the call on the last rank to come.
+    """
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value, group=_control)
     return values
 
 
 def gather_on_main(value: Any) -> list[Any]:
-    """Return every rank's `value`, by rank, on the main rank; elsewhere nothing. Collective."""
+    """Return every rank's `value`, by rank, on the main rank; elsewhere nothing. Collective.
+
+    Example: on 4 ranks, `gather_on_main(10 * dist.get_rank())` is [0, 10, 20, 30] on rank 0 and []
+    on the others.
+
+    Waits for: every rank, on the main rank; the others only send.
+    Unblocked by: the call on the last rank to come.
+    """
     values = [None] * dist.get_world_size() if is_main() else None
     dist.gather_object(value, values, group=_control)
     return values or []
@@ -172,6 +196,12 @@ def scatter(make: Callable[[int], Any], key: int) -> Any:
     The main rank pickles each key's value once and sends it to the first rank with that key, from
     which a tree of the other ranks with it is served: no rank receives another key's value. `make`
     is called on the main rank only.
+
+    Example: keys 0, 0, 1, 1 of ranks 0 to 3. Rank 0 makes both values, and sends the second to rank
+    2, which sends it to rank 3, and the first to rank 1.
+
+    Waits for: every rank's key, then the value, from the main rank or another with the same key.
+    Unblocked by: `make` of the keys on the main rank, one after another.
     """
     keys = gather(key)
     ranks = {
@@ -220,7 +250,13 @@ def _send(payload: torch.Tensor, rank: int) -> None:
 
 
 def on_main(function: Callable[[], Any]) -> Any:
-    """Return the function's result on the main rank, or raise its error, on every rank: pickled."""
+    """Return the function's result on the main rank, or raise its error, on every rank: pickled.
+
+    Example: `on_main(lambda: path.exists())`, so that all ranks take the same branch.
+
+    Waits for: the main rank, for as long as the function takes.
+    Unblocked by: its end; an error there is raised on every rank, so none stays behind.
+    """
     answer = error = None
     if is_main():
         try:
@@ -270,6 +306,12 @@ def sum_over_data(values: dict[str, float]) -> dict[str, float]:
 
     Losses exist only on the last pipeline stage: its ranks all pass the same names, and the values
     that others pass are ignored.
+
+    Example: 2 stages of 2 data-parallel ranks; the last stage's pass {"loss": 1.5} and {"loss":
+    2.5}, the others {}. All 4 get {"loss": 4.0}.
+
+    Waits for: the data-parallel ranks of the last stage, then every rank.
+    Unblocked by: the call on each of them.
     """
     from megatron.core import parallel_state
 
@@ -289,7 +331,10 @@ def sum_over_data(values: dict[str, float]) -> dict[str, float]:
 def sum_over_shards(values: torch.Tensor) -> torch.Tensor:
     """Return values summed over the ranks that share a data-parallel rank's tokens and logits.
 
-    These are the tensor- and context-parallel ranks of one pipeline stage. Collective.
+    These are the tensor- and context-parallel ranks of one pipeline stage.
+
+    Waits for: the ranks of that group, no others.
+    Unblocked by: the call on each of them.
     """
     from megatron.core import parallel_state
 
@@ -300,14 +345,25 @@ def sum_over_shards(values: torch.Tensor) -> torch.Tensor:
 
 
 def max_over_ranks(value: float) -> float:
-    """Return the largest of all ranks' values."""
+    """Return the largest of all ranks' values.
+
+    Waits for: every rank.
+    Unblocked by: the call on the last rank to come.
+    """
     largest = torch.tensor(value, dtype=torch.float64)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=_control)
     return largest.item()
 
 
 def any_rank(*flags: bool) -> list[bool]:
-    """Return for each flag whether it is set on any rank; one reduction for all of them."""
+    """Return for each flag whether it is set on any rank; one reduction for all of them.
+
+    Example: `any_rank(stop, failed)` with (False, True) on one rank and (False, False) on others is
+    [False, True] on all.
+
+    Waits for: every rank.
+    Unblocked by: the call on the last rank to come.
+    """
     raised = torch.tensor(flags, dtype=torch.int32)
     dist.all_reduce(raised, op=dist.ReduceOp.MAX, group=_control)
     return list(map(bool, raised.tolist()))

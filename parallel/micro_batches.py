@@ -20,7 +20,13 @@ def slot_multiple(context: int) -> int:
 
 
 def slot_tokens(length: int, context: int) -> int:
-    """Return the tokens of a sequence's slot, padding included."""
+    """Return the tokens of a sequence's slot, padding included.
+
+    Example: two context-parallel ranks cut a slot into 4 pieces.
+
+        >>> slot_tokens(5, context=2), slot_tokens(5, context=1)
+        (8, 5)
+    """
     multiple = slot_multiple(context)
     return -(-length // multiple) * multiple
 
@@ -46,6 +52,14 @@ def micro_batch_count(
 
     The fullest rank decides it, since expert parallelism needs equally many passes on all ranks.
     No row has more than `most_row_tokens`, rounded up for sequence parallelism.
+
+    Example: two data-parallel ranks, each with sequences of 16 tokens in all.
+
+        >>> shares = [[[10], [6]], [[9], [7]]]
+        >>> micro_batch_count(shares, device_tokens=16, context=1)
+        1
+        >>> micro_batch_count(shares, device_tokens=8, context=1)
+        2
 
     Args:
         shares: of each data-parallel rank, the lengths of the sequences of each unit: one sequence,
@@ -73,6 +87,11 @@ def deal(lengths: Sequence[int], hands: int) -> list[list[int]]:
     """Return the positions in `lengths` that each hand gets.
 
     The longest goes first, each to the hand with the fewest tokens so far.
+
+    Example: 10 and 9 go first; 7 joins the 9, and 6 the 10.
+
+        >>> deal([10, 6, 9, 7], hands=2)
+        [[0, 1], [2, 3]]
     """
     loads = [(0, hand) for hand in range(hands)]
     dealt: list[list[int]] = [[] for _ in range(hands)]

@@ -17,7 +17,15 @@ from parallel.micro_batches import slot_multiple
 
 @dataclass(frozen=True)
 class RankPlace:
-    """The position of a rank in the layout, as far as its batches depend on it."""
+    """The position of a rank in the layout, as far as its batches depend on it.
+
+    Example: 2 context-parallel ranks cut a slot into 4 pieces, and 4 tensor-parallel ranks share
+    the tokens of each of them.
+
+        >>> here = RankPlace(context=2, context_rank=1, tensor=4)
+        >>> here.slot, here.row
+        (4, 8)
+    """
 
     data: int = 1  # data-parallel ranks
     data_rank: int = 0
@@ -52,7 +60,15 @@ class RankPlace:
 
 @dataclass(kw_only=True)
 class PackedRow(PackedSeqParams):
-    """One row of T tokens, in the form that Megatron's layers take."""
+    """One row of T tokens, in the form that Megatron's layers take.
+
+    Example: sequences of 5 and 3 tokens on 2 context-parallel ranks have slots of 8 and 4.
+
+        starts = [0, 8, 12]
+        row:       0  1  2  3  4  .  .  .  8  9 10  .   (. is padding)
+        rank 0:    0  1              6  7  8       11   local_positions
+        rank 1:          2  3  4  5           9 10
+    """
 
     starts: np.ndarray  # int64, the position of every slot in the row, and T
     # int64 [T / C], the positions in the row of this context-parallel rank's tokens, in order.
@@ -72,7 +88,14 @@ class PackedRow(PackedSeqParams):
 
 
 def local_positions(starts: np.ndarray, place: RankPlace) -> np.ndarray:
-    """Return the positions, int64 [T / C], that a context-parallel rank holds, in its order."""
+    """Return the positions, int64 [T / C], that a context-parallel rank holds, in its order.
+
+    Example: of a slot of 8, rank 0 holds the first and the last of 4 pieces.
+
+        >>> [local_positions(np.array([0, 8]), RankPlace(context=2, context_rank=r)).tolist()
+        ...  for r in (0, 1)]
+        [[0, 1, 6, 7], [2, 3, 4, 5]]
+    """
     if place.context == 1:
         return np.arange(starts[-1])
     pieces, rank = 2 * place.context, place.context_rank

@@ -9,7 +9,23 @@ import numpy as np
 
 @dataclass
 class Sample:
-    """A prompt and a response to it; a demonstration has neither log-probabilities nor routes."""
+    """A prompt and a response to it; a demonstration has neither log-probabilities nor routes.
+
+    Example: a prompt of 3 tokens, and a response of 2, of which the second is the end token. Weight
+    versions 11 and 12 sampled them; `routes` would be [4, routed layers, experts_per_token].
+
+        >>> sample = Sample(
+        ...     "math",
+        ...     prompt=np.array([5, 9, 2], np.int32),
+        ...     response=np.array([7, 0], np.int32),
+        ...     logprobs=np.array([-0.3, -1.2], np.float32),  # nats
+        ...     versions=np.array([11, 12], np.int32),
+        ... )
+        >>> sample.length, sample.weight_version  # the model reads 5, 9, 2 and 7
+        (4, 11)
+        >>> sample.learned.tolist()  # a loss_mask of None trains on all
+        [0, 1]
+    """
 
     domain: str
     # From the engine:

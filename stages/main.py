@@ -74,7 +74,7 @@ def warn_of_engines(model: ModelSettings) -> None:
 
     Only a notice: the user may want no later stage.
     """
-    from parallel.engine.cpu_limits import unsupported
+    from parallel.engine.platform import unsupported
     from parallel.machine.device import device
 
     if device().type == "cpu" and (why := unsupported(model)):

@@ -59,6 +59,9 @@ def training_state(policy: TrainedPolicy, checkpoint: Path) -> dict[str, Any]:
 
     The layout may differ from the one that saved; then the random numbers are not restored.
 
+    Waits for: every rank; data-parallel ranks each read a share of the files, and exchange it.
+    Unblocked by: the same call on every rank.
+
     Raises:
         CheckpointError: the checkpoint is of another model or another kind of optimizer.
     """

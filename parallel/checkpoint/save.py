@@ -77,6 +77,10 @@ class Saver:
         Of a policy that does not train only the weights are written. A higher `score` is better.
         Like `finish` raises CheckpointError or OSError, such as for a full disk; earlier
         checkpoints are then unchanged.
+
+        Waits for: every rank, the checkpoint in flight, and this rank's copy of the state; unless
+            the saver is asynchronous, for the files too.
+        Unblocked by: the same call on every rank; training continues while threads write.
         """
         self.finish()
         path = self._directory / f"tmp_step_{step}"
@@ -95,6 +99,9 @@ class Saver:
         """Wait for the checkpoint in flight, if there is one, and give it its name.
 
         Checkpoints that are no longer kept are removed in a thread that outlives this call.
+
+        Waits for: the writing threads of all ranks.
+        Unblocked by: their ends, and the same call on every rank; an error on one is raised on all.
         """
         writing, self._in_flight = self._in_flight, None
         if writing is not None:

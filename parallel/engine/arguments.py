@@ -13,10 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from parallel.engine.cpu_limits import unsupported
-from parallel.engine.environment import has_gpus, process_environment
 from parallel.engine.lockstep import member_environment
 from parallel.engine.nodes import meeting_point, node_rank
+from parallel.engine.platform import has_gpus, process_environment, unsupported
 from parallel.errors import UserError
 from parallel.estimates.engine_memory import BATCHED_TOKENS, CACHE_BLOCK, cache_bytes, engine_memory
 from parallel.families import traits

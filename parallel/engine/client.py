@@ -56,6 +56,14 @@ class EngineClient:
     """A client of one engine, whose process the launcher owns. Thread-safe.
 
     Every call has a timeout and raises EngineError on anything unexpected.
+
+    Example: the calls of one stage to one engine, in their order.
+
+        connect()                waits until the process has written its address; its description
+        join(Join(...))          waits until all ranks of the trainer and of the engines have joined
+        refit(Refit(version=1))  waits until the trainer's ranks have sent all weights
+        generate(Generate(...))  yields a Generation for each prompt, in the order in which they end
+        sleep(), wake(Wake(..))  where the engine shares its GPU with the trainer
     """
 
     def __init__(self, address_file: Path, settings: EngineSettings) -> None:
@@ -70,6 +78,9 @@ class EngineClient:
 
     def connect(self) -> EngineDescription:
         """Wait for an engine process other than the last known one; return its description.
+
+        Waits for: the file of the address.
+        Unblocked by: the engine's server, once it can sample; the launcher restarts one that died.
 
         A process that publishes its address but does not answer is retried for
         engine.hang_timeout_seconds, then the launcher is asked to restart it.
@@ -96,6 +107,7 @@ class EngineClient:
             except EngineError as error:
                 self.give_up(str(error))
                 missing = f"was not replaced within {wait:g} s; {error}"
+            # The replacement has as long to start as the process before it.
             deadline = time.monotonic() + wait
         raise EngineError(f"{self.name} {missing}")
 
@@ -143,11 +155,19 @@ class EngineClient:
         return True
 
     def join(self, join: Join) -> None:
-        """Have the engine plan a trainer's refits and connect to its ranks, which join too."""
+        """Have the engine plan a trainer's refits and connect to its ranks, which join too.
+
+        Waits for: all ranks of `join.meetings`.
+        Unblocked by: every trainer rank's `Outbox`, and `join` of every other engine.
+        """
         self._call("join", join, None, join.timeout_seconds + HEALTH_SECONDS)
 
     def refit(self, refit: Refit) -> Refitted:
-        """Have the engine take new weights, which the trainer's ranks send at the same time."""
+        """Have the engine take new weights, which the trainer's ranks send at the same time.
+
+        Waits for: the engine's current step, then every bucket from the trainer's ranks.
+        Unblocked by: `Outbox.send` on each of them; heartbeats show that the engine lives.
+        """
         most = self.settings.request_timeout_seconds
         deadline = time.monotonic() + most
         for message in self._stream("refit", refit):

@@ -1,10 +1,11 @@
-"""vLLM's LLMEngine: its arguments, its steps and its weights; for one thread."""
+"""vLLM's LLMEngine: its steps, its weights and its responses, for one thread; and its workers."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any
 
 import msgspec
@@ -12,7 +13,6 @@ import numpy as np
 
 from parallel.engine.arguments import configuration
 from parallel.engine.lockstep import Call, Lockstep, step_or_join
-from parallel.engine.sampling_masks import kept_sets
 from parallel.engine.wire import (
     EnginePlace,
     Generate,
@@ -24,6 +24,7 @@ from parallel.engine.wire import (
     Refitted,
     Sampling,
     Wake,
+    keeps_part,
     kept_limits,
 )
 from parallel.families import routed_layers
@@ -102,6 +103,8 @@ class Core:
         continues. After a failure, also of another member, the engine has no weights until the
         next refit.
         """
+        # In this order: tokens of steps in flight belong to the present version, and are noted with
+        # it; a failure below must leave no version, since some weights are then new.
         self._meet(Call.REFIT)
         self.drain()
         scheduled = self._vllm.engine_core.engine_core.scheduler.requests
@@ -110,6 +113,8 @@ class Core:
             request.note(tokens, self.weight_version)
         self.weight_version = None
         reports = self._refit_together(msgspec.msgpack.encode(refit))
+        # Cached keys and values are of the old weights. vLLM refuses to drop them while a running
+        # request has blocks: it preempts all of them, and prefills their tokens again.
         self._vllm.reset_prefix_cache(reset_running_requests=True)
         self.weight_version = refit.version
         return Refitted([msgspec.msgpack.decode(report, type=RankReport) for report in reports])
@@ -307,3 +312,44 @@ class _RunningRequest:
     def note(self, tokens: int, version: int | None) -> None:
         """Record that `tokens` tokens were sampled, the new ones with weights `version`."""
         self.versions += [version] * (tokens - len(self.versions))
+
+
+def kept_sets(completion: Any, sampling: Sampling, vocabulary: int) -> list[np.ndarray]:
+    """Return the set that each token was sampled from; no sets where all ids are kept.
+
+    `completion` is a CompletionOutput of vLLM's. On a CPU the sets are the ids with finite
+    log-probabilities, which costs an object for each id. Model Runner V2, the runner of GPUs,
+    returns masks instead (`return_sampling_mask`), for all requests of an engine or for none.
+    """
+    if not keeps_part(sampling.top_k, sampling.top_p):
+        return []
+    if completion.sampling_mask is not None:
+        masks, whole = completion.sampling_mask.token_ids, range(vocabulary)
+        return [np.asarray(ids or whole, np.int32) for ids in masks]
+    finite = (
+        [t for t, candidate in e.items() if isfinite(candidate.logprob)]
+        for e in completion.logprobs
+    )
+    return [np.asarray(ids, np.int32) for ids in finite]
+
+
+class LostWorkers(RuntimeError):
+    """The workers of this node have ended, by themselves or with the first node's process."""
+
+
+def follow(job: EngineJob) -> None:
+    """Run this node's workers, without a server, until one ends; for nodes but the first.
+
+    The first node's process schedules, and its messages drive all workers. Any process that ends
+    badly ends the engine's Slurm step, and the launcher restarts the whole engine.
+
+    Raises:
+        LostWorkers: always in the end; a clean end would leave the step's other tasks running.
+    """
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    with configuration(job) as config:
+        # As `vllm serve --headless` does where its node is not the first.
+        executor = MultiprocExecutor(config, monitor_workers=False)
+    executor.start_worker_monitor(inline=True)
+    raise LostWorkers(f"the workers of engine {job.index} on this node have ended")

@@ -54,6 +54,13 @@ class Fleet:
     An engine that dies is `lost`, and joins again at the first refit after its restart. A client is
     of one process; with `engine.data` the members of an engine have one each, and are lost and join
     together.
+
+    Example: two engines that share the trainer's GPUs, at one training step.
+
+        await_engines(make_room)  both are connected (elsewhere `refit` connects)
+        refit(policy, version=7)  weights wake, all ranks join, 7 is sent; {"refit_bytes": ...}
+        open_caches()             caches wake; the scheduler samples from live()
+        sleep()                   both free the GPUs, and the trainer computes
     """
 
     def __init__(
@@ -107,6 +114,9 @@ class Fleet:
 
         An engine that starts needs the device: where there is one to wait for, `make_room` is
         called first, on every rank. Elsewhere a refit itself connects.
+
+        Waits for: every engine that was never live, and a restarted one while no other is live.
+        Unblocked by: its process, which publishes its address.
         """
         if not self.sleeps:
             return
@@ -121,6 +131,10 @@ class Fleet:
         engines have the same weights. An engine that sleeps wakes without its cache: `open_caches`
         follows once the trainer has left the device.
 
+        Waits for: all ranks, and all live engines, each at the end of its current step.
+        Unblocked by: the same call on every rank; `EngineClient.join` and `refit`, called by the
+            main rank in threads while all ranks take part.
+
         Raises:
             AllLost: no engine that sleeps is live; call `await_engines` and refit again.
             RefitError: an engine has other weights than the trainer, or all attempts failed.
@@ -128,6 +142,7 @@ class Fleet:
         """
         parameters = policy.named_weights()
         if policy is not self._policy:
+            # The memory that engines map is the former model's.
             self._policy = policy
             self._leave()
             self._ranks = gather(_place(parameters))
@@ -141,6 +156,7 @@ class Fleet:
                 answers = self._send(parameters, version)
             if answers is None:
                 failures += 1
+                # Losing an engine is no failure of the refit: each loss allows one attempt more.
                 if failures == ATTEMPTS + broadcast(self.losses - losses):
                     raise RefitError("the engines live but refits fail; see their logs")
         self.reports = answers
@@ -164,6 +180,9 @@ class Fleet:
         """Have engines that sleep free the device's memory for the trainer. Collective.
 
         One that does not is restarted.
+
+        Waits for: each live engine, at most engine.hang_timeout_seconds.
+        Unblocked by: its answer, once its requests are dropped and the memory is free.
         """
         self._turn(lambda client: client.sleep())
 
@@ -269,7 +288,11 @@ class Fleet:
         ]
 
     def _join(self, parameters: dict[str, torch.Tensor], sizes: EngineSizes) -> bool:
-        """Have every rank and every engine make its part of the plan, and meet; return success."""
+        """Have every rank and every engine make its part of the plan, and meet; return success.
+
+        Waits for: all ranks of the trainer and of the engines, at most JOIN_SECONDS.
+        Unblocked by: the last of them to connect to the meetings' store. Collective.
+        """
         self._leave()
         self._plan = plan = Plan(self.model, self.layout, sizes)
         rank, hosts = dist.get_rank(), sizes.hosts
@@ -341,6 +364,8 @@ class Fleet:
         """
         failed = False
         with ThreadPoolExecutor(max(1, len(self._joined))) as pool:
+            # First, in threads: an engine answers only once the ranks have taken part, which wait
+            # for it. `_joined` is empty but on the main rank.
             futures = {client: pool.submit(ask, client) for client in self._joined}
             for future in futures.values():
                 future.add_done_callback(self._report_loss)

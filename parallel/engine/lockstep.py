@@ -68,7 +68,9 @@ class Lockstep:
         some, several, calls, squares = self._sums(working, waiting > 0, waiting, waiting**2)
         if several < self._members:
             return Agreement(some > 0, False)
-        if calls**2 != self._members * squares:  # they differ
+        # By Cauchy-Schwarz (sum x)^2 = n sum x^2 only where all x are equal, so one reduction also
+        # shows that members wait with different calls.
+        if calls**2 != self._members * squares:
             raise OutOfStep(f"the members of this engine do not all wait to {waiting.name.lower()}")
         return Agreement(some > 0, True)
 

@@ -41,7 +41,7 @@ class Damaged(ValueError):
 
 
 class Origin(msgspec.Struct, frozen=True):
-    """A digest of everything besides question and version that decides a response."""
+    """A digest of everything besides the request and the version that decides a response."""
 
     format: int
     digest: str
@@ -99,24 +99,22 @@ class RolloutLog:
         self._used.discard(version)
         return used
 
-    def take(self, version: int, questions: Sequence[GenerationRequest]) -> list[Sample | None]:
-        """Return the logged answers to these questions for a weight version, each answer once."""
+    def take(self, version: int, requests: Sequence[GenerationRequest]) -> list[Sample | None]:
+        """Return the logged answers to these requests for a weight version, each answer once."""
         with self._lock:
             if not (version in self._open or self._path(version).exists()):
-                return [None] * len(questions)
+                return [None] * len(requests)
             logged = self._of(version)
-            same = [
-                logged.answers.get(question.seed, (None,))[0] == question for question in questions
-            ]
+            same = [logged.answers.get(request.seed, (None,))[0] == request for request in requests]
             if not any(same) or (self._deterministic and not (logged.whole and all(same))):
-                return [None] * len(questions)
+                return [None] * len(requests)
             self._used.add(version)
             return [
-                sample_of(*logged.answers.pop(question.seed), self._model) if is_same else None
-                for question, is_same in zip(questions, same, strict=True)
+                sample_of(*logged.answers.pop(request.seed), self._model) if is_same else None
+                for request, is_same in zip(requests, same, strict=True)
             ]
 
-    def add(self, question: GenerationRequest, answer: Generation) -> None:
+    def add(self, request: GenerationRequest, answer: Generation) -> None:
         """Append a response. Thread-safe.
 
         One sampled with several weight versions is not logged: a resumed stage has only the last.
@@ -124,7 +122,7 @@ class RolloutLog:
         versions = np.frombuffer(answer.versions, "<i4")
         version = int(versions[0])
         if version == versions[-1]:
-            self._append(version, (question, answer))
+            self._append(version, (request, answer))
 
     def end(self, version: int) -> None:
         """Mark a version as complete: all of its step's responses have been accepted."""
@@ -176,6 +174,7 @@ class RolloutLog:
                 f"{path}: {error}; the {len(read.answers)} responses before byte {good} are used,"
                 " later ones are sampled again"
             )
+        # Frames after a damaged one are never read: append after the last whole one.
         file.seek(good)
         file.truncate()
         if good == 0:

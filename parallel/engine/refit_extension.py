@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import groupby
 from typing import Any
@@ -22,7 +22,6 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
 from parallel.engine.expert_stacks import ExpertStack, expert_stacks
 from parallel.engine.loaders import Copy, Unread, copy_nothing
-from parallel.engine.sampling_masks import empty_whole_masks
 from parallel.engine.wire import EnginePlace, Join, RankReport, Refit
 from parallel.machine.device import gpu_ordinals, synchronize
 from parallel.settings import LayoutSettings, ModelSettings
@@ -279,3 +278,21 @@ class RefitExtension:
                     info.reset()
                 model._do_torchao_reload = model._original_do_torchao_reload
         return boxes
+
+
+def empty_whole_masks() -> None:
+    """Make the mask of a token that keeps the whole vocabulary empty, in this worker process.
+
+    vLLM would unpack one of 150,000 ids for each token, and keep it until the response ends. It
+    rejects such requests instead, greedy ones too (`Core` skips that check): the engine of a run
+    with one domain of a top_k would serve no evaluation.
+    """
+    from vllm.v1.worker.gpu.sample.output import SamplingMaskTensors
+
+    original: Callable[[Any], Any] = SamplingMaskTensors.tolists
+
+    def bounded(masks: Any) -> Any:
+        counts = masks.counts.cpu()
+        return original(masks._replace(counts=counts.masked_fill(counts == masks.vocab_size, 0)))
+
+    SamplingMaskTensors.tolists = bounded

@@ -50,7 +50,7 @@ class Task:
     """A response to sample; `key` is the caller's name for it."""
 
     key: Hashable
-    question: GenerationRequest
+    request: GenerationRequest
 
 
 class _Entry(NamedTuple):
@@ -83,6 +83,13 @@ class Scheduler:
 
     `on_end` is called once with every accepted answer, in the thread of its call; its errors are
     raised by `collect`.
+
+    Example: two idle engines, and tasks of which 30, 10 and 20 tokens are expected.
+
+        submit([a, b, c])   a (30) goes to engine 0, c (20) to engine 1, then b (10) to engine 1
+        collect(60.0)       waits for the first answer, such as [(b, sample)]; owed is then 2
+        engine 1 dies       c is requeued with its seed and goes to engine 0: requeued is 1
+        collect(60.0)       [(a, sample)], and at a further call [(c, sample)]; owed is 0
     """
 
     def __init__(
@@ -105,7 +112,7 @@ class Scheduler:
         self._owed: set[int] = set()
         self._immediate: list[_Entry] = []
         self._queue: list[_Entry] = []  # a heap
-        self._streams: list[_EngineCall] = []
+        self._calls: list[_EngineCall] = []
         self._finished: list[tuple[Task, Sample]] = []
         self._held = False
         self._woken = False
@@ -121,7 +128,7 @@ class Scheduler:
         """Request a response to each task; `at_once` before all others, dealt to every engine."""
         with self._changed:
             for task in tasks:
-                expected = 0.0 if self._deterministic else self._expected(task.question)
+                expected = 0.0 if self._deterministic else self._expected(task.request)
                 entry = _Entry(-expected, self._submitted, task, at_once or self._deterministic)
                 self._enqueue(entry)
                 self._owed.add(entry.number)
@@ -139,6 +146,9 @@ class Scheduler:
 
         `more`: also wait, with no response owed, for a call of `wake`.
 
+        Waits for: a response, or `wake`.
+        Unblocked by: a call's thread that accepts an answer or loses its engine; `supply`.
+
         Raises:
             NoEngine: responses are owed and no engine is live.
             EngineRefused: a healthy engine rejected a request.
@@ -149,7 +159,7 @@ class Scheduler:
             while not (self._finished or self._woken) and (self._owed or more):
                 if self._error is not None:
                     raise self._error
-                if self._owed and not self._streams and not self._engines.live():
+                if self._owed and not self._calls and not self._engines.live():
                     raise NoEngine(f"no engine is left for {len(self._owed)} responses")
                 left = deadline - time.monotonic()
                 if left <= 0:
@@ -179,21 +189,21 @@ class Scheduler:
             with self._changed:
                 self._held = False
                 failed, self._failed_meanwhile = self._failed_meanwhile, []
-                for stream, reason in failed:
-                    if stream.open:
-                        self._lose(stream, reason)
+                for call, reason in failed:
+                    if call.open:
+                        self._lose(call, reason)
                 live = {self._instance(client) for client in self._engines.live()}
-                for stream in [call for call in self._streams if call.instance not in live]:
-                    self._give_up(stream)
+                for call in [call for call in self._calls if call.instance not in live]:
+                    self._give_up(call)
                 self._deal()
 
     def close(self) -> None:
         """Drop all tasks. A call's thread ends with the engine's next message, or its timeout."""
         with self._changed:
             self._held = True
-            for stream in self._streams:
-                stream.open = False
-            self._streams.clear()
+            for call in self._calls:
+                call.open = False
+            self._calls.clear()
             self._immediate.clear()
             self._queue.clear()
             self._owed.clear()
@@ -216,19 +226,19 @@ class Scheduler:
         for client, entries in dealt.items():
             by_sampling: dict[Sampling, list[_Entry]] = defaultdict(list)
             for entry in entries:
-                by_sampling[entry.task.question.sampling].append(entry)
+                by_sampling[entry.task.request.sampling].append(entry)
             # Below every expected length: such requests start before all others.
             foremost = -self._engines.descriptions[client].max_model_tokens
             for sampling, alike in by_sampling.items():
                 prompts = []
                 for minus_expected, number, task, at_once in alike:
                     priority = foremost if at_once else round(minus_expected)
-                    question = task.question
-                    prompts.append(Prompt(number, question.prompt, question.seed, priority))
+                    request = task.request
+                    prompts.append(Prompt(number, request.prompt, request.seed, priority))
                 requested = {entry.number: entry for entry in alike}
-                stream = _EngineCall(client, self._instance(client), requested, dict(requested))
-                self._streams.append(stream)
-                arguments = stream, Generate(prompts, sampling)
+                call = _EngineCall(client, self._instance(client), requested, dict(requested))
+                self._calls.append(call)
+                arguments = call, Generate(prompts, sampling)
                 threading.Thread(target=self._read, args=arguments, daemon=True).start()
 
     def _deal_by_length(
@@ -240,9 +250,9 @@ class Scheduler:
         that calls are few.
         """
         unanswered = {client: list(dealt[client]) for client in live}
-        for stream in self._streams:
-            if stream.client in unanswered:
-                unanswered[stream.client] += stream.unanswered.values()
+        for call in self._calls:
+            if call.client in unanswered:
+                unanswered[call.client] += call.unanswered.values()
         count = {client: len(entries) for client, entries in unanswered.items()}
         tokens = {c: -sum(entry.minus_expected for entry in unanswered[c]) for c in live}
         sizes = {client: self._engines.descriptions[client].max_sequences for client in live}
@@ -256,80 +266,82 @@ class Scheduler:
             if count[client] >= sizes[client] + max(1, sizes[client] // AHEAD):
                 open_to.remove(client)
 
-    def _read(self, stream: _EngineCall, request: Generate) -> None:
+    def _read(self, call: _EngineCall, message: Generate) -> None:
         """Read the answers of one call, in its thread."""
         try:
-            for generation in stream.client.generate(request):
-                if not self._take(stream, generation):
+            for generation in call.client.generate(message):
+                if not self._take(call, generation):
                     return
-            failure: Exception | str = "broke off its answer" if stream.unanswered else ""
+            failure: Exception | str = "broke off its answer" if call.unanswered else ""
         except InvalidResponse as error:
             failure = f"sent an invalid response: {error}"
         except EngineError as error:
-            refused = isinstance(error, EngineRefused) and stream.client.healthy()
+            refused = isinstance(error, EngineRefused) and call.client.healthy()
             failure = error if refused else str(error)
         except Exception as error:  # a bug of ours: `collect` raises it, instead of waiting
             failure = error
         with self._changed:
-            if not stream.open:
+            if not call.open:
                 pass
             elif isinstance(failure, Exception):
                 self._error = failure
             elif failure:
-                self._lose(stream, failure)
+                self._lose(call, failure)
             else:
-                self._streams.remove(stream)
+                self._calls.remove(call)
             self._deal()
             self._changed.notify()
 
-    def _take(self, stream: _EngineCall, generation: Generation) -> bool:
+    def _take(self, call: _EngineCall, generation: Generation) -> bool:
         """Accept an answer once; return False when the call was given up."""
-        entry = stream.requested.get(generation.number)
+        entry = call.requested.get(generation.number)
         if entry is None:
             raise InvalidResponse(f"an answer to unknown request {generation.number}")
-        sample = sample_of(entry.task.question, generation, self._model)
+        sample = sample_of(entry.task.request, generation, self._model)
         with self._changed:
-            if not stream.open or entry.number not in stream.unanswered:
+            # The call was given up while its engine still answered: the task is another call's now.
+            if not call.open or entry.number not in call.unanswered:
                 self.duplicates += 1
-                return stream.open
-            del stream.unanswered[entry.number]
-            stream.answers.append((entry, generation, sample))
-            if not (self._deterministic and stream.unanswered):
-                for accepted, answer, ended in stream.answers:
+                return call.open
+            del call.unanswered[entry.number]
+            call.answers.append((entry, generation, sample))
+            if not (self._deterministic and call.unanswered):
+                for accepted, answer, ended in call.answers:
                     self._on_end(accepted.task, answer, ended)
                     self._owed.remove(accepted.number)
                     self._finish(accepted.task, ended)
-                stream.answers.clear()
+                call.answers.clear()
                 self._deal()
                 self._changed.notify()
         return True
 
     def _finish(self, task: Task, sample: Sample) -> None:
         self._finished.append((task, sample))
-        for key in _keys(task.question):
+        for key in _keys(task.request):
             mean, count = self._means.get(key, (0.0, 0))
             count = min(count + 1, MEMORY)
             self._means[key] = (mean + (len(sample.response) - mean) / count, count)
 
-    def _expected(self, question: GenerationRequest) -> float:
+    def _expected(self, request: GenerationRequest) -> float:
         """Return the mean for the domain and prompt length, else the domain, else `max_tokens`."""
-        means = (self._means[key][0] for key in _keys(question) if key in self._means)
-        return next(means, float(question.sampling.max_tokens))
+        means = (self._means[key][0] for key in _keys(request) if key in self._means)
+        return next(means, float(request.sampling.max_tokens))
 
-    def _lose(self, stream: _EngineCall, reason: str) -> None:
+    def _lose(self, call: _EngineCall, reason: str) -> None:
         """Report the call's engine as lost and give up all calls to that process."""
+        # A refit is in progress, which itself finds out which engines live.
         if self._held:
-            self._failed_meanwhile.append((stream, reason))
+            self._failed_meanwhile.append((call, reason))
             return
-        if self._instance(stream.client) == stream.instance:
-            self._engines.lost(stream.client, reason)
-        for call in [call for call in self._streams if call.instance == stream.instance]:
-            self._give_up(call)
+        if self._instance(call.client) == call.instance:
+            self._engines.lost(call.client, reason)
+        for other in [other for other in self._calls if other.instance == call.instance]:
+            self._give_up(other)
 
-    def _give_up(self, stream: _EngineCall) -> None:
-        stream.open = False
-        self._streams.remove(stream)
-        again = [entry for number, entry in stream.requested.items() if number in self._owed]
+    def _give_up(self, call: _EngineCall) -> None:
+        call.open = False
+        self._calls.remove(call)
+        again = [entry for number, entry in call.requested.items() if number in self._owed]
         self.requeued += len(again)
         for entry in again:
             self._enqueue(entry)
@@ -339,5 +351,5 @@ class Scheduler:
         return described.instance if described else None
 
 
-def _keys(question: GenerationRequest) -> list[tuple[str, int | None]]:
-    return [(question.domain, len(question.prompt)), (question.domain, None)]
+def _keys(request: GenerationRequest) -> list[tuple[str, int | None]]:
+    return [(request.domain, len(request.prompt)), (request.domain, None)]

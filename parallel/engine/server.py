@@ -26,8 +26,7 @@ import msgspec
 from aiohttp import web
 
 from parallel.engine.arguments import own_gpus
-from parallel.engine.core import IDLE_SECONDS, Core
-from parallel.engine.follower import LostWorkers, follow
+from parallel.engine.core import IDLE_SECONDS, Core, LostWorkers, follow
 from parallel.engine.lockstep import OutOfStep
 from parallel.engine.nodes import node_rank
 from parallel.engine.wire import (
@@ -140,6 +139,7 @@ class Engine:
                     f" {vocabulary}"
                 )
         names = await self.ask(self.core.admit, request)
+        # No await before the names are in `_streams`: a response may end with the next step.
         stream: asyncio.Queue[Handed] = asyncio.Queue()
         self._streams.update(dict.fromkeys(names, stream))
         self.draw()

@@ -79,6 +79,11 @@ def kept_limits(top_k: int, top_p: float, vocabulary: int) -> tuple[int, int]:
 
     The kept ids are those with finite log-probabilities. (0, 0) keeps all ids and requests none.
     vLLM keeps every id as likely as the k-th, of which bf16 logits have several.
+
+    Example: a vocabulary of 150,000 with top_k 20, with top_p alone, and with neither.
+
+        >>> [kept_limits(top_k, top_p, 150_000) for top_k, top_p in ((20, 1.0), (0, 0.9), (0, 1.0))]
+        [(20, 84), (4096, 4160), (0, 0)]
     """
     if not keeps_part(top_k, top_p):
         return 0, 0
@@ -90,6 +95,14 @@ class Sampling(msgspec.Struct, frozen=True):
     """The distribution that responses are sampled from, and the tokens that end them.
 
     With `top_p` below 1 or `top_k` above 0 every token comes with the set it was sampled from.
+
+    Example: at most 16 tokens, from the 20 likeliest ids; token 0 ends the response.
+
+        >>> sampling = Sampling(temperature=1.0, max_tokens=16, end_tokens=(0,), top_k=20)
+        >>> keeps_part(sampling.top_k, sampling.top_p)
+        True
+        >>> msgspec.msgpack.decode(msgspec.msgpack.encode(sampling), type=Sampling) == sampling
+        True
     """
 
     temperature: float
@@ -248,7 +261,17 @@ class InvalidResponse(ValueError):
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """A request for one response: its prompt, domain, seed and sampling parameters."""
+    """A request for one response: its prompt, domain, seed and sampling parameters.
+
+    A resumed stage takes the response to an equal request from its log (`RolloutLog.take`).
+
+    Example: a group of two responses to one prompt differs in the seeds alone.
+
+        >>> sampling = Sampling(temperature=1.0, max_tokens=16, end_tokens=(0,))
+        >>> group = [GenerationRequest("math", [5, 9, 2], seed, sampling) for seed in (70, 71)]
+        >>> group[0] == group[1]
+        False
+    """
 
     domain: str
     prompt: list[int]
@@ -256,8 +279,11 @@ class GenerationRequest:
     sampling: Sampling
 
 
-def sample_of(question: GenerationRequest, answer: Generation, model: ModelSettings) -> Sample:
-    """Return the engine's answer to a question as a Sample.
+def sample_of(request: GenerationRequest, answer: Generation, model: ModelSettings) -> Sample:
+    """Return the engine's response to a request as a Sample.
+
+    Example: a prompt of 3 tokens and an answer of 2, of a model with 4 routed layers and 8 experts
+    a token, has 2 log-probabilities and routes [4, 4, 8]: 3 + 2 - 1 tokens were read.
 
     Raises:
         InvalidResponse: lengths do not match, or a value is out of range.
@@ -268,9 +294,9 @@ def sample_of(question: GenerationRequest, answer: Generation, model: ModelSetti
     )
     logprobs = _array(answer.logprobs, np.dtype("<f4"), "logprobs")
     routes = _array(answer.routes, np.dtype("<u2"), "routes")
-    length = len(question.prompt) + len(tokens) - 1
+    length = len(request.prompt) + len(tokens) - 1
     shape = length, len(routed_layers(model)), model.experts_per_token
-    ends = np.isin(tokens, question.sampling.end_tokens)
+    ends = np.isin(tokens, request.sampling.end_tokens)
     _check(len(tokens) == len(logprobs) == len(versions), "arrays of different lengths")
     _check(tuple(answer.routes_shape) == shape, f"routes {answer.routes_shape} instead of {shape}")
     _check(len(routes) == np.prod(shape), f"{len(routes)} routes for {shape}")
@@ -279,7 +305,7 @@ def sample_of(question: GenerationRequest, answer: Generation, model: ModelSetti
     valid = _within(logprobs, LOWEST, ROUNDING)
     _check(valid, "a log-probability that is above 0, infinite or NaN")
     _check(bool((versions[1:] >= versions[:-1]).all()), "weight versions that decrease")
-    most = question.sampling.max_tokens
+    most = request.sampling.max_tokens
     _check(0 < len(tokens) <= most, f"{len(tokens)} tokens")
     _check(not ends[:-1].any(), "tokens after an end token")
     _check(bool(ends[-1]) == answer.finished, "an end token that contradicts `finished`")
@@ -291,8 +317,8 @@ def sample_of(question: GenerationRequest, answer: Generation, model: ModelSetti
             _within(kept_ids, 0, model.vocabulary_size - 1), "a kept token outside the vocabulary"
         )
     return Sample(
-        domain=question.domain,
-        prompt=np.asarray(question.prompt, np.int32),
+        domain=request.domain,
+        prompt=np.asarray(request.prompt, np.int32),
         response=tokens,
         logprobs=logprobs,
         routes=routes.reshape(shape),

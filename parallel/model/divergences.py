@@ -46,6 +46,9 @@ def jsd(student: Logits, teacher: Logits, beta: float) -> Tensor:
     0 < beta < 1. The gradient is to the student alone. For equal logits value and gradient are
     exactly 0. Over beta it tends to KL(T || S) as beta tends to 0, and over 1 - beta to
     KL(S || T) as beta tends to 1. Source: GKD, arXiv 2306.13649.
+
+    Example: S = (1/4, 3/4), T = (1/2, 1/2) and beta 1/2: M = (3/8, 5/8), KL(T || M) = .032 and
+    KL(S || M) = .035, so .034.
     """
     return _JSD.apply(*parts_of(student), *parts_of(teacher), beta)
 
@@ -55,6 +58,8 @@ def log_rest(logits: Logits, ids: Tensor) -> Tensor:
 
     Summed directly: 1 less the others' probabilities would be rounding where a model is sure.
     Far below any logarithm where `ids` is the whole vocabulary.
+
+    Example: of probabilities (1/8, 3/8, 4/8) and ids [[2]], ln (1/8 + 3/8) = -.69.
     """
     return _LogRest.apply(*parts_of(logits), ids)
 
@@ -69,6 +74,9 @@ def extrapolated(
     probability, and at most MOST_IN_NUCLEUS of them; elsewhere the teacher's own. What is
     extrapolated there are log-probabilities, since logits have a constant of their own.
     Source: ExOPD, arXiv 2602.12125, whose sampled advantage is the gradient's estimate.
+
+    Example: a teacher's logit of 2 where the start's is 1, and factor 1.5, give 1.5 x 2 - .5 x 1 =
+    2.5.
     """
     precise = teacher.precise
     if top_p is None:
@@ -86,6 +94,9 @@ def nucleus_floor(logits: HeadLogits, top_p: float) -> Tensor:
 
     It is half-way to the next id, so that rounding moves none across it; below all ids where the
     nucleus is the whole vocabulary.
+
+    Example: probabilities .6, .3 and .1 with top_p .8 have the nucleus (.6, .3), and the floor is
+    (ln .3 + ln .1) / 2 = -1.75.
     """
     size = logits.weight.shape[0] * parallel_state.get_tensor_model_parallel_world_size()
     most = min(MOST_IN_NUCLEUS, size)
@@ -111,6 +122,11 @@ def prefix_sums(values: Tensor) -> Tensor:
     """Return the sum of the values before each, along the last dimension; 0 for the first.
 
     torch.cumsum has no deterministic kernel for CUDA. This doubles the span log2(N) times.
+
+    Example:
+
+        >>> prefix_sums(torch.tensor([1.0, 2.0, 4.0]))
+        tensor([0., 1., 3.])
     """
     total, span = torch.zeros_like(values), 1
     total[..., 1:] = values[..., :-1]

@@ -1,4 +1,4 @@
-"""The policy's model: this rank's parts of megatron-core's GPTModel, with experts."""
+"""The policy's model: this rank's parts of megatron-core's GPTModel, with experts and a head."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from parallel.cpu.attention import PackedAttention
@@ -21,6 +24,7 @@ from parallel.machine.device import device, layer_specs
 from parallel.model.delta_net import DeltaNetSubmodules, GatedDeltaNet, GatedSelfAttention
 from parallel.model.parameters import split_dimension
 from parallel.model.routing import Router
+from parallel.model.vocabulary import head_logits
 
 
 class RMSNorm(torch.nn.Module):
@@ -143,3 +147,44 @@ def _hybridise(submodules: Any, linear: bool, local: bool) -> None:
         in_proj, submodules.input_layernorm = engine.TEColumnParallelLinear, engine.TENorm
     inside = DeltaNetSubmodules(in_proj, PlainRMSNorm, out_proj)
     submodules.self_attention = ModuleSpec(module=GatedDeltaNet, submodules=inside)
+
+
+def keep_sums(head: Any) -> None:
+    """Have megatron-core's output layer return fp32 logits."""
+
+    def forward(
+        hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, None]:
+        """Return the rank's logits for hidden [n, 1, H]; the signature is megatron-core's."""
+        # As megatron-core's layer does, the gradient of its input is summed over the ranks.
+        hidden = copy_to_tensor_model_parallel_region(hidden)
+        return _PreciseHead.apply(hidden, head.weight if weight is None else weight), None
+
+    head.forward = forward
+
+
+class _PreciseHead(torch.autograd.Function):
+    """The output head of a bf16 model whose logits are not rounded (`model.head_precision: fp32`).
+
+    The operands stay bf16, whose products fp32 represents exactly; only their sums are no longer
+    rounded to bf16, of which the large logits of a likely token have two or three digits. vLLM's
+    `head_dtype: float32` computes the same. Source: MiniMax-M1, arXiv 2506.13585, which found the
+    rounded head to be the main cause of the training-inference mismatch.
+
+    torch's own product has no derivative on every device. The gradient of the logits is rounded to
+    bf16 before its two products, as that of bf16 logits.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        rows = head_logits(hidden.flatten(0, -2), weight, precise=True)
+        return rows.view(*hidden.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor]:
+        hidden, weight = ctx.saved_tensors
+        rows = upstream.flatten(0, -2).to(hidden.dtype)
+        to_hidden = (rows @ weight).view(hidden.shape)
+        return to_hidden, rows.T @ hidden.flatten(0, -2)

@@ -144,6 +144,12 @@ class Residency:
     """The components of one model that are on the device, at first all of them.
 
     Without an active `share` nothing moves, and every call returns at once.
+
+    Example: a trained policy of 1 GiB of bf16 weights, beside an engine that shares its GPU.
+
+        an update   weights 1, gradients 2 and the optimizer 6 GiB are on the device
+        a refit     weights alone: `share.only(model)`
+        sampling    none; 7 GiB are copied to the host, and gradients are dropped
     """
 
     def __init__(
@@ -251,6 +257,9 @@ class DeviceShare:
 
     `active` where models move at all. Models that train move where an engine shares the device,
     which has `room_seconds` to leave it.
+
+    Example: a policy that trains and a reference, without an engine: only the reference moves. It
+    comes to the device with its `hold`, and leaves it with the policy's next.
     """
 
     def __init__(
@@ -359,7 +368,11 @@ def release_cache() -> None:
 
 
 def _wait_for_room(needed: int, seconds: float) -> None:
-    """Wait until the device has room for what comes back; an engine may still be leaving it."""
+    """Wait until the device has room for what comes back; an engine may still be leaving it.
+
+    Waits for: free memory on this rank's device, at most `seconds`.
+    Unblocked by: the engine's sleep, or the end of a process of it that died.
+    """
     if device().type != "cuda" or not needed:
         return
     cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()

@@ -30,8 +30,7 @@ from parallel.machine.capabilities import check_optimizer, data_parallel_flags, 
 from parallel.machine.device import device
 from parallel.model import routing
 from parallel.model.bridge import build_bridge
-from parallel.model.gpt import build_chunks
-from parallel.model.head import keep_sums
+from parallel.model.gpt import build_chunks, keep_sums
 from parallel.model.host_state import HostState
 from parallel.model.offload import ALL, STATE, Residency
 from parallel.model.parameters import initialize
@@ -46,7 +45,13 @@ Evaluation = Callable[[Responses], Any]
 
 
 class Policy:
-    """A model without an optimizer: a reference, a teacher, or the base of a trained policy."""
+    """A model without an optimizer: a reference, a teacher, or the base of a trained policy.
+
+    Example: the batch of `MicroBatch`, 7 tokens of 2 samples, on 1 rank, in a vocabulary of 80.
+
+        tokens [1, 7] -> hidden [7, 1, H] -> the 5 that predict a trained token [5, 1, H]
+        -> logits [5, 80] -> `target_logprobs([batch], 1.0)`: one fp32 [2, 3]
+    """
 
     def __init__(self, settings: ModelSettings, layout: LayoutSettings) -> None:
         self.bridge = build_bridge(settings, layout)
@@ -101,8 +106,11 @@ class Policy:
     def evaluate(self, batches: list[MicroBatch], function: Evaluation) -> list[Any]:
         """Return the results of `function` on every micro-batch's responses, without gradients.
 
-        Logits are computed chunk by chunk, on demand. Collective; the list is empty except on the
-        last pipeline stage.
+        Logits are computed chunk by chunk, on demand. The list is empty except on the last pipeline
+        stage.
+
+        Waits for: the ranks of this data-parallel replica, and those that share its experts.
+        Unblocked by: the same call on all of them, with equally many micro-batches.
         """
         self.residency.hold()
         for chunk in self.chunks:
@@ -247,6 +255,9 @@ class TrainedPolicy(Policy):
 
         The buffers then hold gradients summed over micro-batches and ranks. Padding is not in
         `tokens`. Returns the second results of `loss` on the last pipeline stage, elsewhere [].
+
+        Waits for: every rank, since gradients are summed over the data-parallel ranks.
+        Unblocked by: the same call on all of them, with equally many micro-batches.
         """
         self.residency.hold(ALL)
         for module, chunk in zip(self.modules, self.chunks, strict=True):
@@ -286,7 +297,11 @@ class TrainedPolicy(Policy):
         ]
 
     def step(self) -> float:
-        """Clip, update and advance the schedule; return the gradient norm before clipping."""
+        """Clip, update and advance the schedule; return the gradient norm before clipping.
+
+        Waits for: every rank, whose gradients the norm is of.
+        Unblocked by: the call on each, after `accumulate`.
+        """
         if "gradients" not in self.residency.on_device:
             raise RuntimeError("the gradients left the device before the step: call accumulate")
         _, norm, _ = self.optimizer.step()

@@ -26,13 +26,21 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from parallel.machine.device import LOSS_CHUNK_BYTES, device
-from parallel.model.head import head_logits
 
 # Replaces -inf: its exponential is 0 too, but its differences and products are finite.
 LOWEST = -1e30
 
 
 Head = Tensor | Callable[[], Tensor]
+
+
+def head_logits(hidden: Tensor, weight: Tensor, precise: bool) -> Tensor:
+    """Return hidden [n, H] times the head's weight [V, H], as [n, V]: fp32 if precise."""
+    if not precise or hidden.dtype != torch.bfloat16:
+        return hidden @ weight.T
+    if hidden.device.type == "cuda":  # without a copy of the weight in fp32
+        return torch.mm(hidden, weight.T, out_dtype=torch.float32)
+    return hidden.float() @ weight.float().T
 
 
 @dataclass(frozen=True)
@@ -89,6 +97,12 @@ def logprobs(
     None, and a row of only -1, keep every id. A row's targets always count as kept: where rounding
     differs between engine and trainer the result is then finite and has a gradient, instead of the
     -inf that would end the run.
+
+    Example: logits [[0, ln 3, ln 4]] have probabilities 1/8, 3/8 and 4/8. At target 1 the result is
+    ln 3/8 = -.98; with kept_sets [[0, 1, -1]] it is ln 3/4 = -.29.
+
+    Waits for: the tensor-parallel ranks of this stage, here and in every function of this file.
+    Unblocked by: the same call on each, on the same rows.
     """
     columns = targets.unsqueeze(1) if targets.dim() == 1 else targets
     how = How(temperature, None if kept_sets is None else with_targets(kept_sets, columns))
@@ -102,7 +116,10 @@ def with_targets(kept_sets: Tensor, targets: Tensor) -> Tensor:
 
 
 def entropy(logits: Logits, temperature: float = 1.0, kept_sets: Tensor | None = None) -> Tensor:
-    """Return the entropy of softmax(logits / temperature) over `kept_sets`, in nats, [n]."""
+    """Return the entropy of softmax(logits / temperature) over `kept_sets`, in nats, [n].
+
+    Example: logits [[0, ln 3]] have probabilities 1/4 and 3/4, and the entropy .56.
+    """
     return _Entropy.apply(*parts_of(logits), How(temperature, kept_sets))
 
 
@@ -114,6 +131,8 @@ def kl(
     Exact over the whole vocabulary, or over `kept_sets` (see logprobs), on which both are
     renormalised. For equal logits the value and both gradients are exactly 0. Dtypes may differ.
     With the student first this is the reverse KL of DeepSeek-V4's Eq. 29.
+
+    Example: logits [[0, ln 3]] against [[0, 0]]: 1/4 ln 1/2 + 3/4 ln 3/2 = .13.
     """
     return _KL.apply(*parts_of(logits), *parts_of(other), How(temperature, kept_sets))
 
@@ -124,6 +143,8 @@ def top_k(logits: Logits, k: int, temperature: float = 1.0) -> tuple[Tensor, Ten
 
     Sorted by probability; ties by the lower id. Takes no gradient. Raises ValueError if the
     vocabulary has fewer than k ids.
+
+    Example: the top 2 of logits [[0, ln 3, ln 4]] are [[ln 4/8, ln 3/8]] and the ids [[2, 1]].
     """
     tensor, lazy = parts_of(logits)
     size = _size(tensor, lazy)
@@ -291,6 +312,7 @@ def chunks_of(logits: Tensor, lazy: HeadLogits | None, how: How) -> Iterator[tup
     """Yield chunks of rows with their x, LOWEST outside the kept sets; callers may overwrite x."""
     size = _size(logits, lazy)
     step = max(1, LOSS_CHUNK_BYTES[logits.device.type] // (4 * size))
+    # Reused by every chunk: a caller must be done with x before it asks for the next.
     buffer = empty_wide(logits, min(step, len(logits)), size)
     for start in range(0, len(logits), step):
         rows = slice(start, min(start + step, len(logits)))

@@ -9,7 +9,13 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes along each di
 
 
 def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """Yield the boxes, in order, that make up [start, stop) of a flattened tensor."""
+    """Yield the boxes, in order, that make up [start, stop) of a flattened tensor.
+
+    Example: elements 2 to 10 of a [3, 4] tensor are the end of a row, a row, and 3 elements.
+
+        >>> list(boxes((3, 4), 2, 11))
+        [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 3))]
+    """
     if start >= stop:
         return
     if len(shape) == 1:
@@ -38,13 +44,26 @@ def within(box: Box) -> tuple[slice, ...]:
 
 
 def along(shape: tuple[int, ...], dimension: int, start: int, size: int) -> Box:
-    """Return the box of a tensor that is limited along one dimension."""
+    """Return the box of a tensor that is limited along one dimension.
+
+    Example: rows 2 to 4 of a [6, 4] tensor.
+
+        >>> along((6, 4), dimension=0, start=2, size=3)
+        ((2, 0), (3, 4))
+    """
     before, after = (0,) * dimension, (0,) * (len(shape) - dimension - 1)
     return (*before, start, *after), (*shape[:dimension], size, *shape[dimension + 1 :])
 
 
 def intersect(one: Box, other: Box) -> Box | None:
-    """Return the intersection of two boxes of a tensor, or None where it is empty."""
+    """Return the intersection of two boxes of a tensor, or None where it is empty.
+
+    Example: rows 0 and 1 of a [4, 6] tensor, and its lower right [3, 4] corner.
+
+        >>> intersect(((0, 0), (2, 6)), ((1, 2), (3, 4)))
+        ((1, 2), (1, 4))
+        >>> intersect(((0, 0), (2, 6)), ((2, 0), (2, 6)))
+    """
     offsets, sizes = [], []
     for begin, size, other_begin, other_size in zip(*one, *other, strict=True):
         start, stop = max(begin, other_begin), min(begin + size, other_begin + other_size)

@@ -61,8 +61,10 @@ class _Groups:
 class Outbox:
     """The trainer rank's end, which sends `parameters`, named "chunk/parameter", to the engines.
 
-    It waits until all ranks of the meetings have connected. Engine ranks that map this rank's
-    memory (`mapping.share`) are sent nothing.
+    Engine ranks that map this rank's memory (`mapping.share`) are sent nothing.
+
+    Waits for: all ranks of the meetings, in `__init__`; in `send`, the engine ranks that receive.
+    Unblocked by: `Fleet._join`, which has every engine make its `Inbox`; then each `Inbox.take`.
     """
 
     def __init__(
@@ -84,7 +86,8 @@ class Outbox:
     def send(self) -> None:
         """Send every slice once, IN_FLIGHT messages at a time.
 
-        Raises RuntimeError where an engine has ended.
+        Waits for: the receiver of the oldest message, while IN_FLIGHT are packed and not sent.
+        Unblocked by: `Inbox.take` of its bucket; an engine that has ended raises RuntimeError.
         """
         in_flight: deque[MessageBatch] = deque()
         for message in self._sent:
@@ -122,8 +125,12 @@ class Outbox:
 class Inbox:
     """The engine rank's end, which counts received bytes and the largest staging buffers.
 
-    It maps the memory of trainer ranks on its host, receives messages of others, for which it waits
-    until all ranks of the meetings have connected, and forwards what later engines need.
+    It maps the memory of trainer ranks on its host, receives messages of others, and forwards what
+    later engines need.
+
+    Waits for: all ranks of the meetings, in `__init__`; in `take`, the senders of the bucket.
+    Unblocked by: each trainer rank's `Outbox`, and its `send`; of a forwarded bucket, the `take` of
+        the engine rank that is fed before this one.
     """
 
     def __init__(
@@ -171,7 +178,11 @@ class Inbox:
         """Return the contents of a bucket's needed boxes, valid until the next call.
 
         A box that one rank holds whole is a view of its memory or message; others are assembled.
+
+        Example: of a box of 32 rows, ranks 0 and 1 hold 16 each: both halves are received, and
+        copied into one buffer, which `staging_bytes` counts. Where one rank holds all, nothing is.
         """
+        # The plan's order: a bucket is forwarded before the next one is received (`Plan.send`).
         self._finish_forwarding()
         needs, contents = by_tensor(bucket.needs), dict[tuple[str, Box], torch.Tensor]()
         self._staged = 0
@@ -297,6 +308,16 @@ def fingerprint(tensor: str, box: Box, values: torch.Tensor) -> int:
     It is the sum over the elements of their bits, each times a number derived from the position in
     the whole tensor, modulo 2^64. So the fingerprints of parts add up, in any order, to that of the
     whole, and changed, moved or swapped values practically always change it.
+
+    Example: the first row and the other two of a [3, 2] tensor, which different ranks may hold.
+
+        >>> values = torch.arange(6.0).view(3, 2)
+        >>> first = fingerprint("w", ((0, 0), (1, 2)), values[:1])
+        >>> others = fingerprint("w", ((1, 0), (2, 2)), values[1:])
+        >>> add_fingerprints(first, others) == fingerprint("w", ((0, 0), (3, 2)), values)
+        True
+        >>> first == fingerprint("w", ((1, 0), (1, 2)), values[:1])  # the same values elsewhere
+        False
     """
     (first_row, *across), sizes = box
     width = values.numel() // sizes[0]

@@ -91,6 +91,8 @@ class Layout:
 
     def shards_of(self, rank: int) -> tuple[Shard, Shard, Shard]:
         """Return the shards that a rank holds, in the order of `shards`."""
+        # Within a stage experts have an order of their own: expert-tensor-parallel ranks are
+        # neighbours, then expert-parallel ones, then replicas.
         sizes, place = self.sizes, rank % self.stage_ranks
         expert, tensor = divmod(place, sizes.expert_tensor)
         experts = Shard("experts", tensor, expert % sizes.expert)
@@ -125,7 +127,22 @@ class Layout:
 
 
 def held(model: ModelSettings, layout: LayoutSettings, rank: int) -> list[Piece]:
-    """Return all pieces of a rank, bucket by bucket; they cover its state_dict exactly once."""
+    """Return all pieces of a rank, bucket by bucket; they cover its state_dict exactly once.
+
+    Example: of 4 query and 2 key-value heads of 8, the second of two tensor-parallel ranks holds
+    query heads 2 and 3 (rows 16-31), then key head 1 and value head 1 (rows 8-15).
+
+        >>> model = ModelSettings(
+        ...     vocabulary_size=64, hidden_size=32, layers=2, attention_heads=4, key_value_heads=2,
+        ...     head_dim=8, experts=4, experts_per_token=2, expert_hidden_size=16,
+        ... )
+        >>> for piece in held(model, LayoutSettings(ranks=2, tensor=2), rank=1):
+        ...     if piece.parameter == "decoder.layers.0.self_attention.linear_qkv.weight":
+        ...         print(piece.tensor.split(".")[-2], piece.box, piece.parameter_offset)
+        q_proj ((16, 0), (16, 32)) (0, 0)
+        k_proj ((8, 0), (8, 32)) (16, 0)
+        v_proj ((8, 0), (8, 32)) (24, 0)
+    """
     description, arithmetic = ModelWeights(model), Layout(model, layout)
     pieces = []
     for key in description.buckets:

@@ -85,6 +85,7 @@ def share(parameters: dict[str, torch.Tensor]) -> SharedMemory:
     handles: list[OpenFile | DeviceMemory] = []
     regions = {}
     for name, tensor in parameters.items():
+        # Megatron's buffers hold many parameters: one handle maps them all.
         storage = tensor.untyped_storage()
         number = numbers.setdefault(storage._cdata, len(numbers))
         dtype = str(tensor.dtype).removeprefix("torch.")

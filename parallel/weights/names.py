@@ -64,6 +64,17 @@ class Weight:
     that go `with_experts` are whole on every rank of an engine whose ranks share the tokens of a
     layer. A weight that an engine adds `once` to what its ranks sum is only on the first of them.
     A checkpoint may `stack` the tensors of all experts.
+
+    Example: one of each kind of fusion, with hidden size 32, 4 query and 2 key-value heads of 8.
+
+        linear_qkv.weight [64, 32], groups 2: rows 0-15 q_proj's heads 0 and 1, 16-23 k_proj's head
+            0, 24-31 v_proj's head 0; 32-63 the same of query heads 2 and 3
+        an expert's linear_fc1.weight [32, 32], groups None: on one rank gate_proj, then up_proj; on
+            each of two, 8 rows of gate_proj, then 8 of up_proj
+        a delta net's in_proj.weight, one group a key head: its rows of in_proj_qkv's queries, keys
+            and values (three `FusedTensor` of one tensor), then in_proj_z, _b and _a
+        gpt-oss' experts, `stack`: gate_up_proj [4, 32, 32] holds gate_proj and up_proj of 4 experts
+        word_embeddings.weight, dimension 0, alone; input_layernorm.weight, dimension None, whole
     """
 
     parameter: str
@@ -77,7 +88,21 @@ class Weight:
 
 
 class ModelWeights:
-    """Every weight of a model, by bucket."""
+    """Every weight of a model, by bucket.
+
+    Example: queries, keys and values are one parameter, in a group for each key-value head.
+
+        >>> model = ModelSettings(
+        ...     vocabulary_size=64, hidden_size=32, layers=2, attention_heads=4, key_value_heads=2,
+        ...     head_dim=8, experts=4, experts_per_token=2, expert_hidden_size=16,
+        ... )
+        >>> description = ModelWeights(model)
+        >>> description.buckets == [EMBEDDING, 0, 1, HEAD], description.kind(0)
+        (True, 'routed')
+        >>> qkv = next(w for w in description.weights["routed"] if "qkv" in w.parameter)
+        >>> [fused.shape for fused in qkv.tensors], qkv.groups
+        ([(32, 32), (16, 32), (16, 32)], 2)
+    """
 
     def __init__(self, model: ModelSettings) -> None:
         rows = Units("model.vocabulary_size", model.vocabulary_size, multiple=VOCABULARY_MULTIPLE)

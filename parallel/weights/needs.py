@@ -54,6 +54,19 @@ def needed(
     """Return the box of each Hugging Face tensor that an engine rank copies, by bucket.
 
     Tensors that the rank needs no part of are omitted. `needed_of` explains the arguments.
+
+    Example: of 4 query and 2 key-value heads of 8, the last of 4 engine ranks copies query head 3,
+    and key head 1, which rank 2 copies too.
+
+        >>> model = ModelSettings(
+        ...     vocabulary_size=64, hidden_size=32, layers=2, attention_heads=4, key_value_heads=2,
+        ...     head_dim=8, experts=4, experts_per_token=2, expert_hidden_size=16,
+        ... )
+        >>> boxes = dict(needed(model, ranks=4, rank=3))
+        >>> boxes["model.layers.0.self_attn.q_proj.weight"]
+        ((24, 0), (8, 32))
+        >>> boxes["model.layers.0.self_attn.k_proj.weight"]
+        ((8, 0), (8, 32))
     """
     description = ModelWeights(model)
     needed_boxes = []

@@ -132,6 +132,24 @@ class Plan:
     concatenated and cut at whole rows into equal lengths, one per rank that holds the shard. Every
     rank processes its list in the order of steps; in each step the engines take buckets of
     different pipeline stages, so that all stages send at the same time.
+
+    Example: 2 tensor-parallel trainer ranks feed 1 engine of 1 rank. Each sends half of the
+    embedding. Of layer 0 rank 0 sends its 4 slices (of q, k, v and o), and rank 1 its 4 and the 17
+    tensors that both hold whole; of layer 1 it is the other way round.
+
+        >>> model = ModelSettings(
+        ...     vocabulary_size=64, hidden_size=32, layers=2, attention_heads=4, key_value_heads=2,
+        ...     head_dim=8, experts=4, experts_per_token=2, expert_hidden_size=16,
+        ... )
+        >>> plan = Plan(model, LayoutSettings(ranks=2, tensor=2), EngineSizes((1,)))
+        >>> for message in plan.receive(0)[0].messages:
+        ...     print(message.trainer_rank, *message.boxes)
+        0 ('model.embed_tokens.weight', ((0, 0), (32, 32)))
+        1 ('model.embed_tokens.weight', ((32, 0), (32, 32)))
+        >>> [(sent.bucket, len(sent.slices)) for sent in plan.send(0)][:3]
+        [(-1, 1), (0, 4), (1, 21)]
+        >>> [(sent.bucket, len(sent.slices)) for sent in plan.send(1)][:3]
+        [(-1, 1), (0, 21), (1, 4)]
     """
 
     def __init__(self, model: ModelSettings, layout: LayoutSettings, fleet: EngineSizes) -> None:
@@ -174,6 +192,7 @@ class Plan:
         """Return the buckets of an engine rank, in the order of loading."""
         engine, ranks, place = self._ranks[rank]
         source = self._sources[engine]
+        # Engines of one size need equal boxes at equal places, so a rank forwards all it has.
         from_rank = None if source is None else self._first[source] + place
         to = [later for later, fed_by in enumerate(self._sources) if fed_by == engine]
         to_ranks = tuple(self._first[later] + place for later in to)
@@ -347,6 +366,8 @@ def _sources(fleet: EngineSizes, trainers: int, near: list[bool]) -> list[int | 
             sources.append(None)
             continue
         earlier = same.setdefault(size, [])
+        # Fed by the trainers, some of them would send twice. From the first such engine on, each of
+        # this size follows the one `direct` places before, so that chains have equal lengths.
         if fleet.forwarding and earlier and fed + size > trainers:
             direct.setdefault(size, len(earlier))
         if size in direct:

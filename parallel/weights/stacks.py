@@ -18,6 +18,14 @@ class Stack:
     """A tensor of a checkpoint that stacks the parts of every expert.
 
     `part_names` name them, with {expert}; all have `shape`, [outputs, inputs] or [outputs].
+
+    Example: 4 experts whose gate and up projections are [16, 32]. An expert's slice has the columns
+    gate 0, up 0, gate 1, up 1 and on, so rows 8-15 of both are its columns 16-31.
+
+        >>> names = "experts.{expert}.gate_proj.weight", "experts.{expert}.up_proj.weight"
+        >>> stack = Stack("experts.gate_up_proj", 4, names, (16, 32))
+        >>> stack.stacked_shape, stack.covering(((8, 0), (8, 32)))
+        ((4, 32, 32), ((0, 16), (32, 16)))
     """
 
     tensor: str

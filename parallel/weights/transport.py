@@ -31,6 +31,9 @@ class Meeting(msgspec.Struct, frozen=True):
 
     Keys of the store begin with the unique `prefix`. Waiting for a rank ends after
     `timeout_seconds`.
+
+    Example: 2 trainer ranks are members 0 and 1, and an engine of 2 ranks members 2 and 3:
+    `Meeting("10.0.0.7", 29555, prefix, [0, 1, 2, 3], 120.0)`.
     """
 
     host: str
@@ -48,12 +51,19 @@ class Meeting(msgspec.Struct, frozen=True):
         return dist.PrefixStore(self.prefix, store)
 
     def report_loss(self) -> None:
-        """Have all members stop waiting for one another; for those that NCCL would keep waiting."""
+        """Have all members stop waiting for one another; for those that NCCL would keep waiting.
+
+        Unblocks: `Messages.wait` and the connecting of every member, which then raise RuntimeError.
+        """
         self.store().set(LOST, "")
 
 
 class Messages:
-    """A separate process group over trainers and engines; the engines' groups are unaffected."""
+    """A separate process group over trainers and engines; the engines' groups are unaffected.
+
+    Waits for: all members of the meeting, in `__init__`.
+    Unblocked by: the last of them to connect; RuntimeError after the meeting's timeout.
+    """
 
     def __init__(self, meeting: Meeting, rank: int, device: torch.device) -> None:
         self._place = {member: place for place, member in enumerate(meeting.members)}
@@ -74,7 +84,7 @@ class Messages:
     ) -> MessageBatch:
         """Start sending and receiving; with NCCL all together, over the group's one communicator.
 
-        Tensors to send must not change until the batch is done.
+        Tensors to send must not change until the batch is done. Returns at once.
 
         Ranks do not deadlock if the batches have times that increase on every rank, and the two
         ends of each message have the same time: of the batches that have not ended, those of the
@@ -94,6 +104,9 @@ class Messages:
     def wait(self, work: dist.Work) -> None:
         """Hold the host until the work is done.
 
+        Waits for: the other end of the message.
+        Unblocked by: its `start`; another member's `report_loss`, or the timeout, raises.
+
         Raises:
             RuntimeError: a member is lost, or the other end did not come in time.
         """
@@ -102,7 +115,7 @@ class Messages:
         work.wait()
 
     def close(self) -> None:
-        """Leave the group."""
+        """Leave the group; wait for nobody."""
         if self._enqueues:
             self._group.abort()  # which, other than `shutdown`, waits for no other member
 

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 from rich.console import Console
 
-from parallel.engine.cpu_limits import check_cpu_engine
+from parallel.engine.platform import check_cpu_engine
 from parallel.errors import UserError, hint
 from parallel.files import write_atomically
 from parallel.machine.gpus import usable_gpus

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from parallel.engine.environment import GPU_FILE, process_environment
+from parallel.engine.platform import GPU_FILE, process_environment
 from parallel.machine.forkserver import PR_SET_CHILD_SUBREAPER, prctl
 from parallel.machine.network import LOOPBACK, address_of, environment_of
 from parallel.machine.on_gpus import RANK

@@ -12,7 +12,7 @@ from functools import partial
 
 from rich.console import Console
 
-from parallel.engine.cpu_limits import check_cpu_engine
+from parallel.engine.platform import check_cpu_engine
 from parallel.errors import UserError
 from parallel.files import read_text
 from parallel.machine.gpus import usable_gpus

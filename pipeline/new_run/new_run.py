@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from parallel.engine.cpu_limits import check_cpu_engine
+from parallel.engine.platform import check_cpu_engine
 from parallel.errors import UserError
 from parallel.files import write_atomically
 from parallel.settings import LayoutSettings

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from parallel.engine.environment import process_environment
+from parallel.engine.platform import process_environment
 from parallel.errors import NOTICE_MARK, STATUS_DESCRIPTOR, UserError
 from parallel.machine.network import address_of, environment_of
 from parallel.machine.on_gpus import RANK

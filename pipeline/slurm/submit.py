@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from parallel.engine.cpu_limits import check_cpu_engine
+from parallel.engine.platform import check_cpu_engine
 from parallel.errors import UserError
 from parallel.files import write_atomically
 from parallel.machine.slots import check_engine_size

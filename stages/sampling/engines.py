@@ -164,7 +164,7 @@ class StageEngines:
                 tasks.append(Task(_SampleRequest(group, index, logged=not at_once), question))
         logged: list[Sample | None] = [None] * len(tasks)
         if self.log is not None and self.version is not None and not at_once:
-            logged = self.log.take(self.version, [task.question for task in tasks])
+            logged = self.log.take(self.version, [task.request for task in tasks])
         pairs = list(zip(tasks, logged, strict=True))
         self.scheduler.submit([task for task, sample in pairs if sample is None], at_once)
         for task, sample in pairs:
@@ -274,7 +274,7 @@ class StageEngines:
     def _take(self, task: Task, answer: Generation, sample: Sample) -> None:
         """Log a response and dispatch it to its rewards; called in an engine's thread."""
         if cast(_SampleRequest, task.key).logged and self.log is not None:
-            self.log.add(task.question, answer)
+            self.log.add(task.request, answer)
         self._dispatch(task, sample)
 
     def _dispatch(self, task: Task, sample: Sample) -> None:

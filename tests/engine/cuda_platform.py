@@ -18,8 +18,8 @@ from types import ModuleType
 from typing import Any
 
 from parallel.engine import arguments
-from parallel.engine.environment import COMMON
 from parallel.engine.lockstep import member_environment
+from parallel.engine.platform import COMMON
 from parallel.hugging_face.config import hugging_face_config
 from parallel.machine.gpus import Gpu
 from parallel.settings import EngineJob

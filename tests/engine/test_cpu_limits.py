@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-from parallel.engine.cpu_limits import HEAD_DIMS, check_cpu_engine, unsupported
+from parallel.engine.platform import HEAD_DIMS, check_cpu_engine, unsupported
 from parallel.errors import UserError
 from pipeline.launch.placement import ForkServers
 from stages.main import warn_of_engines

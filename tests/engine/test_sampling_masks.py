@@ -13,8 +13,8 @@ from vllm.outputs import CompletionOutput, SamplingMask
 from vllm.v1.worker.gpu.sample.output import SamplingMaskTensors
 
 from parallel.engine import refit_extension
-from parallel.engine.refit_extension import RefitExtension
-from parallel.engine.sampling_masks import empty_whole_masks, kept_sets
+from parallel.engine.core import kept_sets
+from parallel.engine.refit_extension import RefitExtension, empty_whole_masks
 from parallel.engine.wire import Sampling
 
 VOCABULARY, WIDTH = 40, 4

@@ -66,8 +66,8 @@ MUTANTS = [
     Mutant(
         "a response may continue after a further end token",
         "parallel/engine/wire.py",
-        "ends = np.isin(tokens, question.sampling.end_tokens)",
-        "ends = tokens == question.sampling.end_tokens[0]",
+        "ends = np.isin(tokens, request.sampling.end_tokens)",
+        "ends = tokens == request.sampling.end_tokens[0]",
         "tests/parallel/test_scheduler.py::test_an_invalid_response_is_refused_with_the_reason",
     ),
     Mutant(

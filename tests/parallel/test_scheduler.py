@@ -74,7 +74,7 @@ def gather(scheduler: Scheduler, fleet: FakeFleet, restarts: int = 100) -> dict[
 def expected(asked: list[Task]) -> dict[int, list[int]]:
     return {
         task.key: np.frombuffer(
-            answer(Prompt(0, task.question.prompt, task.question.seed), SAMPLING, 1).tokens,
+            answer(Prompt(0, task.request.prompt, task.request.seed), SAMPLING, 1).tokens,
             np.int32,
         ).tolist()
         for task in asked

@@ -88,7 +88,7 @@ def test_engines_are_asked_to_stop_at_each_of_them() -> None:
     groups = groups_of([Problem("sums", 0, "1+1", "2", {})], 1, 0)
     StageEngines.request(engines, groups, SamplingSettings(max_response_tokens=8))
     [task] = engines.scheduler.submit.call_args.args[0]
-    assert task.question.sampling.end_tokens == (0, 3, 1)
+    assert task.request.sampling.end_tokens == (0, 3, 1)
 
 
 @pytest.mark.parametrize("by_name", [False, True])

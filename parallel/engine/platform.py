@@ -1,13 +1,50 @@
-"""The models that vLLM's kernels for CPUs can run. Never imports torch."""
+"""The platform of engines, a GPU or a CPU: its variables, and the models that its kernels run.
+
+The environment decides how vLLM runs, not what it computes: no compilation, no telemetry, no
+downloads. It must be set when the process starts, since OpenMP reads its variables when torch is
+imported. Never imports torch.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from parallel.errors import UserError
 from parallel.families import architecture, traits
+from parallel.machine.gpus import built_for_cpu
 from parallel.settings import ModelSettings
+
+GPU_FILE = Path("/dev/nvidiactl")  # the driver's: torch is not imported here
+
+COMMON = {
+    # Without multiprocessing vLLM's scheduler steps in the engine's process. AsyncLLM's, in another
+    # process, took 1.5 times as long on two cores, since every token's log-probability is sent
+    # separately (docs/explanation/rollouts.md). On GPUs too: a refit reads the scheduler's requests
+    # and drains its steps in flight, which takes no messages here. With tensor parallelism the
+    # workers are separate processes either way.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "HF_HUB_OFFLINE": "1",
+    # OpenMP's threads spin while they wait for one another, which made tiny layers ten times slower
+    # when another process was busy.
+    "GOMP_SPINCOUNT": "1000",
+}
+# On a GPU vLLM compiles the model and captures its steps as CUDA graphs.
+ON_CPU = {"TORCHDYNAMO_DISABLE": "1"}
 
 HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM 0.30's attention
 LINEAR_HEAD_DIMS = (64, 128)  # of its chunked delta rule
+
+
+def process_environment(on_gpus: bool) -> dict[str, str]:
+    """Return the environment of engine processes on GPUs, or on a CPU."""
+    return COMMON | ({} if on_gpus else ON_CPU)
+
+
+def has_gpus() -> bool:
+    """Return whether an engine that starts in this environment runs on GPUs; cheap."""
+    return GPU_FILE.exists() and not built_for_cpu()
 
 
 def check_cpu_engine(model: ModelSettings) -> None:
