@@ -44,14 +44,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def command_parser() -> ArgumentParser:
-    """Import every command, which registers it, and return the parser of the command line.
+def command_parser(word: str = "") -> ArgumentParser:
+    """Return the parser of the command line, with the command `word`; with all, where none is so.
+
+    Importing a command registers it. Importing all takes longer than many commands do.
 
     Raises:
         UserError: a package is missing, as outside the environment of `make install`.
     """
     try:
-        registry.import_commands()
+        registry.import_commands(word)
     except ModuleNotFoundError as error:
         raise _missing(error) from error
     return registry.parser()
@@ -69,7 +71,7 @@ def _missing(error: ModuleNotFoundError) -> UserError:
 
 
 def _parse(argv: Sequence[str]) -> Namespace:
-    braid = command_parser()
+    braid = command_parser(argv[0] if argv else "")
     arguments, extras = braid.parse_known_args(argv)
     # argparse takes positional arguments in one piece: those after an option end up in `others`.
     plain = not any(extra.startswith("-") for extra in extras)

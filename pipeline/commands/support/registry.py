@@ -105,15 +105,15 @@ def group(name: str, summary: str, details: str, place: int = LAST) -> None:
     GROUPS[name] = CommandGroup(summary, details, place)
 
 
-def import_commands() -> None:
-    """Import every command, which registers it; `support` has none.
+def import_commands(word: str = "") -> None:
+    """Import the command `word`, or every command, which registers it; `support` has none.
 
     Raises:
         ModuleNotFoundError: a package is missing, as outside the environment of `make install`.
     """
-    for module in pkgutil.iter_modules(commands.__path__):
-        if not module.ispkg:
-            import_module(f"{commands.__name__}.{module.name}")
+    files = [module.name for module in pkgutil.iter_modules(commands.__path__) if not module.ispkg]
+    for file in [word] if word in files else files:
+        import_module(f"{commands.__name__}.{file}")
 
 
 def parser() -> ArgumentParser:
