@@ -241,7 +241,7 @@ def test_a_stage_replaces_its_own_output(model: Path, tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from stages.export import scratch
+from stages.kinds.export.work import scratch
 with scratch(Path(sys.argv[1])) as unfinished:
     (unfinished / "model.safetensors").write_bytes(bytes(9))
     os.kill(os.getpid(), signal.SIGKILL)
