@@ -118,7 +118,7 @@ MUTANTS = [
         "oversampling goes unprobed",
         "stages/sampling/step.py",
         "rollout.max_steps_ahead > 0 or rollout.oversampling > 1",
-        "rollout.prefetch > 0",
+        "rollout.max_steps_ahead > 0",
         "tests/stages/test_rollout_modes.py::test_groups_that_wait_for_a_later_step_need_probes",
     ),
     Mutant(
