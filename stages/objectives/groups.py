@@ -43,7 +43,7 @@ class Group:
 
     Example: two samples of a prompt, requested while the engines had weights 12:
         >>> problem = Problem("sums", 0, "2 + 2 =", "4")
-        >>> group = Group(problem, seed=8, slots=[None, None], requested_version=12)
+        >>> group = Group(problem, seed=8, slots=[None, None], dispatch_version=12)
         >>> [group.seed + number for number, sample in enumerate(group.slots) if sample is None]
         [8, 9]
 
