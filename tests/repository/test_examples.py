@@ -15,7 +15,7 @@ SHOWN = [
     for path in sorted((REPOSITORY / directory).rglob("*.py"))
     if ">>> " in path.read_text()
 ]
-FEWEST = 1  # modules with an example that runs; a change may only raise it
+FEWEST = 60  # modules with an example that runs; a change may only raise it
 
 
 @pytest.mark.parametrize("path", SHOWN, ids=str)
