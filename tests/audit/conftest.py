@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from functools import cache
 from pathlib import Path
 
@@ -25,3 +26,9 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Read every checkpoint once, for many audits of one step."""
     monkeypatch.setattr(recorded, "tensors", cache(recorded.tensors))
+
+
+@pytest.fixture
+def copied(odd: Path, tmp_path: Path) -> Path:
+    """A copy of the run of odd.yaml, with files that may be changed."""
+    return shutil.copytree(odd, tmp_path / "odd", symlinks=True)

@@ -78,12 +78,6 @@ def test_audited_quantities_are_not_zero(odd: Path, audited: dict[str, dict[str,
         assert rows["gradient_norm", stage] > clip, stage
 
 
-@pytest.fixture
-def copied(odd: Path, tmp_path: Path) -> Path:
-    """A copy of the run of odd.yaml."""
-    return shutil.copytree(odd, tmp_path / "odd", symlinks=True)
-
-
 def test_a_tampered_file_differs(copied: Path, tmp_path: Path) -> None:
     samples = read_samples(copied / SAMPLES)
     samples[0]["reward_parts"]["brief"] += 0.25

@@ -28,12 +28,6 @@ def differing(rows: Any) -> set[str]:
     return {row.quantity for row in rows if not row.agrees}
 
 
-@pytest.fixture
-def copied(odd: Path, tmp_path: Path) -> Path:
-    """A copy of the run of odd.yaml, with files that may be changed."""
-    return shutil.copytree(odd, tmp_path / "odd", symlinks=True)
-
-
 # What a stage sampled.
 
 

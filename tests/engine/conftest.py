@@ -51,3 +51,9 @@ def engine_of(
             return engines[family, tensor]
 
         yield start
+
+
+@pytest.fixture(scope="module")
+def engine(engine_of: EngineOf) -> Running:
+    """An engine of Qwen3-MoE, of one rank."""
+    return engine_of("qwen3_moe")

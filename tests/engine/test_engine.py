@@ -21,17 +21,12 @@ from parallel.files import RESTART_REQUEST
 from tests.awaiting import PATIENCE_SECONDS
 from tests.engine import engine_cases
 from tests.engine.drawing import LONG, SAMPLES, SAMPLING, DrawingReference, draw, request
-from tests.engine.engine_process import EngineOf, Running
+from tests.engine.engine_process import Running
 from tests.engine.engine_settings import ENGINE, MODEL
 from tests.ranks import On
 from tests.tiers import tiered
 
 Refit = Callable[[int], DrawingReference]
-
-
-@pytest.fixture(scope="module")
-def engine(engine_of: EngineOf) -> Running:
-    return engine_of("qwen3_moe")
 
 
 @pytest.fixture

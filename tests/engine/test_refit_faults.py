@@ -14,17 +14,12 @@ from parallel.engine.wire import Sampling
 from pipeline.launch.placement import ForkServers
 from tests.engine import engine_cases
 from tests.engine.drawing import DrawingReference, as_samples, draw, request
-from tests.engine.engine_process import EngineOf, Running, running_engine
+from tests.engine.engine_process import Running, running_engine
 from tests.engine.engine_settings import ENGINE, MODEL, MODELS
 from tests.ranks import On
 
 LAYOUT = engine_cases.LAYOUT
 SETTINGS = MODEL.model_dump_json(), ENGINE.model_dump_json()
-
-
-@pytest.fixture(scope="module")
-def engine(engine_of: EngineOf) -> Running:
-    return engine_of("qwen3_moe")
 
 
 @pytest.fixture(params=["stepwise", "asynchronous"])

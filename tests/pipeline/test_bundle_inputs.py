@@ -10,16 +10,14 @@ from pathlib import Path
 import pytest
 
 from parallel.files import sha256
-from tests.pipeline.violations import edited, edited_copy, with_data
+from tests.pipeline.violations import (
+    config_with_rows,  # noqa: F401 - the fixture `config`
+    edited,
+    edited_copy,
+)
 
 Braid = Callable[..., tuple[int, str, str]]
 RIGHT = ("domains.words.rewards={right: {kind: math}}",)
-
-
-@pytest.fixture
-def config(config: Path, rows: Path) -> Path:
-    """The smallest configuration, with a domain of files."""
-    return with_data(config, rows)
 
 
 def with_tuned(config: Path, source: str) -> Path:

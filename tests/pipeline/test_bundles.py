@@ -13,19 +13,13 @@ import pytest
 
 from pipeline.config.validate import load
 from stages.rewards.kinds.python import PythonReward
-from tests.pipeline.violations import with_data
+from tests.pipeline.violations import config_with_rows  # noqa: F401 - the fixture `config`
 
 Braid = Callable[..., tuple[int, str, str]]
 GATE = "stages.experts.gate={domains: [sums], problems: 20}"
 
 
 RIGHT = ("domains.words.rewards={right: {kind: math}}",)
-
-
-@pytest.fixture
-def config(config: Path, rows: Path) -> Path:
-    """The smallest configuration, with a domain of files."""
-    return with_data(config, rows)
 
 
 @pytest.fixture

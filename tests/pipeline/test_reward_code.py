@@ -9,15 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.pipeline.violations import with_data
+from tests.pipeline.violations import config_with_rows  # noqa: F401 - the fixture `config`
 
 Braid = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def config(config: Path, rows: Path) -> Path:
-    """The smallest configuration, with a domain of files."""
-    return with_data(config, rows)
 
 
 @pytest.fixture

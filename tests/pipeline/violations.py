@@ -101,3 +101,9 @@ def with_data(config: Path, path: Path) -> Path:
     text += "evaluation: {problems: 4}\n"
     config.write_text(text)
     return config
+
+
+@pytest.fixture(name="config")
+def config_with_rows(config: Path, rows: Path) -> Path:
+    """The smallest configuration, with a domain of files; a module's, where it is imported."""
+    return with_data(config, rows)
