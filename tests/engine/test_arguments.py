@@ -188,6 +188,6 @@ def test_compilation_is_off_on_a_cpu_alone(monkeypatch: pytest.MonkeyPatch, tmp_
     assert platform.process_environment(on_gpus=False)["TORCHDYNAMO_DISABLE"] == "1"
     assert "TORCHDYNAMO_DISABLE" not in platform.process_environment(on_gpus=True)
     for file, for_cpu, found in (("none", False, False), ("", True, False), ("", False, True)):
-        monkeypatch.setattr(environment, "GPU_FILE", tmp_path / file)
-        monkeypatch.setattr(environment, "built_for_cpu", lambda for_cpu=for_cpu: for_cpu)
-        assert environment.has_gpus() == found
+        monkeypatch.setattr(platform, "GPU_FILE", tmp_path / file)
+        monkeypatch.setattr(platform, "built_for_cpu", lambda for_cpu=for_cpu: for_cpu)
+        assert platform.has_gpus() == found
