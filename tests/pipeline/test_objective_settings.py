@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import typing
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from pipeline.run.lineage import changes, lineage_from
 from stages.objectives.advantages.gae import GaeSettings
 from stages.objectives.kl import KLSettings
 from stages.objectives.loss import REGISTRIES, ObjectiveSettings
-from stages.objectives.registry import AGGREGATIONS, KL_ESTIMATORS, RATIOS
+from stages.objectives.registry import ADVANTAGES, AGGREGATIONS, CORRECTIONS, KL_ESTIMATORS, RATIOS
 from stages.settings import RunSettings
 from tests.pipeline.violations import MIXED, TRAINED, edited, errors, violation, with_mixed
 
@@ -58,22 +59,26 @@ def test_every_choice_has_a_function() -> None:
     assert choices(ObjectiveSettings, "aggregation") == tuple(AGGREGATIONS)
 
 
+def one_of(names: Iterable[str]) -> str:
+    """Return names as a message lists them: 'a', 'b' or 'c'."""
+    *earlier, last = (f"'{name}'" for name in sorted(names))
+    return f"{', '.join(earlier)} or {last}"
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
         (
             "advantage.name=grop",
-            "advantage.name: should be 'dr_grpo', 'gae', 'gdpo', 'gfpo', 'grpo', 'mo_grpo', "
-            "'process', 'reinforce_pp', 'reinforce_pp_baseline' or 'rloo', not \"grop\"",
+            f'advantage.name: should be {one_of(ADVANTAGES)}, not "grop"',
         ),
         (
             "ratio.name=rpso",
-            "ratio.name: should be 'cispo', 'geometric', 'rspo', 'sequence', 'sequence_token' or "
-            "'token', not \"rpso\"",
+            f'ratio.name: should be {one_of(RATIOS)}, not "rpso"',
         ),
         (
             "correction.name=ice",
-            "correction.name: should be 'icepop', 'none' or 'tis', not \"ice\"",
+            f'correction.name: should be {one_of(CORRECTIONS)}, not "ice"',
         ),
         (
             "aggregation=mean",

@@ -43,11 +43,14 @@ stages:
   sharper: {{kind: sharpen, from: cold_start, factor: 3}}
 """
 REGISTRIES = (
+    "tests/audit/test_effects.py::test_every_setting_is_tried_or_has_a_test",
     "tests/audit/test_formulas.py",
     "tests/audit/test_unknown_formulas.py",
     "tests/pipeline/test_cli.py",
     "tests/pipeline/test_graph.py",
     "tests/pipeline/test_hello.py",
+    "tests/pipeline/test_objective_settings.py",
+    "tests/pipeline/test_sharpen.py",
     "tests/pipeline/test_trust.py",
     "tests/repository/test_docs.py",
     "tests/repository/test_language.py",
