@@ -255,19 +255,19 @@ def cautions(rewards: Mapping[str, Mapping[str, RewardBase]]) -> Iterator[str]:
 class Grade:
     """The rewards of a response.
 
-    `scores` holds every reward before its weight. `steps`, where one of them gave any, are (number
+    `parts` holds every reward before its weight. `steps`, where one of them gave any, are (number
     of characters that the step ends with, weighted reward). Where a reward failed, `reward` is None
     and `failure` one line that says why. A reward of weight 0 is only recorded: where it fails it
     has no score but a line in `watch_failures`, and the grade stands. `messages` are what rewards
-    said of their scores.
+    said of their scores. `braid domain check` and grading again write these names.
 
     Example: `math` of weight 1 and `length` of weight 0.5 score 1 and 0.8; then `math` fails.
-        reward = 1.4    scores = {"math": 1.0, "length": 0.8}
-        reward = None   scores = {}   failure = "domains.sums.rewards.math: raised ..."
+        reward = 1.4    parts = {"math": 1.0, "length": 0.8}
+        reward = None   parts = {}   failure = "domains.sums.rewards.math: raised ..."
     """
 
     reward: float | None
-    scores: dict[str, float]
+    parts: dict[str, float]
     steps: tuple[tuple[int, float], ...] = ()
     failure: str | None = None
     watch_failures: tuple[str, ...] = ()

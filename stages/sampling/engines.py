@@ -352,7 +352,7 @@ class RewardDispatcher:
         for sample, future in zip(group.samples, futures, strict=True):
             grade = future.result()
             sample.problem, sample.answer = group.problem.key, group.problem.answer
-            sample.reward, sample.reward_parts = grade.reward, grade.scores
+            sample.reward, sample.reward_parts = grade.reward, grade.parts
             sample.reward_messages, sample.reward_failure = grade.messages or None, grade.failure
             if grade.steps:
                 steps = grade.steps

@@ -95,7 +95,7 @@ def test_a_reward_may_say_why(function: str, message: str | None, tmp_path: Path
         "mine": settings("python", function=f"tests.stages.small_rewards:{function}")
     }
     grade = Grader("math", own, tmp_path).grade(problem(), Response("odd", 4))
-    assert grade.scores == {"mine": 1.0}
+    assert grade.parts == {"mine": 1.0}
     assert grade.messages == ({} if message is None else {"mine": message})
 
 

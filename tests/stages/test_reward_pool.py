@@ -157,7 +157,7 @@ def test_no_worker_imports_torch(pool: Made) -> None:
     [torch, problems] = graded(
         pool(odd=own("does"), whole={"kind": "length"}), "modules torch", "modules stages.rewards"
     )
-    assert (torch.scores["odd"], problems.scores["odd"]) == (0.0, 1.0)
+    assert (torch.parts["odd"], problems.parts["odd"]) == (0.0, 1.0)
 
 
 def test_a_reward_that_cannot_be_loaded_fails_every_future(pool: Made) -> None:
@@ -205,7 +205,7 @@ def test_a_reward_that_forks_answers_once(pool: Made) -> None:
 
 def test_a_reward_s_changes_to_its_problem_reach_no_other_reward(pool: Made) -> None:
     found = graded(pool(first=own("notes"), second=own("notes")), *["a"] * 50)
-    assert [grade.scores for grade in found] == [{"first": 1.0, "second": 1.0}] * 50
+    assert [grade.parts for grade in found] == [{"first": 1.0, "second": 1.0}] * 50
 
 
 def test_a_sum_of_rewards_is_finite(pool: Made) -> None:
@@ -358,7 +358,7 @@ def test_a_failed_reward_of_weight_0_drops_no_sample(
     before, failed, after = graded(pool(seconds=1, **given), "one", text, "three")
     for grade, size in ((before, 3.0), (after, 5.0)):
         assert grade == Grade(size, {"odd": size, "size": size, "late": size})
-    assert (failed.reward, failed.scores, failed.failure) == (len(text), {"size": len(text)}, None)
+    assert (failed.reward, failed.parts, failed.failure) == (len(text), {"size": len(text)}, None)
     for name, line in zip(("odd", "late"), failed.watch_failures, strict=True):
         assert line.startswith(f"domains.sums.rewards.{name}: {reason}")
     said = capfd.readouterr().err
