@@ -47,6 +47,8 @@ class Settings(BaseModel):
     """
 
     renamed: ClassVar[dict[str, str]] = {}
+    # Keys of earlier versions that the class still reads, which an override may state too.
+    former: ClassVar[frozenset[str]] = frozenset()
     # A validator is built when it is first used: of most blocks never, by one command.
     model_config = ConfigDict(
         frozen=True, extra="forbid", serialize_by_alias=True, defer_build=True

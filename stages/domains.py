@@ -51,6 +51,7 @@ class PromptRolloutSettings(Settings):
     `mode`, of earlier versions, is read as what it meant (`by_steps_ahead`).
     """
 
+    former: ClassVar[frozenset[str]] = frozenset({"mode"})
     renamed: ClassVar[dict[str, str]] = {
         "mode": "max_steps_ahead: 0 for sync, 1 for overlap, the former max_staleness for async"
     }

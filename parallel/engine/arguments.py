@@ -136,7 +136,7 @@ def _cuda_memory(job: EngineJob) -> dict[str, Any]:
 def own_gpus(job: EngineJob) -> list[Gpu]:
     """Return the GPUs that the engine uses on this node: the first that its process sees.
 
-    It sees the node's others only to map the trainer's memory on them (`parallel.slots`).
+    It sees the node's others only to map the trainer's memory on them (`parallel.machine.slots`).
     """
     return visible_gpus()[: job.engine.tensor // job.nodes]
 

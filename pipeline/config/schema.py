@@ -71,13 +71,16 @@ def type_at(root: type[BaseModel], key: Key) -> Any:
 
 def fields(annotation: Any) -> dict[Any, Any]:
     """Return the keys of a settings class, or of all classes of a union, with annotations."""
-    itself = [annotation] if _is_settings(annotation) else []
-    classes = [*itself, *arms(annotation).values()]
     return {
         field.alias or name: field.annotation
-        for settings_class in classes
+        for settings_class in _all_classes(annotation)
         for name, field in settings_class.model_fields.items()
     }
+
+
+def former(annotation: Any) -> set[str]:
+    """Return the keys of earlier versions that a settings class, or one of a union's, reads."""
+    return {name for each in _all_classes(annotation) for name in getattr(each, "former", ())}
 
 
 def renamed(annotation: Any, name: str) -> str | None:
@@ -119,6 +122,11 @@ def tag(annotation: Any) -> str:
 
 def _is_settings(annotation: Any) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def _all_classes(annotation: Any) -> list[type[BaseModel]]:
+    """Return a settings class alone, or all classes of a union."""
+    return [annotation] if _is_settings(annotation) else [*arms(annotation).values()]
 
 
 def _classes(annotation: Any) -> list[type[BaseModel]]:

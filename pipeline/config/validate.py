@@ -344,7 +344,7 @@ def _unknown_override(tree: Mapping, key: Key) -> Violation | None:
             to_add = f"; to add it: {dotted(key[:depth])}='{{{name}: ...}}'"
         else:
             return None
-        if name not in names:
+        if name not in names and name not in schema.former(parent):
             message = unknown(parent, name, names) + to_add
             return Violation(SourceLocation(None), dotted(key[: depth + 1]), message)
     return None

@@ -136,7 +136,8 @@ def preview(
 ) -> dict[str, Any]:
     """Sample one step's groups from a checkpoint and return their rewards.
 
-    `settings` has the `domain` and may differ from the run's; `stages.preview` writes the groups.
+    `settings` has the `domain` and may differ from the run's; `stages.domain_tools.preview` writes
+    the groups.
 
     Raises:
         UserError: the engines or the rewards failed.

@@ -1,8 +1,9 @@
 """The placement of a job's processes: on this machine, where they are forked if possible.
 
-`parallel.forkserver` is the fork server's side. Stages and engines use separate servers, since they
-import different packages under different environments. On machines with CUDA no server is used: a
-CUDA context does not survive a fork. `pipeline.slurm.steps` has the placement in a Slurm job.
+`parallel.machine.forkserver` is the fork server's side. Stages and engines use separate servers,
+since they import different packages under different environments. On machines with CUDA no server
+is used: a CUDA context does not survive a fork. `pipeline.slurm.steps` has the placement in a Slurm
+job.
 """
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ def notes(domain: str, settings: DomainSettings, prompts: Prompts) -> Iterator[s
 def previewed(results: Mapping[str, Any]) -> Iterator[str]:
     """Yield a checkpoint's responses: examples, what the groups teach, and rewards' distributions.
 
-    `results` is the results.json of `stages.preview`.
+    `results` is the results.json of `stages.domain_tools.preview`.
     """
     groups: list[list[dict[str, Any]]] = results["groups"]
     firsts = [group[0] for group in groups[:EXAMPLES]]

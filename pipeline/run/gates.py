@@ -1,7 +1,7 @@
 """The gates between stages: measurements that decide whether the next stage starts.
 
-The stage itself only measures, as `stages.evaluate` does. The verdict is a pure function of the
-answers to each problem, the expert's metrics and the settings.
+The stage itself only measures, as `stages.kinds.evaluate.work` does. The verdict is a pure function
+of the answers to each problem, the expert's metrics and the settings.
 
 - A trained stage passes if the lower bound of the 95 % interval of its gain over its parent is at
   least `min_gain`: a gain within chance does not count, and an expert without one has nothing to

@@ -59,7 +59,7 @@ def phases(path: Path, process: str) -> list[Phase]:
 
 
 def _lines(path: Path) -> Iterator[Mapping[str, Any]]:
-    """Yield the lines that `parallel.phases` writes; raise UserError for an unreadable file."""
+    """Yield the lines that `parallel.timeline` writes; raise UserError for an unreadable file."""
     try:
         text = read_text(path, errors="replace")
     except FileNotFoundError:

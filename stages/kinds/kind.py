@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from pydantic import AliasChoices, Field
 
@@ -67,6 +67,8 @@ class Inputs:
 
 class StageSettings(Settings):
     """The keys that stages of every kind have."""
+
+    former: ClassVar[frozenset[str]] = frozenset({"seeded_as"})
 
     if TYPE_CHECKING:
         kind: str

@@ -255,11 +255,11 @@ def cautions(rewards: Mapping[str, Mapping[str, RewardBase]]) -> Iterator[str]:
 class Grade:
     """The rewards of a response.
 
-    `parts`, as files and `--json` call them, holds every reward before its weight. `steps`, where one of them gave any, are (number
+    `parts` holds every reward before its weight. `steps`, where one of them gave any, are (number
     of characters that the step ends with, weighted reward). Where a reward failed, `reward` is None
     and `failure` one line that says why. A reward of weight 0 is only recorded: where it fails it
     has no score but a line in `watch_failures`, and the grade stands. `messages` are what rewards
-    said of their parts.
+    said of their scores. `braid domain check` and grading again write these names.
 
     Example: `math` of weight 1 and `length` of weight 0.5 score 1 and 0.8; then `math` fails.
         reward = 1.4    parts = {"math": 1.0, "length": 0.8}

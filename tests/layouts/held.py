@@ -1,4 +1,4 @@
-"""The measured bytes of a rank, to compare with `parallel.memory`."""
+"""The measured bytes of a rank, to compare with `parallel.estimates.memory`."""
 
 from __future__ import annotations
 

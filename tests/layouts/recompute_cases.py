@@ -17,7 +17,7 @@ LOSSES = RoutingLossSettings(load_balance=0.1, z_loss=0.01)
 
 @contextmanager
 def overridden(flags: dict[str, bool]) -> Iterator[None]:
-    """Override `parallel.capabilities.data_parallel_flags` for the policies built within."""
+    """Override `parallel.machine.capabilities.data_parallel_flags` for policies built within."""
     from parallel.model import policy as policies
 
     original = policies.data_parallel_flags

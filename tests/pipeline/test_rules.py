@@ -316,6 +316,14 @@ def test_modes_of_earlier_versions_are_read_as_steps_ahead(
     assert found.collects_before_sync == collects_before_sync
 
 
+def test_an_override_may_state_keys_of_earlier_versions(config: Path) -> None:
+    stated = ("domains.sums.rollout.mode=async", "domains.sums.rollout.max_staleness=4")
+    assert load(config, stated).domains["sums"].rollout.max_steps_ahead == 4
+    assert load(config, ["stages.experts.seeded_as=first"]).stages["experts"].was == "first"
+    [error] = errors(config, "domains.sums.reward=mine:reward")
+    assert error.startswith("command line: domains.sums.reward: renamed to rewards: {NAME: {kind: ")
+
+
 def test_every_rank_and_update_needs_a_sample(config: Path) -> None:
     sampling = "domains.sums.sampling={prompts_per_step: 2, group_size: 2}"
     several = [sampling, "domains.sums.updates_per_rollout=2"]
