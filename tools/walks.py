@@ -57,11 +57,12 @@ class Tracer:
     def __init__(self, root: Path = REPOSITORY) -> None:
         self._prefixes = tuple(f"{root / floor}/" for floor in FLOORS)
         self._root = len(f"{root}/")
-        self._codes: set[CodeType] = set()
+        # By identity: equal functions of two files have equal codes.
+        self._codes: dict[int, CodeType] = {}
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
         if event == "call":
-            self._codes.add(frame.f_code)
+            self._codes[id(frame.f_code)] = frame.f_code
 
     def start(self) -> None:
         """Record from now on, in this thread and in those that it starts."""
@@ -74,7 +75,7 @@ class Tracer:
         threading.setprofile(None)
         functions = {
             (code.co_filename[self._root :], code.co_qualname)
-            for code in self._codes
+            for code in self._codes.values()
             if code.co_filename.startswith(self._prefixes)
             and code.co_flags & OPTIMIZED
             and not code.co_name.startswith("<")

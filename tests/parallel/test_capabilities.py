@@ -78,6 +78,12 @@ def test_latent_attention_rotates_without_the_experimental_kernel() -> None:
     assert flags["bias_activation_fusion"]
 
 
+def test_experts_with_biases_have_no_fused_bias_and_dropout() -> None:
+    flags = transformer_flags(ENGINE, model("gpt_oss", "bf16"), WIDE)
+    assert flags["apply_rope_fusion"]
+    assert not flags["bias_dropout_fusion"]
+
+
 @pytest.mark.parametrize(
     ("machine", "layout", "expected"),
     [

@@ -11,7 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from parallel.errors import UserError
+from pipeline.commands.support.runs import read_run
 from pipeline.config.validate import load
+from pipeline.run.bundle.reproduce import bundle_at, compare
+from pipeline.run.directory import RunDirectory
 from stages.rewards.kinds.python import PythonReward
 from tests.pipeline.violations import config_with_rows  # noqa: F401 - the fixture `config`
 
@@ -124,6 +128,20 @@ def test_the_first_stage_that_differs_is_named(
         "  differ as a consequence: merge",
         "  equal: cold_start, experts.sums, gates.experts.sums, evaluate",
     ]
+
+
+def test_another_input_is_named_once_and_not_by_its_role_too(
+    braid: Braid, archive: Path, config: Path, options: list[str], runs: Path
+) -> None:
+    shutil.rmtree(runs)
+    otherwise = {name: {"0": "learn_otherwise"} for name in ("experts.words", "merge")}
+    assert braid("run", config, *options, actions=otherwise)[::2] == (0, "")
+    bundle = bundle_at(archive)
+    assert bundle is not None
+    with pytest.raises(UserError) as caught:
+        compare(bundle, read_run(RunDirectory(runs / "small")), ["merge"])
+    [cause] = [line.strip() for line in str(caught.value).splitlines() if " input " in line]
+    assert cause.startswith("input experts.words: ")
 
 
 def test_a_second_stage_that_differs_by_itself_is_named(

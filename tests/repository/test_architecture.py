@@ -5,13 +5,15 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tools.structure import REPOSITORY, circles, depth, imports, rooms
-from tools.walks import WALKS, traced_apart
+from tools.walks import WALKS, Tracer, traced_apart
 
 # The rooms of each floor: a room imports only rooms that stand before it. The audit recomputes a
 # step and imports no other room of stages/, so that it cannot repeat their errors.
@@ -178,6 +180,37 @@ def test_a_walk_gets_no_longer(name: str) -> None:
     files, classes = LONGEST_WALKS[name]
     assert len(walk.files) <= files, f"python -m tools.walks {name} lists them"
     assert len(walk.classes) <= classes, sorted(walk.classes)
+
+
+TRACED = """\
+class A:
+    def method(self):
+        return sorted([2, 1], key=lambda number: -number)
+def threaded():
+    pass
+def not_called():
+    pass
+"""
+
+
+def test_a_walk_has_what_the_floors_call_in_every_thread(tmp_path: Path) -> None:
+    inside, outside = dict[str, Any](), dict[str, Any]()
+    codes = {
+        file: compile(TRACED, str(tmp_path / file), "exec")
+        for file in ("stages/a.py", "tests/b.py")
+    }
+    tracer = Tracer(tmp_path)
+    tracer.start()
+    exec(codes["stages/a.py"], inside)  # bodies of a module and a class are no functions
+    exec(codes["tests/b.py"], outside)
+    inside["A"]().method()
+    outside["threaded"]()
+    thread = threading.Thread(target=inside["threaded"])
+    thread.start()
+    thread.join()
+    walk = tracer.stop()
+    inside["not_called"]()
+    assert walk.functions == [("stages/a.py", "A.method"), ("stages/a.py", "threaded")]
 
 
 def test_the_pipeline_takes_only_what_needs_no_torch_from_the_floors_below() -> None:
