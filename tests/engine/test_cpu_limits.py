@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
+from parallel.engine.arguments import engine_arguments
 from parallel.engine.platform import HEAD_DIMS, check_cpu_engine, unsupported
 from parallel.errors import UserError
+from parallel.settings import EngineJob
 from pipeline.launch.placement import ForkServers
 from stages.main import warn_of_engines
 from tests.engine.engine_process import running_engine
-from tests.engine.engine_settings import MODEL, MODELS
+from tests.engine.engine_settings import ENGINE, MODEL, MODELS
 
 
 def test_head_dims_equal_those_of_vllm() -> None:
@@ -52,6 +54,12 @@ def test_limits_of_delta_nets_are_reported() -> None:
         "model.architecture: linear key and value heads are 32 and 64 wide: vLLM's gated delta net"
         " has kernels for equal widths of 64, 128 alone"
     )
+
+
+@pytest.mark.parametrize(("name", "cached"), [("gpt_oss", True), ("qwen3_5_moe_text", False)])
+def test_only_what_a_prefix_leaves_in_full_is_continued(name: str, cached: bool) -> None:
+    job = EngineJob(model=MODELS[name], engine=ENGINE, index=0, address=Path("unused"), seed=0)
+    assert engine_arguments(job, "directory", cuda=False)["enable_prefix_caching"] is cached
 
 
 def test_the_first_stage_reports_a_limit_at_its_start(capfd: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from pipeline import cli
 from pipeline.config.validate import load
-from pipeline.estimate.stage_memory import compared_with, row_tokens, stage_memory
+from pipeline.estimate.stage_memory import compared_with, row_tokens, stage_memory, stage_models
 from pipeline.run.graph import compile_graph
 from pipeline.tables import DEEPEST, human, indented
 from stages.settings import RunSettings
@@ -227,6 +227,20 @@ def test_the_references_of_all_domains_are_held(config: Path) -> None:
     assert held("first", "parent") == (2, 0)
     assert held("cold_start", "parent") == (1, 0)
     assert held("parent", "ema") == (1, 1)
+
+
+def test_frozen_models_are_counted_on_the_host_and_their_heads_on_the_last_rank(
+    config: Path,
+) -> None:
+    kl = "domains.{}.objective.kl={{coefficient: 0.1, reference: {}, estimator: full}}"
+    penalties = (kl.format("sums", "parent"), kl.format("words", "ema"))
+    settings = load(config, [MIXED, *penalties, "layout.pipeline=2", "layout.ranks=4"])
+    [stage] = [each for each in compile_graph(settings) if each.name == "mixed"]
+    first, last = stage_models(stage, settings)
+    assert (first.heads, last.heads > 0) == (0, True)
+    for models in (first, last):
+        assert models.frozen_models == 2
+        assert 2 * models.frozen == models.policy.frozen > 0
 
 
 def test_a_later_round_needs_as_much_as_the_first(config: Path) -> None:

@@ -78,6 +78,17 @@ def test_the_pipeline_asks_for_every_trait() -> None:
     assert traits and traits <= asked
 
 
+def test_the_kinds_that_are_audited_are_those_that_the_audit_names() -> None:
+    files = ("stages/audit/main.py", "stages/audit/stage_audit.py")
+    known = {kind for file, _, kind in named(["stages/audit"], KINDS) if file in files}
+    assert known == {name for name, kind in KINDS.items() if kind.audited}
+
+
+def test_what_a_gate_measures_is_no_evaluation_of_the_run() -> None:
+    """It may be of few problems, and would replace what an evaluation says of the same model."""
+    assert not [name for name, kind in KINDS.items() if kind.judges and kind.evaluates]
+
+
 @pytest.mark.skipif(not FAMILIES_HAVE_TRAITS, reason="families are still asked for by name")
 def test_few_files_name_a_model_family() -> None:
     violations = [

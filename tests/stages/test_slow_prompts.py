@@ -144,6 +144,14 @@ def test_slow_prompts_are_trained_on_as_often_as_they_are_sampled(
     assert abs(share_of_slow(simulated.trained) - share_of_slow(begun)) < 0.01
 
 
+def test_the_first_step_of_one_ahead_is_oversampled_as_any_other() -> None:
+    """It is collected from weights that it also starts with, so it may draw for a later step."""
+    simulated = Simulation(0, 0, RolloutSettings(max_steps_ahead=1, oversampling=1.5))
+    simulated.prefetcher.start(1)
+    simulated.note()
+    assert len(simulated.drawn) == 1.5 * PROMPTS
+
+
 def test_no_more_than_a_step_is_prefetched_once_the_engines_keep_up_again() -> None:
     simulated = Simulation(0, 0, RolloutSettings(max_steps_ahead=3))
     prefetcher, requested = simulated.prefetcher, []
