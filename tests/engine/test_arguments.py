@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from parallel.engine import arguments, environment
+from parallel.engine import arguments, platform
 from parallel.engine.arguments import engine_arguments, own_gpus
 from parallel.errors import UserError
 from parallel.estimates.engine_memory import engine_memory
@@ -185,9 +185,9 @@ def test_a_cpu_s_engine_refuses_what_only_a_gpu_can(setting: dict[str, Any]) -> 
 
 def test_compilation_is_off_on_a_cpu_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """By the device that the engine runs on, whatever torch its launcher has."""
-    assert environment.process_environment(on_gpus=False)["TORCHDYNAMO_DISABLE"] == "1"
-    assert "TORCHDYNAMO_DISABLE" not in environment.process_environment(on_gpus=True)
+    assert platform.process_environment(on_gpus=False)["TORCHDYNAMO_DISABLE"] == "1"
+    assert "TORCHDYNAMO_DISABLE" not in platform.process_environment(on_gpus=True)
     for file, for_cpu, found in (("none", False, False), ("", True, False), ("", False, True)):
-        monkeypatch.setattr(environment, "GPU_FILE", tmp_path / file)
-        monkeypatch.setattr(environment, "built_for_cpu", lambda for_cpu=for_cpu: for_cpu)
-        assert environment.has_gpus() == found
+        monkeypatch.setattr(platform, "GPU_FILE", tmp_path / file)
+        monkeypatch.setattr(platform, "built_for_cpu", lambda for_cpu=for_cpu: for_cpu)
+        assert platform.has_gpus() == found
