@@ -269,6 +269,12 @@ class Run(RunDirectory):
     @contextmanager
     def lock(self, shared: bool = False) -> Iterator[None]:
         with super().lock(shared):
+            # Of an earlier version's command: the work of its stages has two names until it ends.
+            if (left := self.path / "renaming.json").exists():
+                raise UserError(
+                    f"{shown(left)}: `braid mv` of an earlier version was interrupted; finish it"
+                    " with that version, or remove the file to run the stages again"
+                )
             self.refresh()
             yield
 

@@ -308,7 +308,7 @@ def test_a_copy_of_the_work_under_the_first_name_is_left_alone(
 def test_work_that_draws_nothing_is_known_by_the_name_it_had(
     braid: Braid, config: Path, runs: Path
 ) -> None:
-    """The stage's manifest has no name that random numbers derive from, nor has one of an older version."""
+    """Such a manifest names no origin of random numbers, nor does one of an older version."""
     assert braid("run", config)[0] == 0
     manifest = runs / "small/stages/export/manifest.json"
     assert json.loads(manifest.read_text())["seeded_as"] is None
@@ -316,3 +316,14 @@ def test_work_that_draws_nothing_is_known_by_the_name_it_had(
     assert braid("run", moved)[0] == 0
     assert attempts(runs / "small")["written"] == 1
     assert "export" not in attempts(runs / "small")
+
+
+def test_an_interrupted_renaming_of_an_earlier_version_is_refused(
+    braid: Braid, config: Path, runs: Path
+) -> None:
+    assert braid("run", config)[0] == 0
+    (runs / "small" / "renaming.json").write_text("{}")
+    code, _, err = braid("resume", "small")
+    assert code == 1
+    assert "renaming.json: `braid mv` of an earlier version was interrupted; finish it" in err
+    assert braid("status", "small")[0] == 0
