@@ -308,7 +308,7 @@ def test_a_copy_of_the_work_under_the_first_name_is_left_alone(
 def test_work_that_draws_nothing_is_known_by_the_name_it_had(
     braid: Braid, config: Path, runs: Path
 ) -> None:
-    """Its manifest has no name that random numbers derive from, nor has one of an older version."""
+    """No name that random numbers derive from is in its manifest, as in those of before."""
     assert braid("run", config)[0] == 0
     manifest = runs / "small/stages/export/manifest.json"
     assert json.loads(manifest.read_text())["seeded_as"] is None
