@@ -276,4 +276,55 @@ MUTANTS = [
         "tests/stages/test_real_tokenizers.py"
         "::test_deepseek_learns_to_end_a_turn_of_one_call_which_its_template_leaves_open",
     ),
+    Mutant(
+        "renamed work moves before the ledger has its names",
+        "pipeline/run/former.py",
+        """    for old, new in names.items():
+        _record(run.ledger, old, new)
+    # Directories move last: until then `former_names` finds what is left to do.
+    for old, new in names.items():
+        run.stage(old).path.rename(run.stage(new).path)
+""",
+        """    for old, new in names.items():
+        run.stage(old).path.rename(run.stage(new).path)
+    for old, new in names.items():
+        _record(run.ledger, old, new)
+""",
+        "tests/pipeline/test_former.py::test_the_next_start_finishes_what_a_kill_cut_short",
+    ),
+    Mutant(
+        "work is moved while a stage that compares with it runs",
+        "pipeline/run/former.py",
+        "for name in stage_paths(run):",
+        "for name in names:",
+        "tests/pipeline/test_former.py::test_a_running_stage_is_not_moved",
+    ),
+    Mutant(
+        "a renamed stage that ran again is known by its second name",
+        "pipeline/run/lineage.py",
+        "return (manifest.seeded_as or manifest.stage) if manifest else None",
+        "return manifest.stage if manifest else None",
+        "tests/pipeline/test_former.py::test_a_renamed_stage_repeats_its_random_numbers",
+    ),
+    Mutant(
+        "a setting that was not recorded is no difference",
+        "stages/keys.py",
+        "dict.fromkeys([*before, *after])",
+        "dict.fromkeys(before)",
+        "tests/pipeline/test_states.py::test_a_manifest_with_keys_of_an_earlier_form_is_stale",
+    ),
+    Mutant(
+        "two steps ahead are collected before the weight sync",
+        "stages/domains.py",
+        "return self.max_steps_ahead == 1 and",
+        "return self.max_steps_ahead >= 1 and",
+        "tests/pipeline/test_rules.py::test_modes_of_earlier_versions_are_read_as_steps_ahead",
+    ),
+    Mutant(
+        "a misspelt command has no others to be compared with",
+        "pipeline/commands/support/registry.py",
+        "[word] if word in files else files",
+        "[word] if word in files else []",
+        "tests/pipeline/test_command_files.py::test_the_first_word_s_command_is_imported_alone",
+    ),
 ]

@@ -205,4 +205,12 @@ MUTANTS = [
         "expected is None or len(calls) == len(expected)",
         "tests/stages/test_tool_calls.py",
     ),
+    Mutant(
+        "a frozen model is as large as all of them",
+        "pipeline/estimate/stage_memory.py",
+        "rank.frozen // max(1, frozen + averages)",
+        "rank.frozen",
+        "tests/pipeline/test_plan_memory.py"
+        "::test_frozen_models_are_counted_on_the_host_and_their_heads_on_the_last_rank",
+    ),
 ]

@@ -39,4 +39,5 @@ def test_the_first_word_s_command_is_imported_alone(word: str, all_are_imported:
     )
     found = set(json.loads(imported.stdout))
     cli.command_parser()
+    assert {"status", "plan"} <= registry.COMMANDS.keys()
     assert found == (registry.COMMANDS.keys() if all_are_imported else {word})
