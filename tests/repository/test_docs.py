@@ -76,7 +76,8 @@ def test_every_path_that_is_named_exists(page: Path) -> None:
         "stages/evaluate/solved",
         "stages/export/",
     )
-    made += tuple(path for _, path, _ in blocks())  # of the examples
+    examples = [path for _, path, _ in blocks()]
+    made += (*examples, *(path.removeprefix("tests/") for path in examples))
     missing = [
         path
         for path in dict.fromkeys(named)

@@ -72,7 +72,7 @@ def test_every_assistant_turn_is_learned_up_to_its_end_token(folder: Path) -> No
     assert learned(tokenizer, sample) == "it is 2<|im_end|>\n\nfour<|im_end|>"
     whole = tokenizer.render(messages, generation_prompt=False)
     ids = [*sample.prompt, *sample.response]
-    assert tokenizer._decode_known([int(i) for i in ids]) == whole.removesuffix("\n")
+    assert tokenizer._decode_run([int(i) for i in ids]) == whole.removesuffix("\n")
     asked = tokenizer.render(messages[:2], generation_prompt=True)
     assert sample.prompt.tolist() == tokenizer.encode(asked)
     # The second turn begins where a rollout's prompt would end, whatever tokens could merge there.

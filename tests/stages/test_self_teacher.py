@@ -44,7 +44,7 @@ def read(model: Model, sample: Sample, prompt: np.ndarray) -> torch.Tensor:
         group=0,
         fields={},
         routes=None,
-        kept=None,
+        kept_ids=None,
     )
     with torch.no_grad():
         return model.read(of, replay=False).distribution(1.0)

@@ -312,7 +312,7 @@ def test_modes_that_keep_responses_in_flight_need_engines_of_their_own(
     asked: list[bool] = []
     monkeypatch.setattr("parallel.distributed.on_main", lambda call: call())
     monkeypatch.setattr(
-        "parallel.engine.fleet.put_to_sleep", lambda *_, wanted: asked.append(wanted)
+        "parallel.engine.fleet.put_to_sleep", lambda *_, needed: asked.append(needed)
     )
     empty_devices(job.model_copy(update={"kind": "evaluate"}))  # it keeps nothing in flight
     assert asked == [True]

@@ -94,7 +94,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy = tmp_path_factory.mktemp("copy")
     for floor in ("pipeline", "stages", "parallel"):
         shutil.copytree(ROOT / floor, copy / floor, ignore=shutil.ignore_patterns("__pycache__"))
-    blocks = re.findall(r"```python\n# (\S+)\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    blocks = re.findall(r"```python\n# (stages/\S+)\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert len(blocks) == 2
     for path, text in [*blocks, *GUARD.items()]:
         (copy / path).write_text(text.lstrip())
