@@ -31,7 +31,6 @@ NAMES_A_FAMILY = {
     "parallel/model/bridge.py",
     "stages/audit/model.py",  # a formula of its own for the one family that it recomputes
 }
-FAMILIES_HAVE_TRAITS = True  # True once no other file asks for a family by its name
 
 
 def literals(tree: ast.Module, names: Collection[str]) -> Iterator[tuple[int, str]]:
@@ -89,7 +88,6 @@ def test_what_a_gate_measures_is_no_evaluation_of_the_run() -> None:
     assert not [name for name, kind in KINDS.items() if kind.judges and kind.evaluates]
 
 
-@pytest.mark.skipif(not FAMILIES_HAVE_TRAITS, reason="families are still asked for by name")
 def test_few_files_name_a_model_family() -> None:
     violations = [
         f"{file}:{line}: {family!r}; ask for a trait of Family"
