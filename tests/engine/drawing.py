@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from transformers import AutoModelForCausalLM
 
 from parallel.engine.client import EngineClient
@@ -34,6 +35,17 @@ def request(sampling: Sampling = SAMPLING, seed: int = 0) -> Generate:
     """Return a request for SAMPLES responses to each prompt, each with another seed."""
     each = [tokens for tokens in PROMPTS for _ in range(SAMPLES)]
     return Generate([Prompt(i, tokens, seed + i) for i, tokens in enumerate(each)], sampling)
+
+
+def long_request() -> Generate:
+    """Return a request that an engine samples for half a minute, 64 responses at a time.
+
+    However long a busy machine stops the client after the first response, others are left.
+    """
+    long = request(replace(SAMPLING, max_tokens=200))
+    repeated = [prompt for _ in range(100) for prompt in long.prompts]
+    prompts = [Prompt(i, prompt.tokens, i) for i, prompt in enumerate(repeated)]
+    return Generate(prompts, long.sampling)
 
 
 def draw(

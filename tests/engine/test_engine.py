@@ -20,7 +20,15 @@ from parallel.engine.wire import Generate, Prompt
 from parallel.files import RESTART_REQUEST
 from tests.awaiting import PATIENCE_SECONDS
 from tests.engine import engine_cases
-from tests.engine.drawing import LONG, SAMPLES, SAMPLING, DrawingReference, draw, request
+from tests.engine.drawing import (
+    LONG,
+    SAMPLES,
+    SAMPLING,
+    DrawingReference,
+    draw,
+    long_request,
+    request,
+)
 from tests.engine.engine_process import Running
 from tests.engine.engine_settings import ENGINE, MODEL
 from tests.ranks import On
@@ -170,7 +178,7 @@ def test_a_client_gives_up_an_engine_that_hangs(engine: Running, refit: Refit) -
     reference = refit(11)
     impatient = EngineClient(engine.address, ENGINE.model_copy(update={"hang_timeout_seconds": 10}))
     impatient.connect()
-    stream = impatient.generate(request(replace(SAMPLING, max_tokens=200)))
+    stream = impatient.generate(long_request())
     next(stream)
     engine.process.send(signal.SIGSTOP)
     try:

@@ -7,14 +7,13 @@ from contextlib import ExitStack
 
 import numpy as np
 import pytest
-from msgspec.structs import replace
 
 from parallel.engine.client import EngineClient, EngineError, EngineRefused
 from parallel.engine.wire import Wake
 from parallel.sample import Sample
 from pipeline.launch.placement import ForkServers
 from tests.engine import engine_cases
-from tests.engine.drawing import SAMPLING, draw, request
+from tests.engine.drawing import draw, long_request, request
 from tests.engine.engine_process import Running, running_engine
 from tests.engine.engine_settings import ENGINE, MODELS
 from tests.ranks import On
@@ -92,7 +91,7 @@ def test_a_sleep_between_weights_and_cache_is_whole(
     stream = on(engine_cases.LAYOUT, engine_cases.turn, engine.address, *settings, 1)
     assert stream == [{"sleeps": True}]
     assert equal(draw(client), before)
-    running = client.generate(request(replace(SAMPLING, max_tokens=200)))
+    running = client.generate(long_request())
     next(running)
     client.sleep()  # requests in flight end with an error, not with silence
     with pytest.raises(EngineError, match="put to sleep"):
