@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -34,6 +35,12 @@ class _Scheduling(LoadFileScheduling):
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _Scheduling:
     """Schedule by files and directories, whatever `--dist` says."""
     return _Scheduling(config, log)
+
+
+def pytest_collection_finish() -> None:
+    """Compute with one thread, as ranks do: two take five times the CPU, waiting for each other."""
+    if "torch" in sys.modules:  # not where the selected tests never import it
+        sys.modules["torch"].set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
-from modelopt.torch.quantization.calib import MseCalibrator
 from torch import Tensor
 
 from parallel.hugging_face.config import TensorSpec
@@ -231,6 +230,9 @@ def _calibrated(
     error: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
     """Return the magnitude of each block that its scale represents, [blocks, 1]."""
+    # Where vLLM is installed it imports that too: 8 seconds, which every other stage would pay.
+    from modelopt.torch.quantization.calib import MseCalibrator
+
     search = MseCalibrator(
         blocks.abs().amax(-1, keepdim=True),
         axis=0,
