@@ -10,6 +10,9 @@ GPU_INSTALLED := $(GPU_VENV)/.installed
 TRL_VENV := .venv-trl
 TRL_INSTALLED := $(TRL_VENV)/.installed
 
+# Some machines forbid it: then each of a thousand commands would compile the floors again, and each worker the tests.
+export PYTHONDONTWRITEBYTECODE =
+
 .PHONY: help install install-gpu quickstart quick test test-all style lint bench bench-trl chaos fuzz mutants gpu-check gpu-bench gpu-bundle golden docs pictures lock clean
 
 help:  ## list these targets
