@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from parallel.estimates.roofline.hardware import GPUS, REACHED
-from parallel.estimates.roofline.rollout import decode_seconds
+from parallel.estimates.roofline.rollout import Decoder
 from parallel.estimates.roofline.training import training_seconds
 from parallel.estimates.roofline.weight_sync import sync_seconds, synced_bytes
 from parallel.estimates.roofline.work import StepWorkload
@@ -75,7 +75,7 @@ def test_weights_in_fp8_are_read_in_half_the_time() -> None:
     """A sequence alone waits for memory."""
     reached = replace(REACHED, decode_layer=0.0)
     bf16, fp8 = (
-        decode_seconds(QWEN3_30B, EngineSettings(weights=each), 1, 0, GPUS["h100"], reached)
+        Decoder(QWEN3_30B, EngineSettings(weights=each), GPUS["h100"], reached).seconds(1, 0)
         for each in ("model", "fp8")
     )
     assert fp8 == pytest.approx(bf16 / 2, rel=0.05)

@@ -27,52 +27,50 @@ def rollout_seconds(
     Alone, a step ends with its longest response, and fewer and fewer sequences are decoded at once;
     with further steps in flight the engines stay full.
     """
+    decoder = Decoder(model, engine, gpu, reached)
     sequences = work.sequences / (engine.count * engine.data)
     if work.steps_in_flight > 1:
         batch = min(engine.max_sequences, sequences * work.steps_in_flight)
-        seconds = decode_seconds(model, engine, batch, work.mean_tokens / 2, gpu, reached)
-        return sequences * work.mean_tokens / batch * seconds
+        return sequences * work.mean_tokens / batch * decoder.seconds(batch, work.mean_tokens / 2)
     rounds = max(1.0, sequences / engine.max_sequences)
     tokens_per_point = work.most_tokens / POINTS
     alive = (
-        decode_seconds(
-            model,
-            engine,
-            max(1.0, share * sequences / rounds),
-            place * work.most_tokens,
-            gpu,
-            reached,
-        )
+        decoder.seconds(max(1.0, share * sequences / rounds), place * work.most_tokens)
         for place, share in _surviving(work.mean_tokens / work.most_tokens)
     )
     return rounds * tokens_per_point * sum(alive)
 
 
-def decode_seconds(
-    model: ModelSettings,
-    engine: EngineSettings,
-    batch: float,
-    context: float,
-    gpu: DataSheet,
-    reached: Efficiencies,
-) -> float:
-    """Return the seconds of one decoding step of `batch` sequences with `context` tokens each."""
-    ranks = engine.tensor
-    precision = 1 if engine.weights == "fp8" else BYTES[model.precision]
-    routed, hidden = len(routed_layers(model)), model.hidden_size
-    used_share = 1 - (1 - model.experts_per_token / model.experts) ** batch
-    experts = routed * used_share * model.experts * expert_elements(model)
-    read = (always_used(model) + experts + model.vocabulary_size * hidden) * precision
-    cached = batch * context * BYTES["bf16"] * cached_elements(model, ranks)
-    memory = (read / ranks + cached) / (gpu.memory_bandwidth * reached.memory)
-    used = always_used(model) + routed * model.experts_per_token * expert_elements(model)
-    arithmetic = 2 * batch * used / ranks / (gpu.flops * reached.dense)
-    return (
-        memory
-        + arithmetic
-        + model.layers
-        * (reached.decode_layer + 2 * _reduce_seconds(batch * hidden, ranks, gpu, reached))
-    )
+class Decoder:
+    """The decoding steps of an engine, whose model's elements are counted once for all of them."""
+
+    def __init__(
+        self, model: ModelSettings, engine: EngineSettings, gpu: DataSheet, reached: Efficiencies
+    ) -> None:
+        self._model, self._ranks, self._gpu, self._reached = model, engine.tensor, gpu, reached
+        self._precision = 1 if engine.weights == "fp8" else BYTES[model.precision]
+        self._always_used, self._expert = always_used(model), expert_elements(model)
+        self._routed = len(routed_layers(model))
+        self._cached = BYTES["bf16"] * cached_elements(model, engine.tensor)
+
+    def seconds(self, batch: float, context: float) -> float:
+        """Return the seconds of a decoding step of `batch` sequences of `context` tokens each."""
+        model, ranks, gpu, reached = self._model, self._ranks, self._gpu, self._reached
+        hidden = model.hidden_size
+        used_share = 1 - (1 - model.experts_per_token / model.experts) ** batch
+        experts = self._routed * used_share * model.experts * self._expert
+        read = (self._always_used + experts + model.vocabulary_size * hidden) * self._precision
+        memory = (read / ranks + batch * context * self._cached) / (
+            gpu.memory_bandwidth * reached.memory
+        )
+        used = self._always_used + self._routed * model.experts_per_token * self._expert
+        arithmetic = 2 * batch * used / ranks / (gpu.flops * reached.dense)
+        return (
+            memory
+            + arithmetic
+            + model.layers
+            * (reached.decode_layer + 2 * _reduce_seconds(batch * hidden, ranks, gpu, reached))
+        )
 
 
 def _reduce_seconds(numbers: float, ranks: int, gpu: DataSheet, reached: Efficiencies) -> float:
