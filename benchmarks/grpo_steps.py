@@ -1,6 +1,6 @@
 """GRPO steps a minute of Braid on this machine's cores, and where their time goes.
 
-    python benchmarks/grpo_steps.py --size b [--mode overlap] [--steps 6]
+    python benchmarks/grpo_steps.py --size b [--steps-ahead 1] [--steps 6]
 
 The workloads are those of `trl_steps.py`: the same model, prompts, group size and lengths, GSPO
 without KL, one update a step. An expert is trained by `braid run` as anybody would, on two ranks
@@ -34,14 +34,18 @@ def digits(_problem: Any, response: str) -> float:
     return reward(response)
 
 
-def measure(size: str, mode: str, steps: int, placement: str, engines: int) -> dict[str, Any]:
+def measure(
+    size: str, steps_ahead: int, steps: int, placement: str, engines: int
+) -> dict[str, Any]:
     """One run; the cold start before it is a single step that changes nothing."""
     workload = WORKLOADS[size]
     with tempfile.TemporaryDirectory() as directory:
         start = Path(directory) / "start"
         starting_model(workload).save_pretrained(start)
         config = Path(directory) / "steps.json"
-        described = configuration(workload, start, mode, steps + WARM_UP_STEPS, placement, engines)
+        described = configuration(
+            workload, start, steps_ahead, steps + WARM_UP_STEPS, placement, engines
+        )
         config.write_text(json.dumps(described))
         log = Path(directory) / "steps" / "stages" / "experts.chain_sum" / "metrics.jsonl"
         run(config, Path(directory), lambda: len(logged(log)) == steps + WARM_UP_STEPS)
@@ -49,7 +53,7 @@ def measure(size: str, mode: str, steps: int, placement: str, engines: int) -> d
     return {
         **measured(),
         "size": size,
-        "mode": mode,
+        "max_steps_ahead": steps_ahead,
         "placement": placement,
         "engines": engines,
         "rollouts": workload.rollouts,
@@ -76,7 +80,7 @@ def summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def configuration(
-    workload: Workload, start: Path, mode: str, steps: int, placement: str, engines: int
+    workload: Workload, start: Path, steps_ahead: int, steps: int, placement: str, engines: int
 ) -> dict[str, Any]:
     """The run: a cold start and one expert, whose learning rate is next to nothing."""
     still = {"algorithm": "sgd", "learning_rate": 1e-9, "warmup_steps": 0}
@@ -91,7 +95,7 @@ def configuration(
         "extends": str(HERE.parent / "configs" / "domains" / "chain_sum.yaml"),
         "rewards": {"digits": {"kind": "python", "function": "grpo_steps:digits"}},
         "sampling": sampling,
-        "rollout": {"mode": mode},
+        "rollout": {"max_steps_ahead": steps_ahead},
         "objective": {"kl": {"coefficient": 0.0}},
         "routing": {"replay": "r3"},
         "updates_per_rollout": 1,
@@ -143,7 +147,9 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=WORKLOADS, default="a")
-    parser.add_argument("--mode", choices=["sync", "overlap", "async"], default="sync")
+    parser.add_argument(
+        "--steps-ahead", type=int, default=0, help="steps that sampling may be ahead"
+    )
     parser.add_argument("--placement", choices=["shared", "own"], default="shared")
     parser.add_argument("--engines", type=int, default=2, help="with --placement own, give 1")
     parser.add_argument("--steps", type=int, default=10)
