@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from parallel.estimates.activations import forward_activations, routed_bytes
-from parallel.estimates.memory import RankMemory, head_bytes, reading_memory, training_memory
+from parallel.estimates.memory import (
+    RankMemory,
+    forward_activations,
+    head_bytes,
+    reading_memory,
+    routed_bytes,
+    training_memory,
+)
 from parallel.estimates.phases import RankModels
 from parallel.micro_batches import most_row_tokens, slot_tokens
 from parallel.settings import OptimizerSettings, Settings

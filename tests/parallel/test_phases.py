@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from parallel.estimates.activations import forward_activations, routed_bytes
 from parallel.estimates.engine_memory import GIB, RESERVE_BYTES, engine_share
-from parallel.estimates.memory import RankMemory, training_memory
+from parallel.estimates.memory import RankMemory, forward_activations, routed_bytes, training_memory
 from parallel.estimates.phases import (
     EngineOnGpus,
     PhaseMemory,

@@ -47,7 +47,7 @@ LONGEST_WALKS = {"dry-run": (78, 41), "grpo-step": (51, 57)}  # files, classes; 
 ABOVE = {"parallel": {"stages", "pipeline"}, "stages": {"pipeline"}, "pipeline": set()}
 ARITHMETIC = {f"parallel.weights.{name}" for name in ("names", "holdings", "needs", "planner")}
 WITHOUT_TORCH = {
-    "parallel.estimates.activations",
+    "parallel.estimates.memory",
     "parallel.errors",
     "parallel.families",
     "parallel.hugging_face.stored",
@@ -56,7 +56,6 @@ WITHOUT_TORCH = {
     "parallel.machine.forkserver",
     "parallel.machine.gpus",
     "parallel.layout_rules",
-    "parallel.estimates.memory",
     "parallel.micro_batches",
     "parallel.machine.network",
     "parallel.parquet_files",
