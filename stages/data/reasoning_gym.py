@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 from stages.data.compact_forms import FORMATS, Entry
 from stages.data.contained_scorer import contained
 from stages.data.problem import DomainError, Message, Problem
-from stages.data.reasoning_gym_options import dataset_violation, option_violations
+from stages.data.reasoning_gym_options import prompt_violations
 from stages.data.settings import ReasoningGymPromptSettings
 from stages.data.tokenizer import Tokenizer
 from stages.data.whole_answers import whole_answer_score
@@ -139,18 +139,6 @@ def score(problem: Problem, answer: str) -> float:
 def _scorer(dataset: str, config: str) -> Callable[[str, Entry], float]:
     dataset_type, config_type = _reasoning_gym().factory.DATASETS[dataset]
     return contained(dataset, dataset_type(config=config_type(**json.loads(config))))
-
-
-def prompt_violations(settings: ReasoningGymPromptSettings) -> Iterator[tuple[str, str]]:
-    """Yield each (key below `prompts`, message) that is wrong with a domain's dataset."""
-    name, compact = settings.dataset, settings.form == "compact"
-    if wrong := dataset_violation(name):
-        yield "dataset", wrong
-    elif compact and name not in FORMATS:
-        names = ", ".join(sorted(FORMATS))
-        yield "dataset", f"{name} has no compact text; use prompts.form: chat, or one of {names}"
-    else:
-        yield from option_violations(name, settings.config, compact=compact)
 
 
 def _create_dataset(settings: ReasoningGymPromptSettings, domain: str, seed: int) -> Any:
