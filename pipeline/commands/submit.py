@@ -17,7 +17,7 @@ from pipeline.commands.support.starting import forked, rerun, reuse_from
 from pipeline.config.cluster import READ_BY_JOBS, ClusterSettings
 from pipeline.config.validate import differing_keys, load_cluster, load_started
 from pipeline.estimate.capacity import check_capacity
-from pipeline.estimate.gpu_memory import gpus_of, unchecked
+from pipeline.estimate.stage_memory import gpus_of, unchecked
 from pipeline.run.directory import RunDirectory, check_owner, warn_of_readers
 from pipeline.run.edits import moved_lines
 from pipeline.run.former import move_renamed

@@ -15,8 +15,7 @@ from parallel.estimates.phases import PhaseMemory
 from parallel.layout_rules import divisors, tracks_in_bf16
 from parallel.machine.slots import fits_nodes
 from pipeline.config.rules import violations
-from pipeline.estimate.gpu_memory import GpusOf, NodeGpus, stage_phases
-from pipeline.estimate.stage_memory import trained_by
+from pipeline.estimate.stage_memory import GpusOf, NodeGpus, stage_phases, trained_by
 from pipeline.run.graph import Stage
 from stages.kinds.grpo.settings import GrpoSettings
 from stages.kinds.rules import At, under

@@ -17,11 +17,13 @@ from parallel.estimates.memory import RankMemory
 from parallel.estimates.phases import PhaseMemory, checkpoint_copies
 from parallel.estimates.tensor_sizes import parameter_count
 from parallel.layout_rules import chunk_layers
-from pipeline.estimate.gpu_memory import GpusOf, NodeGpus, stage_phases
 from pipeline.estimate.stage_memory import (
+    GpusOf,
+    NodeGpus,
     samples_per_step,
     stage_memory,
     stage_models,
+    stage_phases,
     trained_by,
 )
 from pipeline.run.graph import Stage, compile_graph

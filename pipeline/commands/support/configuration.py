@@ -13,7 +13,7 @@ from pipeline.config.tokenizers import template_cautions
 from pipeline.config.unroll import pairless, unread, unread_keys
 from pipeline.config.validate import load, load_cluster, load_unfinished, located
 from pipeline.estimate.capacity import check_capacity
-from pipeline.estimate.gpu_memory import GpusOf, gpus_here, gpus_of, unchecked
+from pipeline.estimate.stage_memory import GpusOf, gpus_here, gpus_of, unchecked
 from pipeline.run.bundle.reproduce import bundle_at
 from pipeline.run.graph import Stage
 from pipeline.run.run import Run

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable
 from pipeline.commands.support.arguments import print_json
 from pipeline.commands.support.runs import find
 from pipeline.estimate.capacity import check_capacity
-from pipeline.estimate.gpu_memory import gpus_here
+from pipeline.estimate.stage_memory import gpus_here
 from pipeline.launch.launcher import JobFailed
 from pipeline.launch.placement import Programs
 from pipeline.launch.processes import Stopped
