@@ -7,10 +7,7 @@ from collections.abc import Collection, Iterator
 from parallel.estimates.engine_memory import CACHE_BLOCK, cached_tokens
 from parallel.settings import EngineSettings, ModelSettings
 from parallel.weights.needs import engine_violations
-from pipeline.config.unroll import Blocks, policies
-from stages.kinds.grpo.settings import GrpoSettings
-from stages.kinds.kind import KINDS
-from stages.kinds.rules import under
+from pipeline.config.unroll import policies
 from stages.objectives.surrogate import ImportanceSettings
 from stages.settings import RunSettings
 
@@ -61,29 +58,3 @@ def quantized_rollout_rules(run: RunSettings, starting: Collection[str] | None) 
                 "none, but engine.weights: fp8 samples from another distribution than the policy; "
                 "use tis or icepop, with samples: all",
             )
-
-
-def micro_batch_cautions(run: RunSettings) -> Found:
-    """Yield each `micro_batch_tokens` whose rows are shorter than the longest sample."""
-    longest, context, keys = run.engine.max_model_tokens, run.layout.context, set[str]()
-    for stage in Blocks(run).stages:
-        block, kind = stage.settings, KINDS[stage.settings.kind]
-        if not (kind.samples and kind.trains):
-            continue
-        trained = block.trained_by(run, stage.domains)
-        at = (
-            block.keys(stage.key, stage.domains)
-            if isinstance(block, GrpoSettings)
-            else under(stage.key)
-        )
-        key = at("loop.micro_batch_tokens")
-        if trained is None or key in keys or trained[1].micro_batch_tokens * context >= longest:
-            continue
-        keys.add(key)
-        whole = f" on each of layout.context = {context} ranks" if context > 1 else ""
-        yield (
-            key,
-            f"{trained[1].micro_batch_tokens} tokens{whole} are less than a sample of"
-            f" engine.max_model_tokens = {longest}, which is computed whole: memory is planned for"
-            f" it, and short samples fill less; use at least {-(-longest // context)}",
-        )

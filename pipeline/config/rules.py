@@ -29,7 +29,6 @@ from parallel.settings import (
     ModelSettings,
 )
 from pipeline.config.engine_rules import engine_rules, quantized_rollout_rules
-from pipeline.config.quantized import requantized
 from pipeline.config.unroll import Blocks, graph_rules, pair_rules, policies
 from stages.data.settings import (
     FileDemonstrationSettings,
@@ -39,7 +38,9 @@ from stages.data.settings import (
 from stages.domains import DomainSettings, PolicySettings
 from stages.guards.settings import GainGateSettings
 from stages.kinds.evaluate.settings import EvaluationSettings
+from stages.kinds.export.settings import ExportSettings
 from stages.kinds.grpo.settings import GrpoSettings
+from stages.kinds.quantize.settings import QuantizeSettings
 from stages.kinds.rules import At, policy_rules, too_few, under
 from stages.kinds.sft.settings import SftSettings
 from stages.objectives.advantages.gae import GaeSettings
@@ -90,7 +91,7 @@ def violations(
         if graph:
             # The stages of a block with for_each break a rule alike: it is reported once.
             yield from dict.fromkeys(pair_rules(run, starting))
-            yield from requantized(run, starting)
+            yield from _requantized(run, starting)
     yield from evaluation_rules(run.evaluation, run.layout)
     yield from answer_rules(run)
 
@@ -403,3 +404,32 @@ def _repeated(samples: int, temperature: float) -> Iterator[str]:
     if samples > 1 and temperature == 0:
         why = "greedy answers to a problem are identical"
         yield f"{samples} {why}; use 1, or a temperature above 0"
+
+
+def _requantized(run: RunSettings, starting: Collection[str] | None) -> Found:
+    """Yield each stage that would export or quantize a quantized model, as (dotted key, message).
+
+    Its checkpoint has the weights that the quantized ones stand for, in the model's precision: an
+    export would write those.
+    """
+    blocks = Blocks(run)
+    for stage in blocks.among(starting):
+        parent = blocks.inputs(stage).parent
+        parent_stage = (
+            blocks.by_name.get(blocks.resolve(parent, stage.domain) or "") if parent else None
+        )
+        if parent_stage is None or not isinstance(parent_stage.settings, QuantizeSettings):
+            continue
+        if isinstance(stage.settings, ExportSettings):
+            yield (
+                f"{stage.key}.from",
+                f"{parent_stage.name} is quantized, and its stage already leaves the export:"
+                f" stages/{parent_stage.name}/huggingface; remove this stage, or export"
+                f" {parent_stage.settings.from_}",
+            )
+        elif isinstance(stage.settings, QuantizeSettings):
+            yield (
+                f"{stage.key}.from",
+                f"{parent_stage.name} is quantized already; name the model before that,"
+                f" {parent_stage.settings.from_}",
+            )

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from parallel.errors import UserError
 from pipeline.commands.support.runs import find
-from pipeline.config.ancestors import ancestor_cautions
-from pipeline.config.tokenizers import template_cautions
-from pipeline.config.unroll import pairless, unread, unread_keys
+from pipeline.config.cautions import graph_cautions
 from pipeline.config.validate import load, load_cluster, load_unfinished, located
 from pipeline.estimate.capacity import check_capacity
 from pipeline.estimate.stage_memory import GpusOf, gpus_here, gpus_of, unchecked
@@ -79,15 +77,6 @@ def _overrides(arguments: Namespace) -> list[str]:
 def cautions_of(arguments: Namespace, cautions: Iterable[tuple[str, str]]) -> list[str]:
     """Return each (dotted key, message) about the configuration, with file and line."""
     return located(arguments.config, _overrides(arguments), cautions)
-
-
-def graph_cautions(settings: RunSettings) -> Iterator[tuple[str, str]]:
-    """Yield blocks and keys that nothing reads, and data and models that may not fit a stage."""
-    yield from unread(settings)
-    yield from unread_keys(settings)
-    yield from pairless(settings)
-    yield from template_cautions(settings)
-    yield from ancestor_cautions(settings)
 
 
 def warn_of_graph(arguments: Namespace, settings: RunSettings) -> None:
