@@ -20,7 +20,7 @@ from pipeline.config.cautions import graph_cautions, loss_gate_cautions, micro_b
 from pipeline.config.read import ConfigError
 from pipeline.config.rules import policy_cautions
 from pipeline.config.validate import dump_resolved
-from pipeline.launch.runner import machine_shares
+from pipeline.estimate.capacity import machine_shares
 from pipeline.run.graph import Stage
 from pipeline.run.run import Run
 from pipeline.text import say, shown, warn

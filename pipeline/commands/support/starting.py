@@ -7,12 +7,12 @@ from collections.abc import Collection, Iterable
 
 from pipeline.commands.support.arguments import print_json
 from pipeline.commands.support.runs import find
-from pipeline.estimate.capacity import check_capacity
+from pipeline.estimate.capacity import check_capacity, machine_shares
 from pipeline.estimate.stage_memory import gpus_here
 from pipeline.launch.launcher import JobFailed
 from pipeline.launch.placement import Programs
 from pipeline.launch.processes import Stopped
-from pipeline.launch.runner import machine_shares, run_stages
+from pipeline.launch.runner import run_stages
 from pipeline.report import status as report
 from pipeline.run.directory import TRUST_OPTION, RunDirectory, check_owner
 from pipeline.run.gates import GateStopped
