@@ -17,8 +17,7 @@ from typing import Any
 from parallel.errors import UserError
 from parallel.files import open_file
 from pipeline.launch.placement import Programs
-from pipeline.report.status import next_action
-from pipeline.report.time_left import Estimate, blocked, estimate
+from pipeline.report.status import Estimate, blocked, estimate, next_action
 from pipeline.run.graph import Stage
 from pipeline.run.ledger import took
 from pipeline.run.lineage import DIGEST_LENGTH, read_manifest
