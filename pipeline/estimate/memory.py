@@ -20,6 +20,7 @@ from parallel.layout_rules import chunk_layers
 from pipeline.estimate.stage_memory import (
     GpusOf,
     NodeGpus,
+    fullest,
     samples_per_step,
     stage_memory,
     stage_models,
@@ -130,18 +131,6 @@ def _host_table(
 
 def _gib_row(name: str, counts: Sequence[int], style: str = "") -> list[str | Cell]:
     return [name, *(Cell(f"{count / GIB:,.2f}" if count else "", style) for count in counts)]
-
-
-def largest_memory(settings: RunSettings, stages: Sequence[Stage]) -> str:
-    """Return the memory of the fullest rank of all stages, and its stage, in a line."""
-    needs = {stage.name: fullest(stage_memory(stage, settings)).total for stage in stages}
-    name = max(needs, key=lambda name: needs[name])
-    return f"the fullest rank needs {human(needs[name])}, in {name} (--memory shows every stage)"
-
-
-def fullest(ranks: list[RankMemory]) -> RankMemory:
-    """Return the rank that needs most, which decides what fits."""
-    return max(ranks, key=lambda rank: rank.total)
 
 
 def _cells(rank: RankMemory) -> list[Cell]:

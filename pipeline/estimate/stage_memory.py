@@ -11,19 +11,21 @@ from parallel.errors import UserError
 from parallel.estimates.engine_memory import GIB, engine_share
 from parallel.estimates.memory import (
     RankMemory,
+    RankModels,
     forward_activations,
     head_bytes,
     reading_memory,
     routed_bytes,
     training_memory,
 )
-from parallel.estimates.phases import EngineOnGpus, PhaseMemory, RankModels, neighbours, phases
+from parallel.estimates.phases import EngineOnGpus, PhaseMemory, neighbours, phases
 from parallel.machine.gpus import usable_gpus
 from parallel.machine.slots import gpus_needed
 from parallel.micro_batches import most_row_tokens, slot_tokens
 from parallel.settings import OptimizerSettings, Settings
 from pipeline.config.cluster import ClusterSettings
 from pipeline.run.graph import Stage
+from pipeline.tables import human
 from pipeline.text import shown
 from stages.data.settings import ConversationFileSettings
 from stages.domains import LoopSettings, PolicySettings
@@ -42,6 +44,18 @@ from stages.settings import RunSettings
 def stage_memory(stage: Stage, settings: RunSettings) -> list[RankMemory]:
     """Return the memory of a rank of every pipeline rank while the stage runs."""
     return [models.memory for models in stage_models(stage, settings)]
+
+
+def fullest(ranks: list[RankMemory]) -> RankMemory:
+    """Return the rank that needs most, which decides what fits."""
+    return max(ranks, key=lambda rank: rank.total)
+
+
+def largest_memory(settings: RunSettings, stages: Sequence[Stage]) -> str:
+    """Return the memory of the fullest rank of all stages, and its stage, in a line."""
+    needs = {stage.name: fullest(stage_memory(stage, settings)).total for stage in stages}
+    name = max(needs, key=lambda name: needs[name])
+    return f"the fullest rank needs {human(needs[name])}, in {name} (--memory shows every stage)"
 
 
 def stage_models(stage: Stage, settings: RunSettings) -> list[RankModels]:

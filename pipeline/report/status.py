@@ -10,7 +10,7 @@ from statistics import median
 from types import MappingProxyType
 from typing import Any
 
-from pipeline.estimate.memory import largest_memory
+from pipeline.estimate.stage_memory import largest_memory
 from pipeline.launch.progress import latest
 from pipeline.report.drawing import origin, tree
 from pipeline.run.directory import RunDirectory

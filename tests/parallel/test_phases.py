@@ -7,11 +7,16 @@ from dataclasses import replace
 import pytest
 
 from parallel.estimates.engine_memory import GIB, RESERVE_BYTES, engine_share
-from parallel.estimates.memory import RankMemory, forward_activations, routed_bytes, training_memory
+from parallel.estimates.memory import (
+    RankMemory,
+    RankModels,
+    forward_activations,
+    routed_bytes,
+    training_memory,
+)
 from parallel.estimates.phases import (
     EngineOnGpus,
     PhaseMemory,
-    RankModels,
     checkpoint_copies,
     engine_gpu_bytes,
     neighbours,
