@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from pydantic import ValidationError
 
+from parallel.engine_rules import engine_rules
 from parallel.errors import hint
 from parallel.families import (
     FAMILIES,
@@ -28,7 +29,6 @@ from parallel.settings import (
     LayoutSettings,
     ModelSettings,
 )
-from pipeline.config.engine_rules import engine_rules, quantized_rollout_rules
 from pipeline.config.unroll import Blocks, graph_rules, pair_rules, policies
 from stages.data.settings import (
     FileDemonstrationSettings,
@@ -76,7 +76,7 @@ def violations(
     """
     yield from _model_rules(run.model, run.layout)
     yield from _engine_rules(run.model, run.engine)
-    yield from quantized_rollout_rules(run, starting)
+    yield from _quantized_rollout_rules(run, starting)
     uses = _uses(run)
     trained_on = {name for stage in Blocks(run).among(starting) for name in stage.domains}
     for name, domain in run.domains.items():
@@ -432,4 +432,26 @@ def _requantized(run: RunSettings, starting: Collection[str] | None) -> Found:
                 f"{stage.key}.from",
                 f"{parent_stage.name} is quantized already; name the model before that,"
                 f" {parent_stage.settings.from_}",
+            )
+
+
+def _quantized_rollout_rules(run: RunSettings, starting: Collection[str] | None) -> Found:
+    """Require that fp8 rollouts are corrected for: mu is then never the policy, not even fresh."""
+    if run.engine.weights != "fp8":
+        return
+    for at, policy, objective in policies(run, starting):
+        correction, replay = objective.correction, policy.routing.replay
+        if isinstance(correction, ImportanceSettings):
+            if correction.applies_to_all(replay, run.model.precision):
+                continue
+            yield (
+                at("objective.correction.samples"),
+                f"{correction.samples} leaves fresh samples uncorrected, which engine.weights: fp8 "
+                "samples from another distribution than the policy; use all",
+            )
+        else:
+            yield (
+                at("objective.correction"),
+                "none, but engine.weights: fp8 samples from another distribution than the policy; "
+                "use tis or icepop, with samples: all",
             )

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
+from parallel.engine_rules import engine_violations
 from parallel.estimates.roofline.hardware import GPUS
 from parallel.layout_rules import divisors, layout_violations
 from parallel.machine.slots import fits_nodes
-from parallel.weights.needs import engine_violations
 from pipeline.config.cluster import ClusterSettings
 from pipeline.config.validate import load
 from pipeline.estimate.layout_search import FILLED_AT_MOST, best_layouts

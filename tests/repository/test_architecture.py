@@ -68,6 +68,7 @@ WITHOUT_TORCH = {
     "parallel.estimates.roofline.weight_sync",
     "parallel.estimates.roofline.work",
     "parallel.engine.platform",
+    "parallel.engine_rules",
     "parallel.estimates.engine_memory",
     "parallel.weights.names",
     "parallel.weights.needs",
