@@ -20,7 +20,7 @@ from pipeline.estimate.memory import memory_report
 from pipeline.estimate.stage_memory import stage_memory
 from pipeline.report import drawing
 from pipeline.report import status as report
-from pipeline.report.status import estimate
+from pipeline.report.time_left import estimate
 from pipeline.run.edits import edit_json, edit_lines, edit_of
 from pipeline.run.graph import rerun_options
 from pipeline.run.ledger import took

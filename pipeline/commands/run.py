@@ -14,7 +14,8 @@ from pipeline.commands.support.registry import Argument, command
 from pipeline.commands.support.starting import check_machine, forked, reuse_from, start_stages
 from pipeline.launch.placement import Programs
 from pipeline.report import status as report
-from pipeline.report.status import Estimate, blocked, estimate, next_action
+from pipeline.report.status import next_action
+from pipeline.report.time_left import Estimate, blocked, estimate
 from pipeline.run.bundle.reproduce import compare, foreseen
 from pipeline.run.directory import check_owner, warn_of_readers
 from pipeline.run.edits import moved_lines

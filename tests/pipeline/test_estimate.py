@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.report.status import Estimate, estimate, left_line
+from pipeline.report.time_left import Estimate, estimate, left_line
 from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import compile_graph
 from pipeline.run.run import Run, StageState

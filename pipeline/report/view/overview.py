@@ -11,7 +11,7 @@ from typing import Any
 
 from parallel.errors import UserError, hint
 from pipeline.report.drawing import tree
-from pipeline.report.status import estimate
+from pipeline.report.time_left import estimate
 from pipeline.report.view.health import LAST, Symptom
 from pipeline.run.graph import Stage
 from pipeline.run.ledger import took
