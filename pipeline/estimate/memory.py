@@ -28,7 +28,8 @@ from pipeline.estimate.stage_memory import (
     trained_by,
 )
 from pipeline.run.graph import Stage, compile_graph
-from pipeline.tables import Cell, human, indented, layout_text, table
+from pipeline.tables import Cell, indented, layout_text, table
+from pipeline.text import human
 from stages.settings import RunSettings
 
 HEADINGS = ("parameters", "gradients", "optimizer", "frozen models", "activations", "total")

@@ -25,8 +25,7 @@ from parallel.micro_batches import most_row_tokens, slot_tokens
 from parallel.settings import OptimizerSettings, Settings
 from pipeline.config.cluster import ClusterSettings
 from pipeline.run.graph import Stage
-from pipeline.tables import human
-from pipeline.text import shown
+from pipeline.text import human, shown
 from stages.data.settings import ConversationFileSettings
 from stages.domains import LoopSettings, PolicySettings
 from stages.kinds.distill.settings import DistillSettings, domain_of
