@@ -38,8 +38,8 @@ from stages.data.settings import (
 )
 from stages.directory import COLLECTION, StageDirectory
 from stages.domains import DomainSettings
-from stages.kinds.distill.merge_data_settings import CollectedDataSettings
 from stages.kinds.distill.settings import DistillSettings
+from stages.kinds.distill.source_settings import CollectedDataSettings
 from stages.kinds.mixture_settings import MixtureStageSettings, StageSourceSettings
 from stages.rewards.kinds.judge import JudgeReward
 from stages.rewards.kinds.python import PythonReward

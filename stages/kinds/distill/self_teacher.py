@@ -28,7 +28,7 @@ from stages.data.settings import GeneratedDemonstrationSettings
 from stages.data.tokenizer import Tokenizer, TokenizerError
 from stages.domains import DomainSettings
 from stages.guards.measures import graded, is_right
-from stages.kinds.distill.self_teacher_settings import CONTEXT, PROMPT, SELF, SelfTeacherSettings
+from stages.kinds.distill.source_settings import CONTEXT, PROMPT, SELF, SelfTeacherSettings
 from stages.objectives.groups import Group
 from stages.objectives.kl import AVERAGE, KLSettings
 from stages.objectives.models import Reference
