@@ -15,7 +15,8 @@ from parallel.distributed import sum_over_data
 from parallel.machine.device import device
 from parallel.sample import Sample
 from stages.data.problem import Problem
-from stages.objectives.graded import AdvantageBase, Graded, compute_advantages
+from stages.objectives.graded import Graded, compute_advantages
+from stages.objectives.registry import AdvantageBase
 from stages.objectives.surrogate import sequence_means
 from stages.rewards.reward import Grade, RewardError
 

@@ -16,7 +16,6 @@ from pydantic import Field
 from parallel.settings import Settings
 from stages.objectives import advantages, preference, ratios  # noqa: F401  they register
 from stages.objectives.advantages.grpo import GrpoAdvantageSettings
-from stages.objectives.graded import AdvantageBase
 from stages.objectives.kl import KLSettings
 from stages.objectives.ratios.sequence import SequenceRatioSettings
 from stages.objectives.registry import (
@@ -29,6 +28,7 @@ from stages.objectives.registry import (
     RATIOS,
     WEIGHT_METHODS,
     AboveZero,
+    AdvantageBase,
     Registry,
     aggregation,
     import_modules,
