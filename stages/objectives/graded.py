@@ -89,7 +89,7 @@ def compute_advantages(
     """
     if not graded.mask.any():
         return graded.rewards.new_zeros((*graded.rewards.shape, 1))
-    advantages = ADVANTAGES[settings.name](graded, settings)
+    advantages = ADVANTAGES[settings.name].function(graded, settings)
     tokens = advantages if advantages.dim() == 3 else advantages.unsqueeze(-1)
     useful = graded.mask
     if settings.baseline == "group":

@@ -68,9 +68,6 @@ class Algorithm:
     description: str
     formula: str
 
-    def __call__(self, *inputs: Any) -> Any:
-        return self.function(*inputs)
-
 
 class Registry(dict[str, Algorithm]):
     """The algorithms that a YAML key such as `objective.ratio` chooses from, by name."""

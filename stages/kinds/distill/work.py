@@ -235,7 +235,7 @@ class DistillStage(OnPolicyStage):
             taught = TaughtTokens(
                 responses, kept_logits.load(), micro_batch.reference, logprobs, temperature
             )
-            values = METHODS[self.method.name](taught, self.method)
+            values = METHODS[self.method.name].function(taught, self.method)
             value = token_mean(values, micro_batch.mask, totals)
             add_observed(micro_batch, "teacher_kl", weight * values)
             kl = value
