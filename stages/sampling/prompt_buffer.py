@@ -17,8 +17,7 @@ from stages.data.problem import Problem, seed_of
 from stages.data.prompts import Frontier, PromptStream
 from stages.data.settings import FrontierSettings
 from stages.domains import DomainSettings, RolloutSettings, SamplingSettings
-from stages.guards.measures import graded, is_right
-from stages.objectives.groups import Batch, Group, groups_of
+from stages.objectives.groups import Batch, Group, groups_of, is_right, rewarded
 from stages.sampling.engines import StageEngines
 from stages.settings import StageJob
 
@@ -119,7 +118,7 @@ class PromptBuffer:
             domain = group.problem.domain
             if domain in self._frontiers:
                 rewards = self.domains[domain].rewards
-                right = [is_right(sample, rewards) for sample in graded(group)]
+                right = [is_right(sample, rewards) for sample in rewarded(group)]
                 self._frontiers[domain].update(group.problem, sum(right), len(right) - sum(right))
 
     def metrics(self) -> dict[str, float]:

@@ -43,7 +43,7 @@ MUTANTS = [
     Mutant(
         "a failed grade is solved in an evaluation",
         "stages/kinds/evaluate/work.py",
-        "is_right(sample, rewards) for sample in graded(group)",
+        "is_right(sample, rewards) for sample in rewarded(group)",
         "sample.reward is None or is_right(sample, rewards) for sample in group.samples",
         "tests/stages/test_evaluate.py",
     ),
