@@ -21,6 +21,8 @@ from stages.objectives.groups import Batch, Group, groups_of, is_right, rewarded
 from stages.sampling.engines import StageEngines
 from stages.settings import StageJob
 
+BY_PROMPT = attrgetter("problem.index")
+
 
 class PromptBuffer:
     """A stage's prompts, from their streams to the step that trains on them.
@@ -205,12 +207,6 @@ class _Taken:
     uninformative: list[Group] = field(default_factory=list)
     replaced: list[Group] = field(default_factory=list)
 
-    @property
-    def groups(self) -> list[Group]:
-        return sorted(
-            [*self.informative, *self.uninformative], key=lambda group: group.problem.index
-        )
-
 
 class Collection:
     """One step's groups, taken from the prompt buffer as they become whole.
@@ -258,12 +254,16 @@ class Collection:
         if any(missing.values()):
             self._buffer.request(missing)
             return None
-        groups = [group for taken in self._taken.values() for group in taken.groups]
+        groups = [
+            group
+            for taken in self._taken.values()
+            for group in sorted(taken.informative + taken.uninformative, key=BY_PROMPT)
+        ]
         replaced = [group for taken in self._taken.values() for group in taken.replaced]
         failures = len(self._failures)
         batch = Batch(groups, replaced, self._too_old, failures, self._watch_failures)
         # In the order of the prompts: that in which groups become whole differs between runs.
-        self._buffer.update_curricula(sorted(batch.sampled, key=lambda group: group.problem.index))
+        self._buffer.update_curricula(sorted(batch.sampled, key=BY_PROMPT))
         return batch
 
     def _latest(self, domain: str, room: int) -> int:

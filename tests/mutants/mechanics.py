@@ -106,8 +106,8 @@ MUTANTS = [
     Mutant(
         "a batch beyond max_logprob_difference is trained on",
         "stages/sampling/step.py",
-        "        differences.check(self.bounds)\n",
-        "",
+        "exceeded := self.bounds.exceeded(differences.metrics, differences.tokens):",
+        "exceeded := []:",
         "tests/stages/test_rollout_modes.py",
     ),
     Mutant(
