@@ -9,9 +9,14 @@ from dataclasses import dataclass
 
 from pipeline.commands.support import starting
 from pipeline.commands.support.arguments import CONFIG_HELP, JSON, PARALLEL, STARTING, print_json
-from pipeline.commands.support.configuration import load_configured_run, warn_of_graph
+from pipeline.commands.support.configuration import (
+    check_machine,
+    forked,
+    load_configured_run,
+    warn_of_graph,
+)
 from pipeline.commands.support.registry import Argument, command
-from pipeline.commands.support.starting import check_machine, forked, reuse_from, start_stages
+from pipeline.commands.support.starting import reuse_from, start_stages
 from pipeline.launch.placement import Programs
 from pipeline.report import status as report
 from pipeline.report.status import next_action
@@ -79,7 +84,7 @@ def run(arguments: Namespace) -> None:
     # The lock reads the run again, so the checks below see what another launcher left.
     with run.lock():
         check_not_queued(run)
-        check_settings(run, arguments.rerun, moved_lines(run))
+        check_settings(run, arguments.rerun, moved_lines)
         run.write_settings()
         move_renamed(run)
         if other is not None:
@@ -91,7 +96,7 @@ def run(arguments: Namespace) -> None:
 
 def _show_dry_run(run: Run, arguments: Namespace, reused: Mapping[str, str]) -> None:
     check_not_queued(run)
-    check_settings(run, arguments.rerun, moved_lines(run))
+    check_settings(run, arguments.rerun, moved_lines)
     only, parallel = arguments.only, arguments.parallel
     preview = dry_run(run, starting.PROGRAMS, reused, only, arguments.rerun, parallel)
     plan = run, preview.states, preview.actions, preview.left

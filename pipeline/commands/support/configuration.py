@@ -1,4 +1,4 @@
-"""The configuration that a command line names: its settings, run, warnings and fit on GPUs."""
+"""The configuration that a command line names: its settings, run, warnings and fit on a machine."""
 
 from __future__ import annotations
 
@@ -10,12 +10,21 @@ from parallel.errors import UserError
 from pipeline.commands.support.runs import find
 from pipeline.config.cautions import graph_cautions
 from pipeline.config.validate import load, load_cluster, load_unfinished, located
-from pipeline.estimate.capacity import check_capacity
+from pipeline.estimate.capacity import check_capacity, machine_shares
 from pipeline.estimate.stage_memory import GpusOf, gpus_here, gpus_of, unchecked
 from pipeline.run.bundle.reproduce import bundle_at
+from pipeline.run.directory import RunDirectory, check_owner
 from pipeline.run.graph import Stage
 from pipeline.run.run import Run
-from pipeline.run.select import check_run_directory, dated, to_start
+from pipeline.run.select import (
+    RunFork,
+    check_run_directory,
+    dated,
+    find_fork,
+    planned_states,
+    to_start,
+    unfinished,
+)
 from pipeline.slurm.submit import check_engines
 from pipeline.text import warn
 from stages.settings import RunSettings
@@ -112,3 +121,24 @@ def too_large(settings: RunSettings, stages: Sequence[Stage], arguments: Namespa
     if arguments.cluster is None:
         return []
     return unchecked(load_cluster(arguments.cluster), arguments.cluster, stages)
+
+
+def forked(arguments: Namespace, run: Run) -> tuple[RunDirectory | None, RunFork]:
+    """Return the run that `--fork` names, and the stages of it that `run` can reuse.
+
+    Raises:
+        UserError: other users may have written the run, and it is not trusted.
+    """
+    if arguments.fork is None:
+        return None, RunFork()
+    other = find(arguments.runs_dir, arguments.fork)
+    check_owner(other, arguments.trust_run)
+    return other, find_fork(run, other)
+
+
+def check_machine(run: Run, arguments: Namespace, reused: Iterable[str] = ()) -> None:
+    """Raise UserError where this machine has too little for the stages that will run."""
+    states = planned_states(run, run.states, reused, arguments.rerun)
+    if stages := unfinished(run.chosen(arguments.only), states):
+        check_capacity(run.settings, stages, gpus_here(run.settings, arguments.parallel))
+        machine_shares(arguments.parallel, run.settings, stages)
