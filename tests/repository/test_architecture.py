@@ -43,7 +43,7 @@ ROOMS = {
 }
 APART = {("engine", "checkpoint"), *(("audit", room) for room in ROOMS["stages"])}
 DEEPEST = {"pipeline": 8, "stages": 13, "parallel": 9}  # imports; a change may only lower them
-LONGEST_WALKS = {"dry-run": (78, 41), "grpo-step": (51, 57)}  # files, classes; only lower them
+LONGEST_WALKS = {"dry-run": (65, 41), "grpo-step": (48, 53)}  # files, classes; only lower them
 ABOVE = {"parallel": {"stages", "pipeline"}, "stages": {"pipeline"}, "pipeline": set()}
 ARITHMETIC = {f"parallel.weights.{name}" for name in ("names", "holdings", "needs", "planner")}
 WITHOUT_TORCH = {
