@@ -26,9 +26,10 @@ from typing import Any
 
 from machine import measured
 
+from parallel.engine_rules import engine_violations
 from parallel.settings import LayoutSettings, ModelSettings
 from parallel.weights.boxes import Box
-from parallel.weights.needs import engine_violations, needed
+from parallel.weights.needs import needed
 from parallel.weights.planner import Bucket, EngineSizes, OutgoingMessage, Plan
 
 LAYOUT = LayoutSettings(ranks=512, pipeline=8, expert=64)

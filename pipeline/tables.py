@@ -1,4 +1,4 @@
-"""The tables and the console that commands print on, and sizes in words."""
+"""The tables and the console that commands print on."""
 
 from __future__ import annotations
 
@@ -149,17 +149,6 @@ def indented(stages: Sequence[Stage]) -> dict[str, str]:
     for stage in stages:  # dependencies come first
         depths[stage.name] = 1 + max((depths[name] for name in stage.waits_for), default=-1)
     return {name: f"{'  ' * min(depth, DEEPEST)}{name}" for name, depth in depths.items()}
-
-
-def human(count: int) -> str:
-    """Return bytes to three digits, such as `1.04 MiB`."""
-    size, unit = float(count), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1000 or unit == "TiB":
-            break
-        size /= 1024
-    digits = max(0, 3 - len(str(int(size)))) if unit != "B" else 0
-    return f"{size:,.{digits}f} {unit}"
 
 
 class Terminal(Console):

@@ -1,4 +1,4 @@
-"""Text for people: paths, errors, durations, and output that cannot act on the terminal.
+"""Text for people: paths, errors, durations, sizes, and output that cannot act on the terminal.
 
 YAML keys, causes in a ledger, file names, logs and bodies of HTTP errors may hold any character.
 """
@@ -90,3 +90,14 @@ def shown(path: Path) -> str:
     """
     absolute, here = path.absolute(), Path.cwd()
     return visible(str(absolute.relative_to(here) if absolute.is_relative_to(here) else absolute))
+
+
+def human(count: int) -> str:
+    """Return bytes to three digits, such as `1.04 MiB`."""
+    size, unit = float(count), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1000 or unit == "TiB":
+            break
+        size /= 1024
+    digits = max(0, 3 - len(str(int(size)))) if unit != "B" else 0
+    return f"{size:,.{digits}f} {unit}"

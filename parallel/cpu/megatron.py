@@ -1,10 +1,10 @@
 """The patches of megatron-core 0.16.1 and mbridge for machines without CUDA.
 
 With CUDA `activate()` replaces only what TransformerEngine would bring, and only where it is
-missing (parallel.cpu.transformer_engine). Without CUDA, Megatron's modules see a `torch` whose CUDA
-calls answer for the CPU. The substitution is scoped: every Megatron (and mbridge) module gets a
-proxy in place of its global name `torch`. The real `torch` keeps its factories, so that Hugging
-Face, vLLM and everything else are unaffected.
+missing. Without CUDA, Megatron's modules see a `torch` whose CUDA calls answer for the CPU. The
+substitution is scoped: every Megatron (and mbridge) module gets a proxy in place of its global name
+`torch`. The real `torch` keeps its factories, so that Hugging Face, vLLM and everything else are
+unaffected.
 (Patching the factories of the real module silently zeroes rotary frequencies loaded by
 transformers: `torch.device` contexts cache the factories they first saw.)
 
@@ -21,13 +21,14 @@ import functools
 import importlib
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.optim.adam import adam
 
-from parallel.cpu import gloo, transformer_engine
+from parallel.cpu import gloo
 from parallel.machine.cuda_packages import hide
 from parallel.machine.device import CPU, has_apex, layer_specs
 
@@ -74,9 +75,9 @@ def activate() -> None:
         gloo.share_device()
     for name in ENTRY_POINTS:
         importlib.import_module(name)
-    transformer_engine.count_adam_steps_by_group()
+    _count_adam_steps_by_group()
     if local:
-        transformer_engine.stand_in()
+        _stand_in()
     if cuda:
         return
     proxy = _TorchWithoutCuda()
@@ -245,3 +246,73 @@ def _scatter_unequal(equal: Callable[..., torch.Tensor]) -> Callable[..., torch.
 
 def _as_splits(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def _stand_in() -> None:
+    """Give megatron-core's modules the names that only TransformerEngine would define."""
+    moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    # The router's forward uses the name unguarded, and without TransformerEngine nothing binds it.
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+    latent: Any = importlib.import_module("megatron.core.transformer.multi_latent_attention")
+    # The flag is true also where TransformerEngine's classes are mocks.
+    latent.HAVE_TE = isinstance(latent.TELinear, type)
+
+
+def _count_adam_steps_by_group() -> None:
+    """Use our AdamW where neither TransformerEngine nor apex is installed.
+
+    megatron-core would use torch's, which counts steps per parameter. Its fully reshardable format
+    drops these counts when saving and requires them when loading (KeyError: 'step'), and a rank
+    that owns no parameter of a group has no count to save. A count per group avoids both.
+    """
+    optimizer: Any = importlib.import_module("megatron.core.optimizer")
+    distributed: Any = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
+    if optimizer.USING_PYTORCH_OPTIMIZER:
+        optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = GroupStepAdam, False
+        distributed.HAVE_APEX_OR_TE = distributed.USING_APEX_OPTIMIZER = True
+
+
+class GroupStepAdam(torch.optim.AdamW):
+    """torch's AdamW, bit for bit, with `step` in the parameter group instead of in every state.
+
+    Empty groups have it too, so that all ranks save the same keys.
+    """
+
+    def __init__(self, params: Iterable[Any], *, adam_w_mode: bool = True, **options: Any) -> None:
+        """Decouple the weight decay from the gradient if `adam_w_mode`, as apex does."""
+        super().__init__(params, **options)
+        self.adam_w_mode = adam_w_mode
+        for group in self.param_groups:
+            group["step"] = 0
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a state; skip torch's Adam, which requires a step for every parameter."""
+        torch.optim.Optimizer.__setstate__(self, state)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient; `closure` is ignored."""
+        for group in self.param_groups:
+            done = group["step"]
+            group["step"] = done + 1
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            for parameter in parameters:
+                if not self.state[parameter]:
+                    for name in ("exp_avg", "exp_avg_sq"):
+                        self.state[parameter][name] = torch.zeros_like(parameter)
+            states = [self.state[parameter] for parameter in parameters]
+            adam(
+                parameters,
+                [parameter.grad for parameter in parameters],
+                [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states],
+                max_exp_avg_sqs=[],
+                state_steps=[torch.tensor(float(done)) for _ in parameters],
+                decoupled_weight_decay=self.adam_w_mode,
+                amsgrad=False,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                maximize=False,
+                **{name: group[name] for name in ("lr", "weight_decay", "eps")},
+            )

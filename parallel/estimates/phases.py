@@ -20,7 +20,7 @@ from parallel.estimates.engine_memory import (
     RESERVE_BYTES,
     EngineShare,
 )
-from parallel.estimates.memory import RankMemory
+from parallel.estimates.memory import RankMemory, RankModels
 from parallel.machine.slots import engine_slots, fits_nodes, gpus_needed
 from parallel.settings import EngineSettings, LayoutSettings
 
@@ -33,36 +33,6 @@ FRAGMENTATION = 0.1
 IMBALANCE = 1.5
 # The permuted tokens of a layer and their copies at the experts, on the way there and back.
 ROUTED_COPIES = 4
-
-
-@dataclass(frozen=True)
-class RankModels:
-    """The models of a stage on one rank.
-
-    `forward` are the activations of a pass without gradients, `routed` a layer's hidden states on
-    the way to its experts. `frozen` is the largest of the frozen models, whose number counts on the
-    host; `heads` are output heads of theirs that a loss still needs. `updates` are those of a step.
-    """
-
-    policy: RankMemory
-    critic: RankMemory | None = None
-    forward: int = 0
-    routed: int = 0
-    frozen: int = 0
-    frozen_models: int = 0
-    heads: int = 0
-    updates: int = 1
-    trains: bool = True
-
-    @property
-    def trained(self) -> list[RankMemory]:
-        """The policy, and the critic where there is one; or the model that is only read."""
-        return [self.policy] if self.critic is None else [self.policy, self.critic]
-
-    @property
-    def memory(self) -> RankMemory:
-        """The memory of all models together."""
-        return self.policy if self.critic is None else self.policy.beside(self.critic)
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,11 @@ class Units:
     repeated: bool = False
 
 
+def padded(units: Units) -> int:
+    """Return the number of units once it is rounded up to their multiple."""
+    return -(-units.count // units.multiple) * units.multiple
+
+
 @dataclass(frozen=True, slots=True)
 class FusedTensor:
     """A Hugging Face tensor of a weight, named in its bucket; `units` count its split dimension.

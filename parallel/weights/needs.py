@@ -5,47 +5,11 @@ They equal what vLLM 0.30's weight loaders copy on a tensor-parallel rank.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
-from parallel.layout_rules import divisors, one_of
 from parallel.settings import ModelSettings
 from parallel.weights.boxes import Box, along
-from parallel.weights.names import FusedTensor, ModelWeights, Units, Weight, tensor_prefix
-
-
-def engine_violations(
-    model: ModelSettings, tensor_parallel: int, expert_parallel: bool = False, data: int = 1
-) -> list[tuple[str, str]]:
-    """Return the reasons why an engine of this size cannot hold the model: (key, message)."""
-    description = ModelWeights(model)
-    weights = [w for key in description.buckets for w in description.weights[description.kind(key)]]
-    violations, ranks = [], tensor_parallel * data
-    if expert_parallel or data > 1:  # whole experts need no width that ranks divide
-        width = model.expert_hidden_size
-        if not expert_parallel and width % ranks:
-            message = (
-                f"{data} x engine.tensor = {ranks} ranks do not divide model.expert_hidden_size ="
-                f" {width}; use expert_parallel: true, or engine.data so that the ranks are"
-            )
-            violations.append(("engine.data", f"{message} {_any_of(divisors(width))}"))
-        weights = [weight for weight in weights if not weight.experts]
-    split = dict.fromkeys(fused.units for weight in weights for fused in weight.tensors)
-    units = [unit for unit in split if unit is not None]
-    # The vocabulary and the attention heads are never repeated, so their divisors are candidates.
-    common = math.gcd(*(_padded(unit) for unit in units if not unit.repeated))
-    fitting = [size for size in divisors(common) if all(_divides(size, unit) for unit in units)]
-    for unit in units:
-        if not _divides(tensor_parallel, unit):
-            count = _padded(unit)
-            how = "neither divides nor is a multiple of" if unit.repeated else "does not divide"
-            padding = f", rounded up to {count}" if count != unit.count else ""
-            message = f"{tensor_parallel} {how} {unit.name} = {unit.count}{padding}"
-            violations.append(("engine.tensor", f"{message}; {one_of(fitting)}"))
-    if expert_parallel and ranks > model.experts:
-        few = f"{ranks} ranks cannot share model.experts = {model.experts}"
-        violations.append(("engine.expert_parallel", f"{few}; use fewer ranks, or false"))
-    return violations
+from parallel.weights.names import FusedTensor, ModelWeights, Weight, padded, tensor_prefix
 
 
 def needed(
@@ -107,10 +71,6 @@ def needed_of(
                     yield fused.tensor.format(expert=expert), box
 
 
-def _any_of(sizes: list[int]) -> str:
-    return one_of(sizes).removeprefix("use ")
-
-
 def _linear_placement(experts: int, ranks: int, rank: int) -> range:
     """Return the experts of a rank in vLLM's linear placement: the first ranks have one more."""
     per_rank, remainder = divmod(experts, ranks)
@@ -123,20 +83,10 @@ def _box(fused: FusedTensor, dimension: int | None, ranks: int, rank: int) -> Bo
         return (0,) * len(fused.shape), fused.shape
     units = fused.units
     places = min(ranks, units.count) if units.repeated else ranks
-    per_place = _padded(units) // places
+    per_place = padded(units) // places
     first_unit = min(rank * places // ranks * per_place, units.count)
     last_unit = min(first_unit + per_place, units.count)
     size = fused.shape[dimension] // units.count
     return along(
         fused.shape, dimension, fused.first_row + first_unit * size, (last_unit - first_unit) * size
     )
-
-
-def _padded(units: Units) -> int:
-    return -(-units.count // units.multiple) * units.multiple
-
-
-def _divides(ranks: int, units: Units) -> bool:
-    if units.repeated and ranks > units.count:
-        return ranks % units.count == 0
-    return _padded(units) % ranks == 0

@@ -21,7 +21,7 @@ from pipeline.commands.support.runs import load_trusted_run
 from pipeline.config.rules import DOMAIN_NAME
 from pipeline.config.validate import dump_differing, is_run, load, load_domain, load_with_domain
 from pipeline.estimate.capacity import check_capacity
-from pipeline.estimate.gpu_memory import gpus_here
+from pipeline.estimate.stage_memory import gpus_here
 from pipeline.launch import one_off
 from pipeline.report.domain_scores import (
     demonstrated,

@@ -9,7 +9,7 @@ from pipeline.commands.support.arguments import JSON, RUN, STEP, TRUST, positive
 from pipeline.commands.support.registry import Argument, command
 from pipeline.commands.support.runs import load_trusted_run
 from pipeline.estimate.capacity import check_capacity
-from pipeline.estimate.gpu_memory import gpus_here
+from pipeline.estimate.stage_memory import gpus_here
 from pipeline.launch import one_off
 from pipeline.report import status as report
 from pipeline.run.graph import Stage

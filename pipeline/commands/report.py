@@ -16,8 +16,7 @@ from pipeline.commands.support.runs import find, load_run, read_run
 from pipeline.run.directory import RUNS_AS, exposure
 from pipeline.run.run import Run
 from pipeline.slurm.queue import states_now
-from pipeline.tables import human
-from pipeline.text import say, shown
+from pipeline.text import human, say, shown
 
 DEMO_FILE = Path("braid-demo.html")
 MOST_SAMPLES, MOST_BYTES = 100_000, 40 << 20  # of a report, unless --samples says how many

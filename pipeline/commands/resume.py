@@ -5,9 +5,10 @@ from __future__ import annotations
 from argparse import Namespace
 
 from pipeline.commands.support.arguments import JSON, PARALLEL, RUN, SELECTION, TRUST
+from pipeline.commands.support.configuration import check_machine
 from pipeline.commands.support.registry import command
 from pipeline.commands.support.runs import load_run_to_start
-from pipeline.commands.support.starting import check_machine, start_stages
+from pipeline.commands.support.starting import start_stages
 from pipeline.run.directory import warn_of_readers
 from pipeline.run.former import move_renamed
 from pipeline.run.select import MAY_CHANGE, check_selection

@@ -11,13 +11,13 @@ from pathlib import Path
 from parallel.errors import UserError, hint
 from parallel.files import write_atomically
 from pipeline.commands.support.arguments import CONFIG_HELP, JSON, STARTING, print_json
-from pipeline.commands.support.configuration import load_configured_run, warn_of_graph
+from pipeline.commands.support.configuration import forked, load_configured_run, warn_of_graph
 from pipeline.commands.support.registry import Argument, command
-from pipeline.commands.support.starting import forked, rerun, reuse_from
+from pipeline.commands.support.starting import rerun, reuse_from
 from pipeline.config.cluster import READ_BY_JOBS, ClusterSettings
 from pipeline.config.validate import differing_keys, load_cluster, load_started
 from pipeline.estimate.capacity import check_capacity
-from pipeline.estimate.gpu_memory import gpus_of, unchecked
+from pipeline.estimate.stage_memory import gpus_of, unchecked
 from pipeline.run.directory import RunDirectory, check_owner, warn_of_readers
 from pipeline.run.edits import moved_lines
 from pipeline.run.former import move_renamed
@@ -174,7 +174,7 @@ def _preview(submission: _Submission, arguments: Namespace) -> None:
     """Show the submission, or raise the error that it would raise; write nothing."""
     run = submission.run
     _check_queued_settings(run)
-    check_settings(run, submission.rerun, moved_lines(run))
+    check_settings(run, submission.rerun, moved_lines)
     again = run.downstream(submission.rerun)
     check_stale(run, [stage for stage in submission.selected if stage not in again], record=False)
     queued, unasked = queue_of(run)
@@ -218,7 +218,7 @@ def _settled(submission: _Submission) -> dict[str, StageState]:
     check_dependencies(
         submission.selected, as_done(submission.planned(before), "stale", *IN_FLIGHT)
     )
-    check_settings(run, submission.rerun, moved_lines(run))
+    check_settings(run, submission.rerun, moved_lines)
     run.write_settings()
     move_renamed(run)
     if submission.other is not None:

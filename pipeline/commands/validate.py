@@ -12,17 +12,15 @@ from pipeline.commands.support.arguments import CLUSTER, CONFIG, CONFIG_HELP, JS
 from pipeline.commands.support.configuration import (
     cautions_of,
     check_cluster_engines,
-    graph_cautions,
     load_config,
     too_large,
 )
 from pipeline.commands.support.registry import Argument, command
-from pipeline.config.engine_rules import micro_batch_cautions
-from pipeline.config.quantized import loss_gate_cautions
+from pipeline.config.cautions import graph_cautions, loss_gate_cautions, micro_batch_cautions
 from pipeline.config.read import ConfigError
 from pipeline.config.rules import policy_cautions
 from pipeline.config.validate import dump_resolved
-from pipeline.launch.runner import machine_shares
+from pipeline.estimate.capacity import machine_shares
 from pipeline.run.graph import Stage
 from pipeline.run.run import Run
 from pipeline.text import say, shown, warn

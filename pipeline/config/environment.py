@@ -31,15 +31,15 @@ from pipeline.config.tokenizers import (
 )
 from pipeline.config.unroll import Blocks, is_path
 from pipeline.text import shown
-from stages.data.reasoning_gym import prompt_violations
+from stages.data.reasoning_gym_options import prompt_violations
 from stages.data.settings import (
     FileSettings,
     TooManyDirectories,
 )
 from stages.directory import COLLECTION, StageDirectory
 from stages.domains import DomainSettings
-from stages.kinds.distill.merge_data_settings import CollectedDataSettings
 from stages.kinds.distill.settings import DistillSettings
+from stages.kinds.distill.source_settings import CollectedDataSettings
 from stages.kinds.mixture_settings import MixtureStageSettings, StageSourceSettings
 from stages.rewards.kinds.judge import JudgeReward
 from stages.rewards.kinds.python import PythonReward

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from pydantic import ValidationError
 
+from parallel.engine_rules import engine_rules
 from parallel.errors import hint
 from parallel.families import (
     FAMILIES,
@@ -28,8 +29,6 @@ from parallel.settings import (
     LayoutSettings,
     ModelSettings,
 )
-from pipeline.config.engine_rules import engine_rules, quantized_rollout_rules
-from pipeline.config.quantized import requantized
 from pipeline.config.unroll import Blocks, graph_rules, pair_rules, policies
 from stages.data.settings import (
     FileDemonstrationSettings,
@@ -39,7 +38,9 @@ from stages.data.settings import (
 from stages.domains import DomainSettings, PolicySettings
 from stages.guards.settings import GainGateSettings
 from stages.kinds.evaluate.settings import EvaluationSettings
+from stages.kinds.export.settings import ExportSettings
 from stages.kinds.grpo.settings import GrpoSettings
+from stages.kinds.quantize.settings import QuantizeSettings
 from stages.kinds.rules import At, policy_rules, too_few, under
 from stages.kinds.sft.settings import SftSettings
 from stages.objectives.advantages.gae import GaeSettings
@@ -75,7 +76,7 @@ def violations(
     """
     yield from _model_rules(run.model, run.layout)
     yield from _engine_rules(run.model, run.engine)
-    yield from quantized_rollout_rules(run, starting)
+    yield from _quantized_rollout_rules(run, starting)
     uses = _uses(run)
     trained_on = {name for stage in Blocks(run).among(starting) for name in stage.domains}
     for name, domain in run.domains.items():
@@ -90,7 +91,7 @@ def violations(
         if graph:
             # The stages of a block with for_each break a rule alike: it is reported once.
             yield from dict.fromkeys(pair_rules(run, starting))
-            yield from requantized(run, starting)
+            yield from _requantized(run, starting)
     yield from evaluation_rules(run.evaluation, run.layout)
     yield from answer_rules(run)
 
@@ -403,3 +404,54 @@ def _repeated(samples: int, temperature: float) -> Iterator[str]:
     if samples > 1 and temperature == 0:
         why = "greedy answers to a problem are identical"
         yield f"{samples} {why}; use 1, or a temperature above 0"
+
+
+def _requantized(run: RunSettings, starting: Collection[str] | None) -> Found:
+    """Yield each stage that would export or quantize a quantized model, as (dotted key, message).
+
+    Its checkpoint has the weights that the quantized ones stand for, in the model's precision: an
+    export would write those.
+    """
+    blocks = Blocks(run)
+    for stage in blocks.among(starting):
+        parent = blocks.inputs(stage).parent
+        parent_stage = (
+            blocks.by_name.get(blocks.resolve(parent, stage.domain) or "") if parent else None
+        )
+        if parent_stage is None or not isinstance(parent_stage.settings, QuantizeSettings):
+            continue
+        if isinstance(stage.settings, ExportSettings):
+            yield (
+                f"{stage.key}.from",
+                f"{parent_stage.name} is quantized, and its stage already leaves the export:"
+                f" stages/{parent_stage.name}/huggingface; remove this stage, or export"
+                f" {parent_stage.settings.from_}",
+            )
+        elif isinstance(stage.settings, QuantizeSettings):
+            yield (
+                f"{stage.key}.from",
+                f"{parent_stage.name} is quantized already; name the model before that,"
+                f" {parent_stage.settings.from_}",
+            )
+
+
+def _quantized_rollout_rules(run: RunSettings, starting: Collection[str] | None) -> Found:
+    """Require that fp8 rollouts are corrected for: mu is then never the policy, not even fresh."""
+    if run.engine.weights != "fp8":
+        return
+    for at, policy, objective in policies(run, starting):
+        correction, replay = objective.correction, policy.routing.replay
+        if isinstance(correction, ImportanceSettings):
+            if correction.applies_to_all(replay, run.model.precision):
+                continue
+            yield (
+                at("objective.correction.samples"),
+                f"{correction.samples} leaves fresh samples uncorrected, which engine.weights: fp8 "
+                "samples from another distribution than the policy; use all",
+            )
+        else:
+            yield (
+                at("objective.correction"),
+                "none, but engine.weights: fp8 samples from another distribution than the policy; "
+                "use tis or icepop, with samples: all",
+            )

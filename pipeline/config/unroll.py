@@ -17,8 +17,8 @@ from itertools import chain
 
 from parallel.errors import hint
 from stages.domains import PolicySettings
-from stages.kinds.distill.self_teacher_settings import SELF
 from stages.kinds.distill.settings import DistillSettings, domain_of
+from stages.kinds.distill.source_settings import SELF
 from stages.kinds.dpo.settings import BestWorstPairSettings, DpoSettings
 from stages.kinds.grpo.settings import GrpoSettings
 from stages.kinds.kind import KINDS, Found, Inputs, StageSettings

@@ -1,26 +1,28 @@
-"""The refusal of stages that need more memory than their GPUs have, with settings that fit."""
+"""The refusal of stages that this machine or a node is too small for, with settings that fit."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, combinations
 from typing import Any
 
+from parallel.engine.platform import check_cpu_engine
 from parallel.errors import UserError
 from parallel.estimates.engine_memory import gib
 from parallel.estimates.phases import PhaseMemory
 from parallel.layout_rules import divisors, tracks_in_bf16
-from parallel.machine.slots import fits_nodes
+from parallel.machine.gpus import usable_gpus
+from parallel.machine.slots import MachineGpus, fits_nodes, share_cores, share_gpus
 from pipeline.config.rules import violations
-from pipeline.estimate.gpu_memory import GpusOf, NodeGpus, stage_phases
-from pipeline.estimate.stage_memory import trained_by
+from pipeline.estimate.stage_memory import GpusOf, NodeGpus, stage_phases, trained_by
 from pipeline.run.graph import Stage
 from stages.kinds.grpo.settings import GrpoSettings
 from stages.kinds.rules import At, under
-from stages.settings import RunSettings
+from stages.settings import RunSettings, check_turns
 
 LEAST_TOKENS = 1024  # of a micro-batch that is suggested
 LEAST_SEQUENCES = 16  # of an engine that are suggested
@@ -237,3 +239,44 @@ def _replaced(node: Any, key: list[str], value: Any) -> Any:
         return {**node, first: _replaced(node[first], rest, value) if rest else value}
     inner = _replaced(getattr(node, first), rest, value) if rest else value
     return node.model_copy(update={first: inner})
+
+
+@dataclass(frozen=True)
+class MachineShare:
+    """A stage's and its engines' share of this machine; None is any core, or no GPU."""
+
+    cores: list[int] | None
+    gpus: MachineGpus | None
+
+
+def machine_shares(
+    count: int, settings: RunSettings, stages: Sequence[Stage]
+) -> list[MachineShare]:
+    """Return an equal share of this machine for each of `count` of the stages at a time.
+
+    Raises:
+        UserError: there are fewer GPUs or cores than stages, or too few for a stage's processes; or
+            engines would need the GPUs of a trainer that computes.
+    """
+    samples = any(stage.needs_engine for stage in stages)
+    if stages and (gpus := usable_gpus()):
+        if (per_stage := len(gpus) // count) == 0:
+            raise UserError(f"--parallel {count} needs {count} GPUs, {len(gpus)} available")
+        if any(stage.takes_turns for stage in stages):
+            check_turns(settings)
+        layout, engine = settings.layout, settings.engine if samples else None
+        starts = range(0, count * per_stage, per_stage)
+        shares = [(gpus[start : start + per_stage], start) for start in starts]
+        return [MachineShare(None, share_gpus(layout, engine, *share)) for share in shares]
+    cores = sorted(os.sched_getaffinity(0))
+    if (per_stage := len(cores) // count) == 0:
+        raise UserError(f"--parallel {count} needs {count} CPU cores, {len(cores)} available")
+    if samples:
+        check_cpu_engine(settings.model)
+        share_cores(settings.engine, cores[:per_stage])
+    if count == 1:
+        return [MachineShare(None, None)]
+    return [
+        MachineShare(cores[slot * per_stage : (slot + 1) * per_stage], None)
+        for slot in range(count)
+    ]

@@ -8,16 +8,16 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
+from parallel.engine_rules import engine_rules
 from parallel.estimates.roofline.step import StepSeconds
 from parallel.estimates.roofline.work import StepWorkload
 from parallel.families import family_violations
 from parallel.layout_rules import divisors, layout_violations
 from parallel.machine.slots import fits_nodes
 from parallel.settings import EngineSettings, LayoutSettings
-from pipeline.config.engine_rules import engine_rules
 from pipeline.config.yaml_core import dump_line
-from pipeline.estimate.gpu_memory import NodeGpus, stage_phases
 from pipeline.estimate.simulation import HOUR, Assumptions, without_sync, workload
+from pipeline.estimate.stage_memory import NodeGpus, stage_phases
 from pipeline.run.graph import Stage
 from pipeline.tables import Cell, table
 from pipeline.text import clock

@@ -17,15 +17,19 @@ from parallel.estimates.memory import RankMemory
 from parallel.estimates.phases import PhaseMemory, checkpoint_copies
 from parallel.estimates.tensor_sizes import parameter_count
 from parallel.layout_rules import chunk_layers
-from pipeline.estimate.gpu_memory import GpusOf, NodeGpus, stage_phases
 from pipeline.estimate.stage_memory import (
+    GpusOf,
+    NodeGpus,
+    fullest,
     samples_per_step,
     stage_memory,
     stage_models,
+    stage_phases,
     trained_by,
 )
 from pipeline.run.graph import Stage, compile_graph
-from pipeline.tables import Cell, human, indented, layout_text, table
+from pipeline.tables import Cell, indented, layout_text, table
+from pipeline.text import human
 from stages.settings import RunSettings
 
 HEADINGS = ("parameters", "gradients", "optimizer", "frozen models", "activations", "total")
@@ -128,18 +132,6 @@ def _host_table(
 
 def _gib_row(name: str, counts: Sequence[int], style: str = "") -> list[str | Cell]:
     return [name, *(Cell(f"{count / GIB:,.2f}" if count else "", style) for count in counts)]
-
-
-def largest_memory(settings: RunSettings, stages: Sequence[Stage]) -> str:
-    """Return the memory of the fullest rank of all stages, and its stage, in a line."""
-    needs = {stage.name: fullest(stage_memory(stage, settings)).total for stage in stages}
-    name = max(needs, key=lambda name: needs[name])
-    return f"the fullest rank needs {human(needs[name])}, in {name} (--memory shows every stage)"
-
-
-def fullest(ranks: list[RankMemory]) -> RankMemory:
-    """Return the rank that needs most, which decides what fits."""
-    return max(ranks, key=lambda rank: rank.total)
 
 
 def _cells(rank: RankMemory) -> list[Cell]:

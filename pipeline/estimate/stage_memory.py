@@ -1,16 +1,31 @@
-"""The bytes of a stage's models on its ranks, from the run's settings."""
+"""The bytes of a stage: of its models on its ranks, and of every phase on the GPUs of its node."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
-from parallel.estimates.activations import forward_activations, routed_bytes
-from parallel.estimates.memory import RankMemory, head_bytes, reading_memory, training_memory
-from parallel.estimates.phases import RankModels
+from parallel.errors import UserError
+from parallel.estimates.engine_memory import GIB, engine_share
+from parallel.estimates.memory import (
+    RankMemory,
+    RankModels,
+    forward_activations,
+    head_bytes,
+    reading_memory,
+    routed_bytes,
+    training_memory,
+)
+from parallel.estimates.phases import EngineOnGpus, PhaseMemory, neighbours, phases
+from parallel.machine.gpus import usable_gpus
+from parallel.machine.slots import gpus_needed
 from parallel.micro_batches import most_row_tokens, slot_tokens
 from parallel.settings import OptimizerSettings, Settings
+from pipeline.config.cluster import ClusterSettings
 from pipeline.run.graph import Stage
+from pipeline.text import human, shown
 from stages.data.settings import ConversationFileSettings
 from stages.domains import LoopSettings, PolicySettings
 from stages.kinds.distill.settings import DistillSettings, domain_of
@@ -28,6 +43,18 @@ from stages.settings import RunSettings
 def stage_memory(stage: Stage, settings: RunSettings) -> list[RankMemory]:
     """Return the memory of a rank of every pipeline rank while the stage runs."""
     return [models.memory for models in stage_models(stage, settings)]
+
+
+def fullest(ranks: list[RankMemory]) -> RankMemory:
+    """Return the rank that needs most, which decides what fits."""
+    return max(ranks, key=lambda rank: rank.total)
+
+
+def largest_memory(settings: RunSettings, stages: Sequence[Stage]) -> str:
+    """Return the memory of the fullest rank of all stages, and its stage, in a line."""
+    needs = {stage.name: fullest(stage_memory(stage, settings)).total for stage in stages}
+    name = max(needs, key=lambda name: needs[name])
+    return f"the fullest rank needs {human(needs[name])}, in {name} (--memory shows every stage)"
 
 
 def stage_models(stage: Stage, settings: RunSettings) -> list[RankModels]:
@@ -173,3 +200,74 @@ def objectives(stage: Stage, settings: RunSettings) -> dict[str, ObjectiveSettin
         return block.objectives(settings, stage.domains)
     policy = rewarded(stage, settings)
     return {} if policy is None else dict.fromkeys(stage.domains, policy.objective)
+
+
+@dataclass(frozen=True)
+class NodeGpus:
+    """The GPUs of a node for ranks and engines: their number, and the bytes of the smallest."""
+
+    count: int
+    gpu_bytes: int
+
+
+GpusOf = Callable[[str], NodeGpus | None]
+
+
+def gpus_of(cluster: ClusterSettings) -> GpusOf:
+    """Return the function that gives the GPUs of a kind's node in a profile, if it says them."""
+
+    def of_kind(kind: str) -> NodeGpus | None:
+        node = cluster.of_kind(kind)
+        if not node.gpus_per_node or node.gpu_memory_gib is None:
+            return None
+        return NodeGpus(node.ranks_per_node, round(node.gpu_memory_gib * GIB))
+
+    return of_kind
+
+
+def unchecked(cluster: ClusterSettings, profile: Path, stages: Iterable[Stage]) -> list[str]:
+    """Return a line that says so where stages get GPUs whose memory the profile leaves out."""
+    nodes = [cluster.of_kind(kind) for kind in {stage.kind for stage in stages}]
+    if not any(node.gpus_per_node and node.gpu_memory_gib is None for node in nodes):
+        return []
+    return [
+        f"memory is not checked: set gpu_memory_gib in {shown(profile)} (79.2 for an H100 of 80 GB)"
+    ]
+
+
+def gpus_here(settings: RunSettings, parallel: int = 1) -> GpusOf:
+    """Return the function that gives this machine's GPUs, None where they are not known.
+
+    Each of `parallel` stages has an equal part of them, and uses the first of its part. A login
+    node may have the driver's program and no GPU: its error is none of a configuration.
+    """
+    try:
+        gpus = usable_gpus()
+    except UserError:
+        gpus = []
+    if not gpus:
+        return lambda _: None
+    per_stage, needed = max(1, len(gpus) // parallel), gpus_needed(settings.layout, settings.engine)
+    used = [
+        gpu.total_bytes
+        for position, gpu in enumerate(gpus[: per_stage * parallel])
+        if position % per_stage < needed
+    ]
+    here = NodeGpus(per_stage, min(used))
+    return lambda _: here
+
+
+def stage_phases(stage: Stage, settings: RunSettings, gpus: NodeGpus) -> list[PhaseMemory]:
+    """Return every phase of a step of the stage, each on the pipeline's rank that needs most."""
+    engine, engines = settings.engine, None
+    if stage.needs_engine:
+        engines = EngineOnGpus(
+            engine_share(settings.model, engine),
+            shared=engine.placement == "shared",
+            neighbours=neighbours(settings.layout, engine, gpus.count),
+            gpu_bytes=gpus.gpu_bytes,
+        )
+    by_rank = [phases(models, engines) for models in stage_models(stage, settings)]
+    # The fullest rank of one phase is not that of another: the first has most layers in flight, the
+    # last the logits.
+    return [max(same, key=lambda phase: phase.total) for same in zip(*by_rank, strict=True)]

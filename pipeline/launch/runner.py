@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 
 from rich.console import Console
 
-from parallel.engine.platform import check_cpu_engine
 from parallel.errors import UserError
 from parallel.files import read_text
-from parallel.machine.gpus import usable_gpus
-from parallel.machine.slots import MachineGpus, share_cores, share_gpus
+from pipeline.estimate.capacity import machine_shares
 from pipeline.launch.launcher import JobFailed, Launcher, Work
 from pipeline.launch.placement import ForkServers, Programs, ThisMachine
 from pipeline.launch.processes import POLL_SECONDS, Signals, Stopped
@@ -30,7 +26,7 @@ from pipeline.run.run import KILLED, Run, missing_output
 from pipeline.run.select import check_dependencies, check_stale
 from pipeline.text import reason
 from stages.directory import StageDirectory
-from stages.settings import RunSettings, StageJob, check_turns
+from stages.settings import StageJob
 
 
 def run_stages(
@@ -139,47 +135,6 @@ class StageScheduler:
                     lost.add(waiting.name)
             self._waiting = [waiting for waiting in self._waiting if waiting.name not in lost]
         del self._running[slot]
-
-
-@dataclass(frozen=True)
-class MachineShare:
-    """A stage's and its engines' share of this machine; None is any core, or no GPU."""
-
-    cores: list[int] | None
-    gpus: MachineGpus | None
-
-
-def machine_shares(
-    count: int, settings: RunSettings, stages: Sequence[Stage]
-) -> list[MachineShare]:
-    """Return an equal share of this machine for each of `count` of the stages at a time.
-
-    Raises:
-        UserError: there are fewer GPUs or cores than stages, or too few for a stage's processes; or
-            engines would need the GPUs of a trainer that computes.
-    """
-    samples = any(stage.needs_engine for stage in stages)
-    if stages and (gpus := usable_gpus()):
-        if (per_stage := len(gpus) // count) == 0:
-            raise UserError(f"--parallel {count} needs {count} GPUs, {len(gpus)} available")
-        if any(stage.takes_turns for stage in stages):
-            check_turns(settings)
-        layout, engine = settings.layout, settings.engine if samples else None
-        starts = range(0, count * per_stage, per_stage)
-        shares = [(gpus[start : start + per_stage], start) for start in starts]
-        return [MachineShare(None, share_gpus(layout, engine, *share)) for share in shares]
-    cores = sorted(os.sched_getaffinity(0))
-    if (per_stage := len(cores) // count) == 0:
-        raise UserError(f"--parallel {count} needs {count} CPU cores, {len(cores)} available")
-    if samples:
-        check_cpu_engine(settings.model)
-        share_cores(settings.engine, cores[:per_stage])
-    if count == 1:
-        return [MachineShare(None, None)]
-    return [
-        MachineShare(cores[slot * per_stage : (slot + 1) * per_stage], None)
-        for slot in range(count)
-    ]
 
 
 def attempt(

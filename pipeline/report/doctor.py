@@ -22,8 +22,8 @@ from parallel.errors import UserError
 from parallel.machine.gpus import driver_error, type_error, visible_gpus
 from pipeline.config.cluster import ClusterSettings
 from pipeline.launch.placement import GPU_FILE
-from pipeline.tables import Cell, human, table
-from pipeline.text import say, signal_name
+from pipeline.tables import Cell, table
+from pipeline.text import human, say, signal_name
 from stages.rewards.sandbox import SandboxError
 from stages.rewards.sandbox import check as check_sandbox
 

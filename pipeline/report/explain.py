@@ -1,32 +1,23 @@
-"""Explanations of a run.
-
-Why a stage is in its state, how two runs differ, the graph as a drawing, a dry run, and the logs.
-"""
+"""Explanations of a run: why a stage is in its state, and its logs."""
 
 from __future__ import annotations
 
-import shlex
 import sys
 import time
 from codecs import getincrementaldecoder
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from parallel.errors import UserError
 from parallel.files import open_file
-from pipeline.launch.placement import Programs
-from pipeline.report.status import next_action
-from pipeline.report.time_left import Estimate, blocked, estimate
 from pipeline.run.graph import Stage
-from pipeline.run.ledger import took
 from pipeline.run.lineage import DIGEST_LENGTH, read_manifest
 from pipeline.run.run import Run, StageState
-from pipeline.run.select import StaleStages, planned_states, stale_among
 from pipeline.slurm.queue import states_now
 from pipeline.text import clock, say, shown, visible
-from stages.directory import EngineDirectory, StageDirectory
+from stages.directory import StageDirectory
 
 LOOK_SECONDS = 0.5  # between two reads of a growing log
 ASK_SECONDS = 5.0  # between two questions to Slurm's controller, which serves others too
@@ -80,67 +71,6 @@ def why_json(run: Run, stage: Stage, states: Mapping[str, StageState]) -> dict[s
         "versions": manifest.versions if manifest else {},
         "events": [asdict(event) for event in run.events if event.stage == stage.name],
     }
-
-
-@dataclass(frozen=True)
-class DryRun:
-    """A `braid run` that changes nothing: its plan and its commands.
-
-    `states` and `actions` are every stage's, `engines` the commands of the engines, `ranks` those
-    of a rank of each stage that would start.
-    """
-
-    states: dict[str, StageState]
-    actions: dict[str, str]
-    left: Estimate
-    engines: list[str]
-    ranks: dict[str, str]
-
-
-def dry_run(
-    run: Run,
-    programs: Programs,
-    reused: Mapping[str, str],
-    only: Collection[str],
-    rerun: Collection[str],
-    parallel: int,
-) -> DryRun:
-    """Return what `braid run` would do with these options.
-
-    Stages `reused` from another run count as done, with their ledger's cause; those of `rerun` and
-    everything downstream as moved to replaced/; with `only`, other stages are left out.
-
-    Raises:
-        StaleStages: the command would refuse a stale input of a wanted stage.
-    """
-    states = planned_states(run, states_now(run), reused, rerun)
-    again = {stage.name for stage in run.downstream(rerun)}
-    selected = run.chosen(only)
-    names = {stage.name for stage in selected}
-    if stale := stale_among(states, selected):
-        raise StaleStages(run, stale)
-    actions = next_action(run.stages, states)
-    for name, text in actions.items():
-        aside = name in again and run.stage(name).path.exists()
-        if name in reused and name not in again:
-            actions[name] = f"is {reused[name]}"
-        elif name not in names and states[name].state != "done":
-            actions[name] = f"is {'put aside, and ' if aside else ''}left out by --only"
-        elif aside:
-            actions[name] = f"is put aside, and {text}"
-    cannot, ranks, samples = blocked(run.stages, states), {}, False
-    for stage in selected:
-        if stage.name not in cannot and states[stage.name].state in ("pending", "failed"):
-            directory, samples = run.stage(stage.name), samples or stage.needs_engine
-            attempts = 0 if stage.name in again else directory.attempts()
-            ranks[stage.name] = shlex.join(programs.stage(directory.job(attempts + 1)))
-    engines = [
-        shlex.join(programs.engine(EngineDirectory(directory / member).job))
-        for directory in run.engines_of_slots(parallel)
-        for member in (run.settings.engine.members if samples else ())
-    ]
-    left = estimate(run, states, took(run.events), names)
-    return DryRun(states, actions, left, engines, ranks)
 
 
 def print_log(

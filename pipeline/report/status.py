@@ -8,7 +8,7 @@ from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any
 
-from pipeline.estimate.memory import largest_memory
+from pipeline.estimate.stage_memory import largest_memory
 from pipeline.launch.progress import latest
 from pipeline.report.drawing import origin, tree
 from pipeline.report.time_left import Estimate, blocked, has_stopped, left_line

@@ -102,11 +102,13 @@ def check_stale(run: Run, selected: Sequence[Stage], *, record: bool = True) -> 
         raise StaleStages(run, stale)
 
 
-def check_settings(run: Run, rerun: Sequence[str], moved: Sequence[str]) -> None:
+def check_settings(
+    run: Run, rerun: Sequence[str], moved_lines: Callable[[Run], Sequence[str]]
+) -> None:
     """Raise UserError where stages have output of other settings and are not in `rerun`.
 
     `run` has the requested settings; its run.yaml has the settings of the output. The message has
-    the lines `moved`, of deleted and renamed stages.
+    the lines that `moved_lines` gives, of deleted and renamed stages.
     """
     if not run.settings_file.exists():
         return
@@ -120,13 +122,15 @@ def check_settings(run: Run, rerun: Sequence[str], moved: Sequence[str]) -> None
     ]
     stale = [name for name, state in run.states.items() if state.state == "stale"]
     if not set(stale) - {stage.name for stage in run.downstream(rerun)}:
-        say(f"resuming {shown(run.path)} with other settings:", *lines, *moved)
+        say(f"resuming {shown(run.path)} with other settings:", *lines, *moved_lines(run))
         return
     # The stages were stale before this change, so the message about them is the right one.
     if all(any(matches(key, pattern) for pattern in NON_INVALIDATING_KEYS) for key in differing):
         check_stale(run, run.stages, record=False)
     raise UserError(
-        "\n".join([f"{shown(run.path)} was started with a different config:", *lines, *moved])
+        "\n".join(
+            [f"{shown(run.path)} was started with a different config:", *lines, *moved_lines(run)]
+        )
         + f"\nthese finished or started stages depend on it: {', '.join(stale)}"
         + "\nchoose another name with --name NAME, resume with the original settings with "
         + f"`{run.resume_command()}`,\nor rerun the dependent stages with "

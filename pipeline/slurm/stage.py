@@ -15,11 +15,12 @@ from parallel.machine.gpus import visible_gpus
 from parallel.machine.slots import check_gpu_count
 from pipeline.config.cluster import ClusterSettings
 from pipeline.config.validate import load_cluster
+from pipeline.estimate.capacity import machine_shares
 from pipeline.launch.launcher import SAVE_SECONDS, JobFailed, Launcher, run_to_the_end
 from pipeline.launch.placement import Placement, Programs, ThisMachine
 from pipeline.launch.processes import STOP_SIGNALS, TIME_IS_UP, Signals, Stopped
 from pipeline.launch.progress import Screen
-from pipeline.launch.runner import attempt, machine_shares, start_of
+from pipeline.launch.runner import attempt, start_of
 from pipeline.run.directory import LOCK_TIMEOUT_SECONDS
 from pipeline.run.gates import check_stopped
 from pipeline.run.graph import Stage

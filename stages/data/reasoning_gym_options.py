@@ -26,6 +26,8 @@ from types import ModuleType
 from typing import Any
 
 from parallel.errors import hint
+from stages.data.compact_forms import FORMATS
+from stages.data.settings import ReasoningGymPromptSettings
 
 PACKAGE, DISTRIBUTION = "reasoning_gym", "reasoning-gym"
 FILE = Path(__file__).with_name("reasoning_gym_datasets.json")
@@ -99,6 +101,18 @@ def version_violation() -> str | None:
         f"the options and scorers of reasoning-gym {checked} are known, and {present} is installed;"
         f" install {DISTRIBUTION}=={checked}"
     )
+
+
+def prompt_violations(settings: ReasoningGymPromptSettings) -> Iterator[tuple[str, str]]:
+    """Yield each (key below `prompts`, message) that is wrong with a domain's dataset."""
+    name, compact = settings.dataset, settings.form == "compact"
+    if wrong := dataset_violation(name):
+        yield "dataset", wrong
+    elif compact and name not in FORMATS:
+        names = ", ".join(sorted(FORMATS))
+        yield "dataset", f"{name} has no compact text; use prompts.form: chat, or one of {names}"
+    else:
+        yield from option_violations(name, settings.config, compact=compact)
 
 
 def dataset_violation(dataset: str) -> str | None:

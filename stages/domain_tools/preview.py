@@ -13,8 +13,7 @@ from parallel.sample import Sample
 from stages.data.problem import seed_of
 from stages.data.prompts import PromptStream
 from stages.domains import DomainSettings
-from stages.guards.measures import is_right
-from stages.objectives.groups import Group, groups_of
+from stages.objectives.groups import Group, groups_of, is_right
 from stages.sampling.engines import StageEngines
 from stages.sampling.logprob_check import check_samples
 from stages.settings import StageJob

@@ -1,4 +1,4 @@
-"""The rewards of a batch, as every advantage takes them, and the base of an advantage's settings.
+"""The rewards of a batch, as every advantage takes them.
 
 Never imports torch.
 """
@@ -6,11 +6,11 @@ Never imports torch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from stages.objectives.registry import ADVANTAGES, AlgorithmSettings
+from stages.objectives.registry import ADVANTAGES, AdvantageBase
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -19,28 +19,6 @@ if TYPE_CHECKING:
 STD_FLOOR = 1e-6
 
 Std = Literal["population", "sample"]
-
-
-class AdvantageBase(AlgorithmSettings):
-    """The base of an advantage's settings; the class variables say what it needs.
-
-    `baseline`: what a response is compared with. `per_token`: the tokens of a response differ in
-    advantage. `needs_step_rewards`: a reward has to score the steps of every response.
-    """
-
-    baseline: ClassVar[Literal["group", "batch", "critic"]] = "group"
-    per_token: ClassVar[bool] = False
-    needs_step_rewards: ClassVar[bool] = False
-
-    @property
-    def zero_variance_teaches(self) -> bool:
-        """True where a group of equal rewards has advantages, from beyond the group."""
-        return self.baseline != "group"
-
-    @property
-    def warmup_steps(self) -> int:
-        """The first steps, in which the policy is not trained."""
-        return 0
 
 
 class Standardised(AdvantageBase):
@@ -111,7 +89,7 @@ def compute_advantages(
     """
     if not graded.mask.any():
         return graded.rewards.new_zeros((*graded.rewards.shape, 1))
-    advantages = ADVANTAGES[settings.name](graded, settings)
+    advantages = ADVANTAGES[settings.name].function(graded, settings)
     tokens = advantages if advantages.dim() == 3 else advantages.unsqueeze(-1)
     useful = graded.mask
     if settings.baseline == "group":

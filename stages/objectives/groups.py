@@ -15,9 +15,10 @@ from parallel.distributed import sum_over_data
 from parallel.machine.device import device
 from parallel.sample import Sample
 from stages.data.problem import Problem
-from stages.objectives.graded import AdvantageBase, Graded, compute_advantages
+from stages.objectives.graded import Graded, compute_advantages
+from stages.objectives.registry import AdvantageBase
 from stages.objectives.surrogate import sequence_means
-from stages.rewards.reward import Grade, RewardError
+from stages.rewards.reward import Grade, RewardBase, RewardError, solved
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -101,6 +102,16 @@ class Batch:
     def sampled(self) -> list[Group]:
         """All groups that were not too old."""
         return [*self.groups, *self.replaced]
+
+
+def rewarded(group: Group) -> list[Sample]:
+    """Return the samples of a group that have a reward."""
+    return [sample for sample in group.samples if sample.reward is not None]
+
+
+def is_right(sample: Sample, rewards: Mapping[str, RewardBase]) -> bool:
+    """Return true where a graded sample solves its problem, as evaluation counts it."""
+    return sample.reward_parts is not None and solved(rewards, sample.reward_parts)
 
 
 def groups_of(problems: list[Problem], size: int, seed: int) -> list[Group]:

@@ -16,7 +16,6 @@ from pydantic import Field
 from parallel.settings import Settings
 from stages.objectives import advantages, preference, ratios  # noqa: F401  they register
 from stages.objectives.advantages.grpo import GrpoAdvantageSettings
-from stages.objectives.graded import AdvantageBase
 from stages.objectives.kl import KLSettings
 from stages.objectives.ratios.sequence import SequenceRatioSettings
 from stages.objectives.registry import (
@@ -29,6 +28,7 @@ from stages.objectives.registry import (
     RATIOS,
     WEIGHT_METHODS,
     AboveZero,
+    AdvantageBase,
     Registry,
     aggregation,
     import_modules,
@@ -249,7 +249,7 @@ def policy_loss(
     def aggregate(values: Float[Tensor, "responses tokens"]) -> Float[Tensor, ""]:
         if tokens.length_weights is not None:
             values = values * tokens.length_weights.unsqueeze(-1)
-        return AGGREGATIONS[settings.aggregation](values, mask, totals)
+        return AGGREGATIONS[settings.aggregation].function(values, mask, totals)
 
     def per_token(values: Float[Tensor, "responses tokens"]) -> MetricSum:
         return MetricSum(masked_sum(values.detach(), mask), "tokens")
@@ -259,7 +259,7 @@ def policy_loss(
 
     if settings.ratio.needs_router_shift:
         _require(tokens.router_movement, f"ratio is {settings.ratio.name}", "router movements")
-    surrogate: Surrogate = RATIOS[settings.ratio.name](tokens.weighted(), settings.ratio)
+    surrogate: Surrogate = RATIOS[settings.ratio.name].function(tokens.weighted(), settings.ratio)
     metrics = {
         "ratio": per_response(surrogate.ratio),
         "clip_fraction": per_response(surrogate.clipped.to(surrogate.ratio.dtype)),
@@ -295,7 +295,7 @@ def _penalty(tokens: Tokens, settings: KLSettings) -> Float[Tensor, "responses t
     reference = _require(tokens.reference_logprobs, why, "log-probabilities of the reference")
     sampling = tokens.sampling_logprobs
     sampling = tokens.old_logprobs if sampling is None else sampling
-    return KL_ESTIMATORS[settings.estimator](tokens.logprobs, reference, sampling)
+    return KL_ESTIMATORS[settings.estimator].function(tokens.logprobs, reference, sampling)
 
 
 def _require(values: Tensor | None, setting: str, name: str) -> Tensor:

@@ -14,10 +14,11 @@ from parallel.machine.device import device
 from parallel.model.policy import Policy, TrainedPolicy, ValueModel, values
 from parallel.sample import Sample
 from stages.objectives.advantages.gae import GaeSettings, clipped_value_loss, gae
-from stages.objectives.graded import STD_FLOOR, AdvantageBase
+from stages.objectives.graded import STD_FLOOR
 from stages.objectives.groups import Group, assign_advantages, graded_samples
 from stages.objectives.kl import AVERAGE, KLSettings
 from stages.objectives.loss import Totals, token_mean
+from stages.objectives.registry import AdvantageBase
 from stages.objectives.surrogate import sequence_means
 from stages.settings import StageJob
 

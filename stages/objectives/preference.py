@@ -71,7 +71,7 @@ class PreferenceLoss:
 def preference_loss(pairs: PairLogprobs, count: float, settings: PreferenceBase) -> PreferenceLoss:
     """Return the loss of one micro-batch's pairs, divided by the `count` of the whole step's."""
     chosen_ratio, rejected_ratio = pairs.log_ratios(settings)
-    losses: Tensor = PREFERENCES[settings.name](chosen_ratio - rejected_ratio, settings)
+    losses: Tensor = PREFERENCES[settings.name].function(chosen_ratio - rejected_ratio, settings)
     loss = losses.sum() / max(count, 1)
     better, worse = (
         settings.beta * log_ratio.detach() for log_ratio in (chosen_ratio, rejected_ratio)

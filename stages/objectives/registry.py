@@ -12,7 +12,7 @@ import pkgutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import reduce
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Discriminator, Field, Tag
 
@@ -33,6 +33,28 @@ class AlgorithmSettings(Settings):
         yield from ()
 
 
+class AdvantageBase(AlgorithmSettings):
+    """The base of an advantage's settings; the class variables say what it needs.
+
+    `baseline`: what a response is compared with. `per_token`: the tokens of a response differ in
+    advantage. `needs_step_rewards`: a reward has to score the steps of every response.
+    """
+
+    baseline: ClassVar[Literal["group", "batch", "critic"]] = "group"
+    per_token: ClassVar[bool] = False
+    needs_step_rewards: ClassVar[bool] = False
+
+    @property
+    def zero_variance_teaches(self) -> bool:
+        """True where a group of equal rewards has advantages, from beyond the group."""
+        return self.baseline != "group"
+
+    @property
+    def warmup_steps(self) -> int:
+        """The first steps, in which the policy is not trained."""
+        return 0
+
+
 @dataclass(frozen=True)
 class Algorithm:
     """A registered function, its settings class if it has keys, and its source.
@@ -45,9 +67,6 @@ class Algorithm:
     source: str
     description: str
     formula: str
-
-    def __call__(self, *inputs: Any) -> Any:
-        return self.function(*inputs)
 
 
 class Registry(dict[str, Algorithm]):

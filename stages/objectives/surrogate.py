@@ -281,7 +281,7 @@ def correction_weights(
     log_ratio = (old_logprobs - engine_logprobs).detach().masked_fill(~mask, 0.0)
     if isinstance(settings, ImportanceSettings) and settings.level == "sequence":
         log_ratio = sequence_means(log_ratio, mask).unsqueeze(-1).expand_as(log_ratio)
-    return CORRECTIONS[settings.name](bounded_exp(log_ratio), settings)
+    return CORRECTIONS[settings.name].function(bounded_exp(log_ratio), settings)
 
 
 class SequenceMaskSettings(Settings):

@@ -68,6 +68,7 @@ class StageEngines:
         log: RolloutLog | None = None,
     ) -> None:
         self.job, self.policy, self.log = job, policy, log
+        self.files = job.files
         self.version: int | None = None  # of the weights that the engines have
         self.graded_by = {name: domain.rewards for name, domain in domains.items()}
         settings = job.settings
@@ -214,7 +215,7 @@ class StageEngines:
     def drop_covered_log(self) -> None:
         """Drop the log of steps that a checkpoint holds."""
         if self.log is not None:
-            checkpoints = self.job.files.whole_checkpoints()
+            checkpoints = self.files.whole_checkpoints()
             self.log.cover(checkpoints[-1].step if checkpoints else 0)
 
     def forget_log(self, version: int) -> bool:
@@ -237,10 +238,10 @@ class StageEngines:
 
     def record(self, updates: list[list[Sample]], step: int) -> dict[str, float]:
         """Write the samples of each update of the step; return the metrics of their routes."""
-        path, logging = samples_file(self.job.files.rollouts, step), self.job.settings.logging
+        path, logging = samples_file(self.files.rollouts, step), self.job.settings.logging
         record(path, step, updates, self.tokenizer, self.graded_by, logging.auditable)
         samples = [sample for update in updates for sample in update]
-        loads = samples_file(self.job.files.routing, step)
+        loads = samples_file(self.files.routing, step)
         return record_loads(loads, step, samples, self.job.settings.model.experts, logging.tokens)
 
     def close(self) -> None:

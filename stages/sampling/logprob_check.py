@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -31,19 +32,11 @@ class MismatchError(UserError):
         )
 
 
-class Mismatch(dict[str, float]):
-    """The metrics of one comparison of log-probabilities, and the number of `tokens` compared."""
+class Mismatch(NamedTuple):
+    """The number of `tokens` whose log-probabilities were compared, and what differed."""
 
     tokens: float
-
-    def __init__(self, tokens: float, metrics: Mapping[str, float]) -> None:
-        super().__init__(metrics)
-        self.tokens = tokens
-
-    def check(self, bounds: MismatchBounds) -> None:
-        """Raise MismatchError where a bound is exceeded."""
-        if exceeded := bounds.exceeded(self, self.tokens):
-            raise MismatchError(exceeded)
+    metrics: dict[str, float]
 
 
 def check_samples(
@@ -62,11 +55,11 @@ def check_samples(
     for attempt in range(ATTEMPTS):
         batches = split(draw(attempt), RankPlace.here(), budget, replay)
         mismatch = measure_mismatch(policy, batches, temperature)
-        if not (exceeded := bounds.exceeded(mismatch, mismatch.tokens)):
+        if not (exceeded := bounds.exceeded(mismatch.metrics, mismatch.tokens)):
             break
     else:
         raise MismatchError(exceeded)
-    if is_main() and (notice := warning(mismatch, mismatch.tokens)):
+    if is_main() and (notice := warning(mismatch.metrics, mismatch.tokens)):
         differ = "the engine's log-probabilities differ from the trainer's"
         report_notice(f"{differ} {notice}; {GUIDE}")
 

@@ -17,10 +17,11 @@ from stages.data.problem import Problem, seed_of
 from stages.data.prompts import Frontier, PromptStream
 from stages.data.settings import FrontierSettings
 from stages.domains import DomainSettings, RolloutSettings, SamplingSettings
-from stages.guards.measures import graded, is_right
-from stages.objectives.groups import Batch, Group, groups_of
+from stages.objectives.groups import Batch, Group, groups_of, is_right, rewarded
 from stages.sampling.engines import StageEngines
 from stages.settings import StageJob
+
+BY_PROMPT = attrgetter("problem.index")
 
 
 class PromptBuffer:
@@ -119,7 +120,7 @@ class PromptBuffer:
             domain = group.problem.domain
             if domain in self._frontiers:
                 rewards = self.domains[domain].rewards
-                right = [is_right(sample, rewards) for sample in graded(group)]
+                right = [is_right(sample, rewards) for sample in rewarded(group)]
                 self._frontiers[domain].update(group.problem, sum(right), len(right) - sum(right))
 
     def metrics(self) -> dict[str, float]:
@@ -206,12 +207,6 @@ class _Taken:
     uninformative: list[Group] = field(default_factory=list)
     replaced: list[Group] = field(default_factory=list)
 
-    @property
-    def groups(self) -> list[Group]:
-        return sorted(
-            [*self.informative, *self.uninformative], key=lambda group: group.problem.index
-        )
-
 
 class Collection:
     """One step's groups, taken from the prompt buffer as they become whole.
@@ -259,12 +254,16 @@ class Collection:
         if any(missing.values()):
             self._buffer.request(missing)
             return None
-        groups = [group for taken in self._taken.values() for group in taken.groups]
+        groups = [
+            group
+            for taken in self._taken.values()
+            for group in sorted(taken.informative + taken.uninformative, key=BY_PROMPT)
+        ]
         replaced = [group for taken in self._taken.values() for group in taken.replaced]
         failures = len(self._failures)
         batch = Batch(groups, replaced, self._too_old, failures, self._watch_failures)
         # In the order of the prompts: that in which groups become whole differs between runs.
-        self._buffer.update_curricula(sorted(batch.sampled, key=lambda group: group.problem.index))
+        self._buffer.update_curricula(sorted(batch.sampled, key=BY_PROMPT))
         return batch
 
     def _latest(self, domain: str, room: int) -> int:

@@ -228,9 +228,9 @@ class OnPolicyStage(ABC):
             with self._timed("seconds_train"):
                 micro_batches = self._split(samples)
                 mismatch = measure_mismatch(self.policy, micro_batches, self.sampling.temperature)
-            exceeded = self.bounds.exceeded(mismatch, mismatch.tokens)
+            exceeded = self.bounds.exceeded(mismatch.metrics, mismatch.tokens)
             if not exceeded:
-                return {**synced, **mismatch}
+                return {**synced, **mismatch.metrics}
         raise MismatchError(exceeded)
 
     def collect(self, step: int, attempt: int = 0) -> Batch | None:
@@ -416,12 +416,13 @@ class OnPolicyStage(ABC):
 
     def _accept(self, differences: Mismatch) -> dict[str, float]:
         if self.probes:  # older weights drew the samples: the policy's drift, and no mismatch
-            metrics = differences.items()
+            metrics = differences.metrics.items()
             return {f"drift_{name.removeprefix('mismatch_')}": value for name, value in metrics}
-        differences.check(self.bounds)
+        if exceeded := self.bounds.exceeded(differences.metrics, differences.tokens):
+            raise MismatchError(exceeded)
         if self.engines.log is not None:
             self.engines.log.end(self._version)
-        return differences
+        return differences.metrics
 
     def _split(self, samples: list[Sample]) -> list[MicroBatch]:
         # Demonstrations have no routes to replay.

@@ -66,7 +66,7 @@ def mismatches(
     CHANGES[change](trained)
     batches = batch.split(drawn, RankPlace.here(), 4096, replay=True)
     found = measure_mismatch(trained, batches, temperature=1.0)
-    return {**found, "tokens": float(sum(len(each.response) for each in drawn))}
+    return {**found.metrics, "tokens": float(sum(len(each.response) for each in drawn))}
 
 
 def sharp_mismatch(address: Path, model: str, layout: str, engine: str) -> float:
@@ -86,7 +86,7 @@ def sharp_mismatch(address: Path, model: str, layout: str, engine: str) -> float
     settings = ModelSettings.model_validate_json(model)
     drawn = [each for seed in range(8) for each in draw(client, RESPONSE, 100 * seed, settings)]
     batches = batch.split(drawn, RankPlace.here(), 4096, replay=True)
-    return measure_mismatch(trained, batches, temperature=1.0)["mismatch_mean"]
+    return measure_mismatch(trained, batches, temperature=1.0).metrics["mismatch_mean"]
 
 
 def trained_steps(

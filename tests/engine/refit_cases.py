@@ -116,4 +116,4 @@ def mismatch(trained: Any, engines: Any, version: int) -> float:
             drawn += draw(client, SHORT, seed=version, model=trained.settings)
     assert {each.weight_version for each in drawn} <= {version}
     batches = batch.split(broadcast(drawn), RankPlace.here(), 4096, replay=True)
-    return measure_mismatch(trained, batches, temperature=1.0)["mismatch_max"]
+    return measure_mismatch(trained, batches, temperature=1.0).metrics["mismatch_max"]

@@ -163,7 +163,7 @@ def results() -> dict[str, float]:
         values |= {f"{loss} {name}": value for name, value in _mismatch(policy, micro_batches)}
         values[loss] = cases.accumulate(policy, loss, samples, micro_batches)["loss"]
         values[f"{loss} norm"] = policy.step()
-    values |= dict(measure_mismatch(policy, micro_batches, 0.7, entropies=True))
+    values |= measure_mismatch(policy, micro_batches, 0.7, entropies=True).metrics
     learned = critic_cases.learn(*critic_cases.build(LayoutSettings(), "adam"), range(2))
     values |= {f"critic {number}": value for number, value in enumerate(learned)}
     models = method_cases.models(LayoutSettings())

@@ -37,7 +37,7 @@ def accumulated(trained: list[Any], count: int) -> float:
     from parallel.distributed import sum_over_data
     from parallel.model.kept_logits import HiddenStates
     from stages.kinds.distill.self_teacher import SelfTeacher
-    from stages.kinds.distill.self_teacher_settings import SelfTeacherSettings
+    from stages.kinds.distill.source_settings import SelfTeacherSettings
     from stages.objectives.loss import Totals
 
     policy, teacher, _ = trained

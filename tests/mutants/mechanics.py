@@ -43,7 +43,7 @@ MUTANTS = [
     Mutant(
         "a failed grade is solved in an evaluation",
         "stages/kinds/evaluate/work.py",
-        "is_right(sample, rewards) for sample in graded(group)",
+        "is_right(sample, rewards) for sample in rewarded(group)",
         "sample.reward is None or is_right(sample, rewards) for sample in group.samples",
         "tests/stages/test_evaluate.py",
     ),
@@ -106,8 +106,8 @@ MUTANTS = [
     Mutant(
         "a batch beyond max_logprob_difference is trained on",
         "stages/sampling/step.py",
-        "        differences.check(self.bounds)\n",
-        "",
+        "exceeded := self.bounds.exceeded(differences.metrics, differences.tokens):",
+        "exceeded := []:",
         "tests/stages/test_rollout_modes.py",
     ),
     Mutant(

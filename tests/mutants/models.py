@@ -193,7 +193,7 @@ MUTANTS = [
     ),
     Mutant(
         "a scorer evaluates the answer itself",
-        "stages/data/contained_scorer.py",
+        "stages/data/reasoning_gym.py",
         "{function: READERS[function]}",
         "{function: module.get(function, eval)}",
         "tests/stages/test_reasoning_gym_scorers.py::test_a_hostile_answer_is_read_and_never_run",

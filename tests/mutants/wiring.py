@@ -120,7 +120,7 @@ MUTANTS = [
     Mutant(
         "an evaluation does not compare the engine with the checkpoint",
         "stages/sampling/logprob_check.py",
-        "if not (exceeded := bounds.exceeded(mismatch, mismatch.tokens)):",
+        "if not (exceeded := bounds.exceeded(mismatch.metrics, mismatch.tokens)):",
         "if not (exceeded := []):",
         "tests/stages/test_evaluate.py",
     ),

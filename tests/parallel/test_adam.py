@@ -7,7 +7,7 @@ from copy import deepcopy
 import pytest
 import torch
 
-from parallel.cpu.transformer_engine import GroupStepAdam
+from parallel.cpu.megatron import GroupStepAdam
 
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
 

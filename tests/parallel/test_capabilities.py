@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from parallel.errors import UserError
-from parallel.estimates import activations
+from parallel.estimates import memory
 from parallel.layout_rules import optimizer_violations
 from parallel.machine import capabilities, device
 from parallel.machine.capabilities import (
@@ -224,4 +224,4 @@ def test_state_on_the_host_needs_adam_and_a_distributed_optimizer(
 
 
 def test_the_memory_model_counts_the_chunks_of_the_loss() -> None:
-    assert device.LOSS_CHUNK_BYTES["cuda"] == activations.LOSS_CHUNK_BYTES
+    assert device.LOSS_CHUNK_BYTES["cuda"] == memory.LOSS_CHUNK_BYTES

@@ -118,7 +118,7 @@ def test_cuda_without_transformer_engine_falls_back_by_name(
     found = rank("cuda", tmp_path)
     assert found["layers"] == "local" and found["seen"] == [False, False]
     assert found["logits"] == [4.0] * 6 and found["gradient"] == [3.0] * 8
-    assert found["optimizer"] == "parallel.cpu.transformer_engine"
+    assert found["optimizer"] == "parallel.cpu.megatron"
     assert found["apex"] == [False, False]
     notice, *others = found["fallbacks"]
     assert notice.startswith(reason) and "`make install-gpu`" in notice
@@ -131,7 +131,7 @@ def test_without_cuda_what_needs_it_is_hidden_from_megatron_core(tmp_path: Path)
     found = rank("cpu", tmp_path)
     assert found["layers"] == "local" and found["seen"] == [False, False]
     assert found["logits"] == [4.0] * 6
-    assert found["optimizer"] == "parallel.cpu.transformer_engine"
+    assert found["optimizer"] == "parallel.cpu.megatron"
     assert found["apex"] == [False, False] and found["fallbacks"] == []
 
 

@@ -6,13 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from parallel.estimates.activations import forward_activations, routed_bytes
 from parallel.estimates.engine_memory import GIB, RESERVE_BYTES, engine_share
-from parallel.estimates.memory import RankMemory, training_memory
+from parallel.estimates.memory import (
+    RankMemory,
+    RankModels,
+    forward_activations,
+    routed_bytes,
+    training_memory,
+)
 from parallel.estimates.phases import (
     EngineOnGpus,
     PhaseMemory,
-    RankModels,
     checkpoint_copies,
     engine_gpu_bytes,
     neighbours,

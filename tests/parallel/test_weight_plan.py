@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from parallel.engine_rules import engine_violations
 from parallel.families import FAMILIES
 from parallel.hugging_face.config import expected_tensors, hugging_face_config, settings_of
 from parallel.machine.device import DTYPES
@@ -26,7 +27,7 @@ from parallel.weights.names import (
     stored_tensors,
     tensors,
 )
-from parallel.weights.needs import engine_violations, needed
+from parallel.weights.needs import needed
 from parallel.weights.planner import Bucket, EngineSizes, Hosts, OutgoingMessage, Plan
 from parallel.weights.stacks import Stack
 from tests.layouts.real_models import QWEN3_30B

@@ -14,8 +14,8 @@ import pytest
 
 import parallel
 import stages
+from parallel.engine_rules import engine_violations
 from parallel.settings import LayoutSettings, ModelSettings, Settings
-from parallel.weights.needs import engine_violations
 from pipeline.estimate.memory import memory_report
 from stages.settings import RunSettings
 from tests.pipeline.checkpoint_headers import SMALL

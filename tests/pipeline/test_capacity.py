@@ -15,8 +15,8 @@ from parallel.machine.slots import MachineGpus
 from parallel.settings import EngineJob, ModelSettings
 from pipeline.config.validate import load, load_cluster
 from pipeline.estimate.capacity import changed_settings, check_capacity, training_changes
-from pipeline.estimate.gpu_memory import NodeGpus, gpus_here, gpus_of, stage_phases
 from pipeline.estimate.memory import memory_report
+from pipeline.estimate.stage_memory import NodeGpus, gpus_here, gpus_of, stage_phases
 from pipeline.launch.launcher import write_engine_job
 from pipeline.launch.placement import ThisMachine
 from pipeline.run.graph import compile_graph

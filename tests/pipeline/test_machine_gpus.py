@@ -11,11 +11,11 @@ from rich.console import Console
 from parallel.errors import UserError
 from parallel.machine.slots import MachineGpus, share_gpus
 from pipeline.config.validate import load
+from pipeline.estimate.capacity import MachineShare, machine_shares
 from pipeline.launch.launcher import Launcher, run_to_the_end
 from pipeline.launch.placement import ThisMachine
 from pipeline.launch.processes import Signals
 from pipeline.launch.progress import Screen
-from pipeline.launch.runner import MachineShare, machine_shares
 from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import compile_graph
 from stages.settings import StageJob

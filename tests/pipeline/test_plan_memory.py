@@ -10,7 +10,8 @@ from pipeline import cli
 from pipeline.config.validate import load
 from pipeline.estimate.stage_memory import compared_with, row_tokens, stage_memory, stage_models
 from pipeline.run.graph import compile_graph
-from pipeline.tables import DEEPEST, human, indented
+from pipeline.tables import DEEPEST, indented
+from pipeline.text import human
 from stages.settings import RunSettings
 from tests.pipeline.violations import MIXED, TRAINED, extending, with_mixed
 

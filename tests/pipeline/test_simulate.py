@@ -14,13 +14,12 @@ from typing import Any
 
 import pytest
 
+from parallel.engine_rules import engine_violations
 from parallel.estimates.roofline.hardware import GPUS
 from parallel.layout_rules import divisors, layout_violations
 from parallel.machine.slots import fits_nodes
-from parallel.weights.needs import engine_violations
 from pipeline.config.cluster import ClusterSettings
 from pipeline.config.validate import load
-from pipeline.estimate.gpu_memory import NodeGpus, stage_phases
 from pipeline.estimate.layout_search import FILLED_AT_MOST, best_layouts
 from pipeline.estimate.simulation import (
     Assumptions,
@@ -29,6 +28,7 @@ from pipeline.estimate.simulation import (
     without_sync,
     workload,
 )
+from pipeline.estimate.stage_memory import NodeGpus, stage_phases
 from pipeline.run.graph import compile_graph
 from stages.settings import RunSettings
 from tests.pipeline.conftest import Braid

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from stages.data.contained_scorer import SCORER
+from stages.data.reasoning_gym import SCORER
 
 ANSWER = "answer"
 # sympy's call eval: also each of its functions that is handed text instead of an expression.

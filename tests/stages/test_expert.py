@@ -445,7 +445,7 @@ def test_mismatch_is_measured_by_token_and_by_sequence() -> None:
     policy = mock.Mock()
     policy.evaluate.return_value = [(part.engine_logprobs + moved, entropies)]
     policy.agreement.shares.return_value = {"router_agreement": 0.5}
-    found = measure_mismatch(policy, [part], temperature=1.0, entropies=True)
+    found = measure_mismatch(policy, [part], temperature=1.0, entropies=True).metrics
     log_3 = np.log(3.0)
     assert found == {
         "mismatch_max": pytest.approx(np.log(4.0)),

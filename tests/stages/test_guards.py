@@ -12,12 +12,12 @@ import pytest
 
 from parallel.sample import Sample
 from stages.domains import DomainSettings
-from stages.guards.measures import SKETCH, group_metrics, jaccard, repeats, sketch
 from stages.guards.registry import GUARDS
 from stages.guards.settings import GuardsSettings
 from stages.guards.watch import GuardMonitor, StepVerdict
 from stages.kinds.rules import under
 from stages.metric_definitions import METRICS
+from stages.metrics import SKETCH, group_metrics, jaccard, repeats, sketch
 from stages.objectives.groups import Group
 from stages.rewards.kinds import RewardSettings
 from stages.rewards.kinds.format import FormatReward

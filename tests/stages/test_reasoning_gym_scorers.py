@@ -20,9 +20,17 @@ from tools.reasoning_gym_datasets import dataset_classes, source_of
 
 from stages.data import reasoning_gym_options
 from stages.data.answer_readers import read_expression, read_literal
-from stages.data.contained_scorer import EVALUATORS, READERS, SCORER, contained
 from stages.data.problem import DomainError, Problem
-from stages.data.reasoning_gym import ONE_BY_ONE, ReasoningGymSource, score, tagged
+from stages.data.reasoning_gym import (
+    EVALUATORS,
+    ONE_BY_ONE,
+    READERS,
+    SCORER,
+    ReasoningGymSource,
+    contained,
+    score,
+    tagged,
+)
 from stages.data.reasoning_gym_options import HASHED, REFUSED, dataset_violation, pinned
 from stages.data.settings import ReasoningGymPromptSettings
 from stages.data.tokenizer import CHAT_TEMPLATE, CharacterTokenizer

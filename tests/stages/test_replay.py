@@ -115,7 +115,9 @@ def disagreeing(stage: GrpoStage, *found: float) -> None:
     accept, left = stage._accept, iter(found)
 
     def accepted(differences: Mismatch) -> dict[str, float]:
-        return accept(Mismatch(differences.tokens, {**differences, "mismatch_max": next(left)}))
+        return accept(
+            Mismatch(differences.tokens, {**differences.metrics, "mismatch_max": next(left)})
+        )
 
     stage._accept = accepted  # type: ignore[method-assign]
 

@@ -18,7 +18,7 @@ from stages.data.problem import DomainError, Problem
 from stages.data.tokenizer import CharacterTokenizer, TokenizerError
 from stages.kinds.distill.losses.top_k import generalised_kl
 from stages.kinds.distill.self_teacher import Contexts
-from stages.kinds.distill.self_teacher_settings import SelfTeacherSettings
+from stages.kinds.distill.source_settings import SelfTeacherSettings
 from stages.objectives.groups import Group
 from stages.sampling.sample_files import read_samples, samples_file
 from tests.fake_engines import MODEL, FakeEngine, toy_domain

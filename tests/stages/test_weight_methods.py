@@ -30,7 +30,7 @@ def merged(
 def result(name: str, of: MergedTensor, **keys: Any) -> np.ndarray:
     algorithm = WEIGHT_METHODS[name]
     assert algorithm.settings is not None
-    return algorithm(of, algorithm.settings.model_validate(keys)).numpy()
+    return algorithm.function(of, algorithm.settings.model_validate(keys)).numpy()
 
 
 @pytest.mark.parametrize("shape", SHAPES)

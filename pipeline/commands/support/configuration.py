@@ -1,23 +1,30 @@
-"""The configuration that a command line names: its settings, run, warnings and fit on GPUs."""
+"""The configuration that a command line names: its settings, run, warnings and fit on a machine."""
 
 from __future__ import annotations
 
 import json
 from argparse import Namespace
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from parallel.errors import UserError
 from pipeline.commands.support.runs import find
-from pipeline.config.ancestors import ancestor_cautions
-from pipeline.config.tokenizers import template_cautions
-from pipeline.config.unroll import pairless, unread, unread_keys
+from pipeline.config.cautions import graph_cautions
 from pipeline.config.validate import load, load_cluster, load_unfinished, located
-from pipeline.estimate.capacity import check_capacity
-from pipeline.estimate.gpu_memory import GpusOf, gpus_here, gpus_of, unchecked
+from pipeline.estimate.capacity import check_capacity, machine_shares
+from pipeline.estimate.stage_memory import GpusOf, gpus_here, gpus_of, unchecked
 from pipeline.run.bundle.reproduce import bundle_at
+from pipeline.run.directory import RunDirectory, check_owner
 from pipeline.run.graph import Stage
 from pipeline.run.run import Run
-from pipeline.run.select import check_run_directory, dated, to_start
+from pipeline.run.select import (
+    RunFork,
+    check_run_directory,
+    dated,
+    find_fork,
+    planned_states,
+    to_start,
+    unfinished,
+)
 from pipeline.slurm.submit import check_engines
 from pipeline.text import warn
 from stages.settings import RunSettings
@@ -81,15 +88,6 @@ def cautions_of(arguments: Namespace, cautions: Iterable[tuple[str, str]]) -> li
     return located(arguments.config, _overrides(arguments), cautions)
 
 
-def graph_cautions(settings: RunSettings) -> Iterator[tuple[str, str]]:
-    """Yield blocks and keys that nothing reads, and data and models that may not fit a stage."""
-    yield from unread(settings)
-    yield from unread_keys(settings)
-    yield from pairless(settings)
-    yield from template_cautions(settings)
-    yield from ancestor_cautions(settings)
-
-
 def warn_of_graph(arguments: Namespace, settings: RunSettings) -> None:
     """Warn on standard error of `graph_cautions`."""
     warn(cautions_of(arguments, graph_cautions(settings)))
@@ -123,3 +121,24 @@ def too_large(settings: RunSettings, stages: Sequence[Stage], arguments: Namespa
     if arguments.cluster is None:
         return []
     return unchecked(load_cluster(arguments.cluster), arguments.cluster, stages)
+
+
+def forked(arguments: Namespace, run: Run) -> tuple[RunDirectory | None, RunFork]:
+    """Return the run that `--fork` names, and the stages of it that `run` can reuse.
+
+    Raises:
+        UserError: other users may have written the run, and it is not trusted.
+    """
+    if arguments.fork is None:
+        return None, RunFork()
+    other = find(arguments.runs_dir, arguments.fork)
+    check_owner(other, arguments.trust_run)
+    return other, find_fork(run, other)
+
+
+def check_machine(run: Run, arguments: Namespace, reused: Iterable[str] = ()) -> None:
+    """Raise UserError where this machine has too little for the stages that will run."""
+    states = planned_states(run, run.states, reused, arguments.rerun)
+    if stages := unfinished(run.chosen(arguments.only), states):
+        check_capacity(run.settings, stages, gpus_here(run.settings, arguments.parallel))
+        machine_shares(arguments.parallel, run.settings, stages)

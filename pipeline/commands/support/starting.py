@@ -3,47 +3,28 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 from pipeline.commands.support.arguments import print_json
-from pipeline.commands.support.runs import find
-from pipeline.estimate.capacity import check_capacity
-from pipeline.estimate.gpu_memory import gpus_here
 from pipeline.launch.launcher import JobFailed
 from pipeline.launch.placement import Programs
 from pipeline.launch.processes import Stopped
-from pipeline.launch.runner import machine_shares, run_stages
+from pipeline.launch.runner import run_stages
 from pipeline.report import status as report
-from pipeline.run.directory import TRUST_OPTION, RunDirectory, check_owner
+from pipeline.run.directory import TRUST_OPTION, RunDirectory
 from pipeline.run.gates import GateStopped
 from pipeline.run.metrics import Models
 from pipeline.run.run import Run
 from pipeline.run.select import (
-    RunFork,
     find_fork,
-    planned_states,
     put_aside,
     reuse_stages,
-    unfinished,
 )
 from pipeline.tables import terminal
 from pipeline.text import say, shown
 
 # Read through this module wherever ranks or engines start, so that tests can replace it.
 PROGRAMS = Programs()
-
-
-def forked(arguments: Namespace, run: Run) -> tuple[RunDirectory | None, RunFork]:
-    """Return the run that `--fork` names, and the stages of it that `run` can reuse.
-
-    Raises:
-        UserError: other users may have written the run, and it is not trusted.
-    """
-    if arguments.fork is None:
-        return None, RunFork()
-    other = find(arguments.runs_dir, arguments.fork)
-    check_owner(other, arguments.trust_run)
-    return other, find_fork(run, other)
 
 
 def reuse_from(run: Run, other: RunDirectory) -> None:
@@ -62,14 +43,6 @@ def rerun(run: Run, names: list[str]) -> None:
     """Put the output of the named stages and everything downstream aside, and say where."""
     for directory in put_aside(run, run.downstream(names) if names else []):
         say(f"put aside {shown(directory)}")
-
-
-def check_machine(run: Run, arguments: Namespace, reused: Iterable[str] = ()) -> None:
-    """Raise UserError where this machine has too little for the stages that will run."""
-    states = planned_states(run, run.states, reused, arguments.rerun)
-    if stages := unfinished(run.chosen(arguments.only), states):
-        check_capacity(run.settings, stages, gpus_here(run.settings, arguments.parallel))
-        machine_shares(arguments.parallel, run.settings, stages)
 
 
 def start_stages(run: Run, arguments: Namespace) -> None:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pipeline.report.compare.comparison import ComparedModel, DomainScore, ModelComparison
 from pipeline.report.compare.stage_costs import StageCost
 from pipeline.report.status import OWN_DOMAIN
-from pipeline.tables import Cell, human, markdown_table, wrapped_table
-from pipeline.text import clock, visible
+from pipeline.tables import Cell, markdown_table, wrapped_table
+from pipeline.text import clock, human, visible
 from stages.statistics import Difference, Headroom
 
 LOST, GAINED = "▼", "▲"  # where the whole interval is below 0, or above

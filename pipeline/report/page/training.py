@@ -8,8 +8,7 @@ from typing import Any
 
 from parallel.families import family_violations
 from parallel.layout_rules import layout_violations
-from pipeline.estimate.memory import fullest
-from pipeline.estimate.stage_memory import stage_memory
+from pipeline.estimate.stage_memory import fullest, stage_memory
 from pipeline.report.page.recorded import short_number
 from pipeline.report.view.health import guards_of, steps_beyond
 from pipeline.run.graph import Stage

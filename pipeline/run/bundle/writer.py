@@ -26,8 +26,8 @@ from pipeline.run.lineage import read_manifest
 from pipeline.run.run import STOPPED_MARK, Run, StageState, read_verdict
 from pipeline.text import shown
 from stages.directory import StageDirectory
-from stages.kinds.distill.self_teacher_settings import SELF
 from stages.kinds.distill.settings import DistillSettings
+from stages.kinds.distill.source_settings import SELF
 
 FORMAT = 1
 

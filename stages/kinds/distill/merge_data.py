@@ -14,8 +14,8 @@ from stages.data.demonstrations import ConversationStream
 from stages.data.problem import seed_of
 from stages.data.settings import CollectedFileSettings
 from stages.data.tokenizer import load_tokenizer
-from stages.kinds.distill.merge_data_settings import given_prompts
 from stages.kinds.distill.settings import DistillSettings
+from stages.kinds.distill.source_settings import given_prompts
 from stages.kinds.mixture_stage import SequenceSource, collected, demonstrated
 from stages.settings import StageJob
 

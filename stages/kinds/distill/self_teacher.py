@@ -27,9 +27,8 @@ from stages.data.prompts import row_of
 from stages.data.settings import GeneratedDemonstrationSettings
 from stages.data.tokenizer import Tokenizer, TokenizerError
 from stages.domains import DomainSettings
-from stages.guards.measures import graded, is_right
-from stages.kinds.distill.self_teacher_settings import CONTEXT, PROMPT, SELF, SelfTeacherSettings
-from stages.objectives.groups import Group
+from stages.kinds.distill.source_settings import CONTEXT, PROMPT, SELF, SelfTeacherSettings
+from stages.objectives.groups import Group, is_right, rewarded
 from stages.objectives.kl import AVERAGE, KLSettings
 from stages.objectives.models import Reference
 from stages.settings import StageJob
@@ -131,7 +130,7 @@ class Contexts:
     def _siblings(self, group: Group) -> list[str | None]:
         """Return for each sample the next right response of its group, in a circle."""
         samples, rewards = group.samples, self._domains[group.problem.domain].rewards
-        right = {id(sample) for sample in graded(group) if is_right(sample, rewards)}
+        right = {id(sample) for sample in rewarded(group) if is_right(sample, rewards)}
         siblings: list[str | None] = []
         for place in range(len(samples)):
             candidates = [*samples[place + 1 :], *samples[:place]]

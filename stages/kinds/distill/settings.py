@@ -16,8 +16,13 @@ from stages.guards.settings import MergeGateSettings
 from stages.kinds.distill.losses import MethodSettings
 from stages.kinds.distill.losses.reverse_kl import ReverseKLSettings
 from stages.kinds.distill.losses.top_k import TopKReverseKLSettings
-from stages.kinds.distill.merge_data_settings import CollectedDataSettings, merge_data_rules
-from stages.kinds.distill.self_teacher_settings import SELF, SelfTeacherSettings, self_teacher_rules
+from stages.kinds.distill.source_settings import (
+    SELF,
+    CollectedDataSettings,
+    SelfTeacherSettings,
+    merge_data_rules,
+    self_teacher_rules,
+)
 from stages.kinds.distill.teaching import PARENT
 from stages.kinds.kind import (
     MODEL,

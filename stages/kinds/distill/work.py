@@ -16,11 +16,10 @@ from stages.data.settings import NoCurriculumSettings
 from stages.domains import RolloutSettings
 from stages.kinds.distill.domain_shares import add_slope, gradient_shares, weights_of
 from stages.kinds.distill.merge_data import MergeData
-from stages.kinds.distill.merge_data_settings import given_prompts
 from stages.kinds.distill.preflight import Preflight
 from stages.kinds.distill.self_teacher import Contexts, SelfTeacher
-from stages.kinds.distill.self_teacher_settings import SELF
 from stages.kinds.distill.settings import DistillSettings, Weighted
+from stages.kinds.distill.source_settings import SELF, given_prompts
 from stages.kinds.distill.teachers import Teachers
 from stages.kinds.distill.teaching import TaughtTokens
 from stages.loop import train
@@ -236,7 +235,7 @@ class DistillStage(OnPolicyStage):
             taught = TaughtTokens(
                 responses, kept_logits.load(), micro_batch.reference, logprobs, temperature
             )
-            values = METHODS[self.method.name](taught, self.method)
+            values = METHODS[self.method.name].function(taught, self.method)
             value = token_mean(values, micro_batch.mask, totals)
             add_observed(micro_batch, "teacher_kl", weight * values)
             kl = value

@@ -19,9 +19,8 @@ from stages.data.problem import Problem, seed_of
 from stages.data.prompts import held_out_problems
 from stages.directory import file_name
 from stages.domains import SamplingSettings
-from stages.guards.measures import graded, is_right
 from stages.metrics import MetricsLog
-from stages.objectives.groups import Group, groups_of
+from stages.objectives.groups import Group, groups_of, is_right, rewarded
 from stages.sampling.engines import StageEngines
 from stages.sampling.logprob_check import check_samples
 from stages.sampling.recording import record
@@ -184,7 +183,7 @@ class Evaluation:
             record(path, start, [answered], self.engines.tokenizer, graded_by, auditable)
             rewards = self.domains[domain].rewards
             solved = [
-                sum(is_right(sample, rewards) for sample in graded(group)) for group in groups
+                sum(is_right(sample, rewards) for sample in rewarded(group)) for group in groups
             ]
             return solved, {metric: float(value) for metric, value in counts.items()}
 

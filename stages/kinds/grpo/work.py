@@ -12,13 +12,19 @@ import torch
 from parallel.batch import MicroBatch, Responses
 from parallel.distributed import sum_over_data
 from parallel.sample import Sample
-from stages.guards.measures import graded, group_metrics, is_right
 from stages.guards.watch import GuardMonitor
 from stages.kinds.grpo.settings import GrpoSettings
 from stages.loop import train
-from stages.metrics import reduce_sums
+from stages.metrics import group_metrics, reduce_sums
 from stages.objectives.domain_objective import DomainObjective, StageObjectives
-from stages.objectives.groups import Batch, Group, has_zero_advantages, taught_nothing
+from stages.objectives.groups import (
+    Batch,
+    Group,
+    has_zero_advantages,
+    is_right,
+    rewarded,
+    taught_nothing,
+)
 from stages.objectives.loss import MetricSum, Totals, policy_loss
 from stages.objectives.surrogate import CorrectionSettings, Tokens
 from stages.sampling.step import OnPolicyStage, StepSamples, Update
@@ -103,7 +109,7 @@ class GrpoStage(OnPolicyStage):
         if self.rollout.dynamic_sampling_by == "advantages":
             return self._has_zero_advantages(group)
         rewards = self.rewards[group.problem.domain]
-        return len({is_right(sample, rewards) for sample in graded(group)}) <= 1
+        return len({is_right(sample, rewards) for sample in rewarded(group)}) <= 1
 
     def packed_together(self, samples: list[Sample]) -> list[tuple[str, list[Sample]]]:
         """Return the samples of each objective."""

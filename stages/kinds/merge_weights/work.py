@@ -111,7 +111,7 @@ class WeightMerge:
             tensor = self._start.read(name)
         else:
             method = self.settings.method
-            tensor = WEIGHT_METHODS[method.name](self._merged(name), method)
+            tensor = WEIGHT_METHODS[method.name].function(self._merged(name), method)
         tensor = tensor.to(torch.float32 if is_precise(name) else self._dtype)
         if not is_finite(tensor):
             raise UserError(self._not_finite(name))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from stages.objectives.graded import AdvantageBase, Graded, centre
-from stages.objectives.registry import advantage
+from stages.objectives.graded import Graded, centre
+from stages.objectives.registry import AdvantageBase, advantage
 
 if TYPE_CHECKING:
     from jaxtyping import Float

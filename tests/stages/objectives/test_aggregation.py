@@ -27,7 +27,7 @@ TOTALS = Totals(sequences=4, tokens=9, longest=10)
 )
 def test_weights_of_tokens(name: str, expected: float) -> None:
     values = real([[1.0] * 5, [9.0] * 5, [2.0] * 5, [4.0] * 5]).masked_fill(~MASK, torch.nan)
-    assert AGGREGATIONS[name](values, MASK, TOTALS).item() == pytest.approx(expected)
+    assert AGGREGATIONS[name].function(values, MASK, TOTALS).item() == pytest.approx(expected)
 
 
 def test_an_exponent_of_0_weights_every_response_equally() -> None:

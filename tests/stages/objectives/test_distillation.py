@@ -89,7 +89,7 @@ def taught(
 def values(keys: Any, logits: dict[str, Tensor], micro_batch: MicroBatch) -> Tensor:
     """Return the method's loss of every learned token."""
     settings = method(keys)
-    losses = METHODS[settings.name](taught(settings, logits, micro_batch), settings)
+    losses = METHODS[settings.name].function(taught(settings, logits, micro_batch), settings)
     return losses[micro_batch.mask]
 
 

@@ -40,7 +40,7 @@ def surrogate_of(log_ratios: Tensor, advantages: Tensor, settings: RatioBase) ->
     """Return the surrogate of one response, whose old log-probabilities are 0."""
     mask = torch.ones(1, len(log_ratios), dtype=torch.bool)
     tokens = given_tokens(log_ratios[None], torch.zeros(1, len(log_ratios)), advantages[None], mask)
-    surrogate: Surrogate = RATIOS[settings.name](tokens, settings)
+    surrogate: Surrogate = RATIOS[settings.name].function(tokens, settings)
     return surrogate
 
 
@@ -214,7 +214,9 @@ def test_gradients_are_the_derivatives(settings: RatioBase) -> None:
     close = settings.model_copy(update={"clip_low": 0.1, "clip_high": 0.1})
 
     def loss(values: Tensor) -> Tensor:
-        losses = RATIOS[settings.name](given_tokens(values, old, advantages, MASK), close).loss
+        losses = (
+            RATIOS[settings.name].function(given_tokens(values, old, advantages, MASK), close).loss
+        )
         return losses.masked_fill(~MASK, 0.0).sum()
 
     leaf = logprobs.clone().requires_grad_()
@@ -243,12 +245,12 @@ def test_rspo_scales_ratios_before_they_are_clipped() -> None:
     mask = torch.ones(1, 3, dtype=torch.bool)
     old = torch.zeros(1, 3, dtype=torch.float64)
     tokens = given_tokens(log_ratios, old, torch.ones_like(old), mask)
-    surrogate = RATIOS["rspo"](replace(tokens, router_movement=-gammas.log()), RSPO)
+    surrogate = RATIOS["rspo"].function(replace(tokens, router_movement=-gammas.log()), RSPO)
     held = [0.1 + math.log(0.8), 0.4, -0.2]
     assert_close(surrogate.ratio, [[math.exp(sum(held) / 3)] * 3], tolerance=1e-12)
     assert surrogate.clipped.tolist() == [[False, True, False]]
     slopes = torch.autograd.grad(surrogate.loss.sum(), log_ratios)[0]
     assert (slopes == 0).tolist() == [[False, True, False]]
-    plain = RATIOS["geometric"](tokens, GMPO)
-    same = RATIOS["rspo"](replace(tokens, router_movement=torch.zeros_like(old)), RSPO)
+    plain = RATIOS["geometric"].function(tokens, GMPO)
+    same = RATIOS["rspo"].function(replace(tokens, router_movement=torch.zeros_like(old)), RSPO)
     assert torch.equal(plain.loss, same.loss)
