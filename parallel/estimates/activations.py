@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 from parallel.estimates.tensor_sizes import BYTES, FP32, dense_widths
-from parallel.families import (
-    DeepseekV3Architecture,
-    Qwen35MoeArchitecture,
-    architecture,
-    is_linear,
-)
+from parallel.families import DeepseekV3Architecture, Qwen35MoeArchitecture, architecture, is_linear
 from parallel.layout_rules import chunk_layers
 from parallel.settings import LayoutSettings, ModelSettings
 

@@ -32,10 +32,7 @@ from pipeline.config.tokenizers import (
 from pipeline.config.unroll import Blocks, is_path
 from pipeline.text import shown
 from stages.data.reasoning_gym import prompt_violations
-from stages.data.settings import (
-    FileSettings,
-    TooManyDirectories,
-)
+from stages.data.settings import FileSettings, TooManyDirectories
 from stages.directory import COLLECTION, StageDirectory
 from stages.domains import DomainSettings
 from stages.kinds.distill.merge_data_settings import CollectedDataSettings

@@ -14,12 +14,7 @@ from dataclasses import dataclass, field
 from pydantic import ValidationError
 
 from parallel.errors import hint
-from parallel.families import (
-    FAMILIES,
-    architecture,
-    family_violations,
-    full_attention_layers,
-)
+from parallel.families import FAMILIES, architecture, family_violations, full_attention_layers
 from parallel.layout_rules import layout_violations, optimizer_violations
 from parallel.settings import (
     CHARACTERS,

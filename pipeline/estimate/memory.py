@@ -18,12 +18,7 @@ from parallel.estimates.phases import PhaseMemory, checkpoint_copies
 from parallel.estimates.tensor_sizes import parameter_count
 from parallel.layout_rules import chunk_layers
 from pipeline.estimate.gpu_memory import GpusOf, NodeGpus, stage_phases
-from pipeline.estimate.stage_memory import (
-    samples_per_step,
-    stage_memory,
-    stage_models,
-    trained_by,
-)
+from pipeline.estimate.stage_memory import samples_per_step, stage_memory, stage_models, trained_by
 from pipeline.run.graph import Stage, compile_graph
 from pipeline.tables import Cell, human, indented, layout_text, table
 from stages.settings import RunSettings
