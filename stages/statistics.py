@@ -29,17 +29,6 @@ class Difference:
     high: float
 
 
-def wilson(correct: int, n: int) -> Accuracy:
-    """Return the accuracy with Wilson's score interval (JASA 22, 1927), valid near 0 and 1 too.
-
-    Raises:
-        ValueError: not 0 <= correct <= n, or n is 0.
-    """
-    if not (0 <= correct <= n and n > 0):
-        raise ValueError(f"no accuracy: {correct} correct answers to {n} problems")
-    return _interval(correct / n, n, n)
-
-
 def of_problems(solved: Sequence[int], samples: int) -> Accuracy:
     """Return the accuracy on problems that were answered `samples` times each.
 
@@ -56,7 +45,10 @@ def of_problems(solved: Sequence[int], samples: int) -> Accuracy:
 
 
 def _interval(share: float, answers: float, n: int) -> Accuracy:
-    """Return the accuracy `share` with Wilson's interval for `answers` independent answers."""
+    """Return the accuracy `share` with Wilson's interval for `answers` independent answers.
+
+    Wilson's score interval (JASA 22, 1927) is valid near 0 and 1 too.
+    """
     shrink = 1 + Z_95**2 / answers
     centre = (share + Z_95**2 / (2 * answers)) / shrink
     spread = share * (1 - share) / answers + Z_95**2 / (4 * answers**2)

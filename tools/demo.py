@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 from pipeline.commands.support.runs import read_run
-from pipeline.report.page.demo import DEMO
 from pipeline.report.page.document import document
+from pipeline.report.page.file import DEMO
 from pipeline.run.directory import RunDirectory
 
 SAMPLES = 1500  # in it; a package should stay small

@@ -133,11 +133,9 @@ class EngineClient:
     def newcomer(self) -> Address | None:
         """Return the published address if it is of another process than the last known one."""
         address, last_known = self._read_address(), self.address
-        return (
-            address
-            if address and (last_known is None or address.instance != last_known.instance)
-            else None
-        )
+        if address and last_known and address.instance == last_known.instance:
+            return None
+        return address
 
     def give_up(self, reason: str) -> None:
         """Ask the launcher to restart this engine; the next `connect` waits for the new process."""

@@ -20,7 +20,6 @@ from parallel.files import write_atomically
 from parallel.machine.network import address_of
 from parallel.settings import EngineJob
 
-POLL_SECONDS = 0.05
 # vLLM's groups of data parallelism each take the next port: the members' own and that of all ranks,
 # and further ones where an address is in use.
 PORTS = 8

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import time
 from pathlib import Path
 from typing import NamedTuple
 
 from parallel.errors import UserError
 from parallel.files import write_atomically
-from parallel.machine.network import address_of
+from parallel.machine.network import address_of, free_port
 from parallel.settings import EngineJob
 
 POLL_SECONDS = 0.2
@@ -45,7 +44,7 @@ def meeting_point(job: EngineJob) -> MeetingPoint:
     if node_rank(job) == 0:
         for old in file.parent.glob("meeting.*.json"):
             old.unlink(missing_ok=True)
-        point = MeetingPoint(address_of(job.interface), _free_port())
+        point = MeetingPoint(address_of(job.interface), free_port())
         write_atomically(file, json.dumps(point))
         return point
     return published(job, file, "node rank", node_rank(job))
@@ -74,9 +73,3 @@ def _file(job: EngineJob) -> Path:
     """Return the path for this Slurm step: a restarted engine must not read the file before."""
     step = "_".join(os.environ.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     return job.address.with_name(f"meeting.{step}.json")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])

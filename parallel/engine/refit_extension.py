@@ -7,7 +7,6 @@ refit, and layers are processed explicitly where vLLM would wait for weights tha
 
 from __future__ import annotations
 
-import ctypes
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -24,6 +23,7 @@ from parallel.engine.expert_stacks import ExpertStack, expert_stacks
 from parallel.engine.loaders import Copy, Unread, copy_nothing
 from parallel.engine.wire import EnginePlace, Join, RankReport, Refit
 from parallel.machine.device import gpu_ordinals, synchronize
+from parallel.machine.forkserver import PR_SET_PDEATHSIG, prctl
 from parallel.settings import LayoutSettings, ModelSettings
 from parallel.weights.boxes import Box
 from parallel.weights.executor import Inbox, add_fingerprints, fingerprint, wire_dtype
@@ -33,7 +33,6 @@ from parallel.weights.needs import needed
 from parallel.weights.planner import Bucket, EngineSizes, Hosts, Plan
 
 SINKS = ".sinks"  # the end of their names
-_PR_SET_PDEATHSIG = 1
 
 Landed = dict[tuple[str, Box], int]  # fingerprints of what loaders have written, by tensor and box
 
@@ -56,7 +55,7 @@ class RefitExtension:
             # The kernel kills this worker with the engine. vLLM's workers check that the engine
             # lives only between calls: one that waits in a collective, for ranks that are gone,
             # would stay.
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as the engine: see its `main`
         if self.model_config.return_sampling_mask:
             empty_whole_masks()

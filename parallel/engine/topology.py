@@ -111,10 +111,8 @@ class Topology:
                 f"the trainer's GPUs {', '.join(sorted(hidden))} are not visible to it; add them to"
                 " the end of its CUDA_VISIBLE_DEVICES"
             )
-        needed, room = (
-            sum(trainer.weights for trainer in near),
-            min(trainer.room for trainer in near),
-        )
+        needed = sum(trainer.weights for trainer in near)
+        room = min(trainer.room for trainer in near)
         if not near[0].gpu and needed > room:
             return f"the weights need {needed >> 20} MiB of /dev/shm, {room >> 20} MiB available"
         return ""

@@ -22,6 +22,13 @@ def environment_of(interface: str) -> dict[str, str]:
     return dict.fromkeys(names, interface) if interface else {}
 
 
+def free_port() -> int:
+    """Return a TCP port that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
 def address_of(interface: str) -> str:
     """Return the IPv4 address of this machine on an interface.
 

@@ -208,14 +208,6 @@ class Residency:
             # The weights of a model that trains change with every update, others' by `written`.
             parked[component].current = not self.trains
 
-    def bytes_on_device(self) -> dict[Component, int]:
-        """Return the bytes of each component that are on the device."""
-        sets = self._storages()
-        return {
-            component: sum(storage.nbytes() for storage in sets[component])
-            for component in sorted(sets)
-        }
-
     def _copies(self, component: Component) -> bool:
         return self.keeps_copy and component != "gradients"
 

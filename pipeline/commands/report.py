@@ -77,8 +77,7 @@ def report(arguments: Namespace) -> None:
     """Write the report of a run."""
     if arguments.demo:
         # pyarrow takes a fifth of a second to import, which no other command should wait for.
-        from pipeline.report.page.demo import demo_document
-        from pipeline.report.page.file import report_file
+        from pipeline.report.page.file import demo_document, report_file
 
         if arguments.run is not None:
             raise UserError("--demo is of the run that comes with Braid: name no RUN")

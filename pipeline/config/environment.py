@@ -31,11 +31,8 @@ from pipeline.config.tokenizers import (
 )
 from pipeline.config.unroll import Blocks, is_path
 from pipeline.text import shown
-from stages.data.reasoning_gym_options import prompt_violations
-from stages.data.settings import (
-    FileSettings,
-    TooManyDirectories,
-)
+from stages.data.reasoning_gym import prompt_violations
+from stages.data.settings import FileSettings, TooManyDirectories
 from stages.directory import COLLECTION, StageDirectory
 from stages.domains import DomainSettings
 from stages.kinds.distill.settings import DistillSettings

@@ -13,15 +13,7 @@ from parallel.families import ADDING_A_FAMILY, FAMILIES
 from parallel.settings import Settings
 from pipeline.config import schema
 from pipeline.config.cluster import ClusterSettings
-from pipeline.config.read import (
-    LONGEST_VALUE,
-    Mapping,
-    Violation,
-    dotted,
-    find,
-    nearest,
-    shortened,
-)
+from pipeline.config.read import LONGEST_VALUE, Mapping, Violation, dotted, find, nearest, shortened
 from stages.kinds import Kind
 from stages.kinds.kind import KINDS
 from stages.settings import RunSettings

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
+from itertools import accumulate
 from pathlib import Path
 
 OURS = ("parallel", "pipeline", "stages")  # their revision is in every lineage
@@ -81,9 +82,8 @@ def _source(module: str, directory: Path | None) -> Path | None:
 
 
 def _with_packages(module: str) -> Iterator[str]:
-    """Yield the packages that a module is in, and itself."""
-    names = module.split(".")
-    yield from (".".join(names[: number + 1]) for number in range(len(names)))
+    """Return the packages that a module is in, and itself."""
+    return accumulate(module.split("."), lambda package, name: f"{package}.{name}")
 
 
 def _installed() -> set[Path]:

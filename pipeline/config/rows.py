@@ -14,11 +14,7 @@ from typing import BinaryIO
 from pipeline.text import shown
 from stages.data.messages import Row, RowError, tools_of
 from stages.data.row_forms import answer_of, conversation_of, pair_of, parsed_line, prompt_of
-from stages.data.settings import (
-    ConversationFileSettings,
-    FilePromptSettings,
-    FileSettings,
-)
+from stages.data.settings import ConversationFileSettings, FilePromptSettings, FileSettings
 from stages.kinds.dpo.settings import FilePairSettings
 from stages.rewards.reward import RewardBase
 

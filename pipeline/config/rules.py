@@ -15,12 +15,7 @@ from pydantic import ValidationError
 
 from parallel.engine_rules import engine_rules
 from parallel.errors import hint
-from parallel.families import (
-    FAMILIES,
-    architecture,
-    family_violations,
-    full_attention_layers,
-)
+from parallel.families import FAMILIES, architecture, family_violations, full_attention_layers
 from parallel.layout_rules import layout_violations, optimizer_violations
 from parallel.settings import (
     CHARACTERS,

@@ -9,12 +9,7 @@ from dataclasses import dataclass, replace
 from parallel.estimates.memory import reading_memory
 from parallel.settings import LayoutSettings, ModelSettings
 from pipeline.config.rules import violations
-from pipeline.estimate.capacity import (
-    MOST_RANKS,
-    Change,
-    changed_settings,
-    training_changes,
-)
+from pipeline.estimate.capacity import MOST_RANKS, Change, changed_settings, training_changes
 from pipeline.estimate.layout_search import best_layouts, fullest_share
 from pipeline.estimate.simulation import Assumptions
 from pipeline.run.graph import Stage, compile_graph

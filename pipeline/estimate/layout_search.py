@@ -227,10 +227,8 @@ def _ends(layers: int, pipeline: int) -> dict[str, int | None]:
     if layers % pipeline and pipeline > 2:
         middle_layers = -(-layers // pipeline)
         missing = middle_layers * pipeline - layers
-        first_layers, last_layers = (
-            middle_layers - missing // 2,
-            middle_layers - (missing - missing // 2),
-        )
+        first_layers = middle_layers - missing // 2
+        last_layers = middle_layers - (missing - missing // 2)
         if min(first_layers, last_layers) < 1:
             middle_layers -= 1  # then both ends have more
             left = layers - middle_layers * (pipeline - 2)

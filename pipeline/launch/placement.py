@@ -19,7 +19,7 @@ from typing import Protocol
 
 from parallel.engine.platform import GPU_FILE, process_environment
 from parallel.machine.forkserver import PR_SET_CHILD_SUBREAPER, prctl
-from parallel.machine.network import LOOPBACK, address_of, environment_of
+from parallel.machine.network import LOOPBACK, address_of, environment_of, free_port
 from parallel.machine.on_gpus import RANK
 from parallel.machine.slots import VISIBLE, MachineGpus, gpu_environment, own_first, share_cores
 from parallel.settings import EngineSettings
@@ -234,10 +234,3 @@ class ThisMachine:
 def on_gpus(command: Sequence[str], slots: str, caches: str = "") -> list[str]:
     """Return a Python command that starts on slots of the visible GPUs (machine/on_gpus.py)."""
     return [command[0], "-m", "parallel.machine.on_gpus", slots, caches, *command[1:]]
-
-
-def free_port() -> int:
-    """Return a TCP port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])

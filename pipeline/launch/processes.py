@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import socket
@@ -18,6 +17,7 @@ from typing import Any, Protocol
 
 from parallel.errors import ERROR_MARK, NOTICE_MARK, STATUS_DESCRIPTOR, UserError, is_lost_peer
 from parallel.files import open_in_place
+from parallel.machine.forkserver import PR_SET_PDEATHSIG, prctl
 from pipeline.text import signal_name
 
 POLL_SECONDS = 0.05
@@ -25,9 +25,6 @@ FORK_SECONDS = 60.0  # timeout of a fork server's imports and one fork
 TAIL_LINES = 8
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 TIME_IS_UP = signal.SIGUSR1  # from `--signal=B:USR1@...`, before the walltime ends
-
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True)
@@ -345,7 +342,7 @@ def _prepared(parent: int, cores: Sequence[int] | None) -> Callable[[], None]:
     """Return a `preexec_fn` that has the kernel kill the child when its parent ends."""
 
     def prepare() -> None:
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
         if cores is not None:

@@ -10,13 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from parallel.errors import UserError
-from parallel.families import (
-    FAMILIES,
-    Family,
-    GptOssArchitecture,
-    architecture,
-    text_configuration,
-)
+from parallel.families import FAMILIES, Family, GptOssArchitecture, architecture, text_configuration
 from parallel.files import unreachable
 from parallel.settings import ModelSettings
 from pipeline.config.checkpoints import dtype_violation, json_object

@@ -263,10 +263,8 @@ def _used(
     for stage in compile_graph(settings):
         if stage.domain is None or not stage.steps:
             continue
-        domain_data, prompts = (
-            data[stage.domain],
-            settings.domains[stage.domain].sampling.prompts_per_step,
-        )
+        domain_data = data[stage.domain]
+        prompts = settings.domains[stage.domain].sampling.prompts_per_step
         used[stage.domain] = replace(
             domain_data, passes=round(stage.steps * prompts / domain_data.trained, 2)
         )

@@ -11,11 +11,11 @@ from typing import Any
 from pipeline.estimate.stage_memory import largest_memory
 from pipeline.launch.progress import latest
 from pipeline.report.drawing import origin, tree
-from pipeline.report.time_left import Estimate, blocked, has_stopped, left_line
+from pipeline.report.time_left import Estimate, blocked, left_line
 from pipeline.run.graph import Stage
 from pipeline.run.ledger import minutes
 from pipeline.run.metrics import Models, read_models
-from pipeline.run.run import STOPPED_MARK, Run, StageState
+from pipeline.run.run import STOPPED_MARK, Run, StageState, has_stopped
 from pipeline.tables import STATE_STYLES, Cell, engines_text, layout_text, table
 from pipeline.text import clock, shown, visible
 

@@ -10,7 +10,7 @@ from statistics import median
 from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import Stage
 from pipeline.run.metrics import newest_lines
-from pipeline.run.run import STOPPED_MARK, Run, StageState
+from pipeline.run.run import Run, StageState, has_stopped
 from pipeline.text import clock
 
 TAIL_BYTES = 1 << 14  # of a stage's metrics, some tens of steps
@@ -140,11 +140,6 @@ def blocked(
             if names := tuple(dict.fromkeys(gates)):
                 blocking[stage.name] = names
     return blocking
-
-
-def has_stopped(state: StageState) -> bool:
-    """Return whether a stage is a gate that has stopped."""
-    return state.state == "failed" and state.cause.startswith(STOPPED_MARK)
 
 
 def left_line(left: Estimate) -> str:

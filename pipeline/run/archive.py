@@ -16,13 +16,7 @@ from typing import BinaryIO, Self
 from parallel.errors import UserError
 from parallel.files import open_file, read_text, sha256, write_atomically
 from pipeline.run.bundle.unfinished import ARCHIVES, CONFIG, INDEX, unfinished
-from pipeline.run.directory import (
-    OTHERS_ENTER,
-    OTHERS_WRITE,
-    PRIVATE,
-    ROOT,
-    user_name,
-)
+from pipeline.run.directory import OTHERS_ENTER, OTHERS_WRITE, PRIVATE, ROOT, user_name
 from pipeline.text import shown
 
 UNPACKING_SECONDS = 600  # that a command waits for another one which unpacks the same archive

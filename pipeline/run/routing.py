@@ -40,7 +40,7 @@ def read_loads(directory: StageDirectory, most: int | None = None) -> list[StepL
         except UNREADABLE as error:
             why = getattr(error, "strerror", None) or f"damaged: {error}"
             raise UserError(f"{shown(path)}: {why}") from error
-    if len({_shape(slots) for loads in steps for slots in loads.slots.values()}) > 1:
+    if len({tuple(map(len, slots)) for loads in steps for slots in loads.slots.values()}) > 1:
         raise UserError(f"{shown(directory.routing)}: damaged: steps of different models")
     return steps
 
@@ -60,11 +60,6 @@ def _of_step(rows: Sequence[Mapping[str, Any]]) -> StepLoads | None:
             raise ValueError("a row's slots are no counts")
         slots.setdefault(row["domain"], []).append(counts)
     return StepLoads(rows[0]["step"], slots) if rows else None
-
-
-def _shape(slots: Slots) -> tuple[int, ...]:
-    """Return the number of experts of each layer."""
-    return tuple(map(len, slots))
 
 
 def shares(slots: Sequence[Sequence[int]]) -> list[list[float]]:

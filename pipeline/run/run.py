@@ -106,6 +106,11 @@ class StageState:
     job: str | None = None
 
 
+def has_stopped(state: StageState) -> bool:
+    """Return whether a stage is a gate that has stopped."""
+    return state.state == "failed" and state.cause.startswith(STOPPED_MARK)
+
+
 @dataclass(frozen=True, eq=False)
 class Run(RunDirectory):
     """A run directory with the settings of the run.

@@ -137,11 +137,8 @@ class StageSamples:
     def _model(self, path: Path) -> str | None:
         """Return the model whose answers a file has; None in training."""
         below = path.parent
-        return (
-            None
-            if below in (self._directory.rollouts, self._directory.samples)
-            else unquote(below.name)
-        )
+        training = below in (self._directory.rollouts, self._directory.samples)
+        return None if training else unquote(below.name)
 
     def find(self, query: Query) -> list[Row]:
         """Return the samples that a query asks for, light columns only, in its order.

@@ -238,18 +238,8 @@ def put_aside(run: Run, stages: Iterable[Stage]) -> list[Path]:
 
 
 LEFT_BEHIND = (
-    *(
-        "attempt_*",
-        "rollouts",
-        "routing",
-        "models",
-        "wandb",
-        "tensorboard",
-        "tracker_id",
-        "tmp_step_*",
-        "damaged_step_*",
-    ),
-    *("stage.lock", "engine"),
+    *("attempt_*", "rollouts", "routing", "models", "wandb", "tensorboard", "tracker_id"),
+    *("tmp_step_*", "damaged_step_*", "stage.lock", "engine"),
 )
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from parallel.engine.platform import process_environment
 from parallel.errors import NOTICE_MARK, STATUS_DESCRIPTOR, UserError
-from parallel.machine.network import address_of, environment_of
+from parallel.machine.network import address_of, environment_of, free_port
 from parallel.machine.on_gpus import RANK
 from pipeline.config.cluster import ClusterSettings, ContainerSettings
-from pipeline.launch.placement import free_port, on_gpus
+from pipeline.launch.placement import on_gpus
 from pipeline.launch.processes import (
     POLL_SECONDS,
     Child,

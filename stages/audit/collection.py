@@ -22,7 +22,6 @@ from stages.audit.recorded import NotAuditable, RecordedRun, document, naming
 from stages.audit.rows import Comparison, exact, numbers
 
 Row = dict[str, Any]  # a response, as it was drawn
-Counts = dict[str | None, int]  # of responses, by the reason why they were dropped; None: kept
 
 
 def collection_rows(run: RecordedRun, stage: str) -> list[Comparison]:
@@ -53,6 +52,7 @@ class _DrawnResponses:
 
     def __init__(self, run: RecordedRun, of: RecordedStage) -> None:
         self.run, self.of, self.keep = run, of, of.settings["keep"]
+        # Of responses by domain, by the reason why they were dropped; None: kept.
         self.counts: dict[str, Counter[str | None]] = defaultdict(Counter)
         self.prompts: dict[str, set[str]] = defaultdict(set)
         self.wrong: dict[str, Counter[str]] = defaultdict(Counter)

@@ -12,35 +12,11 @@ if TYPE_CHECKING:
     from regex import Pattern
 
 Script = Literal[
-    "Arabic",
-    "Armenian",
-    "Bengali",
-    "Cyrillic",
-    "Devanagari",
-    "Ethiopic",
-    "Georgian",
-    "Greek",
-    "Gujarati",
-    "Gurmukhi",
-    "Han",
-    "Hangul",
-    "Hebrew",
-    "Hiragana",
-    "Kannada",
-    "Katakana",
-    "Khmer",
-    "Lao",
-    "Latin",
-    "Malayalam",
-    "Mongolian",
-    "Myanmar",
-    "Oriya",
-    "Sinhala",
-    "Tamil",
-    "Telugu",
-    "Thai",
-    "Tibetan",
-]
+    "Arabic", "Armenian", "Bengali", "Cyrillic", "Devanagari", "Ethiopic", "Georgian", "Greek",
+    "Gujarati", "Gurmukhi", "Han", "Hangul", "Hebrew", "Hiragana", "Kannada", "Katakana", "Khmer",
+    "Lao", "Latin", "Malayalam", "Mongolian", "Myanmar", "Oriya", "Sinhala", "Tamil", "Telugu",
+    "Thai", "Tibetan",
+]  # fmt: skip
 
 
 def other_letters(text: str, allowed: tuple[Script, ...]) -> float:

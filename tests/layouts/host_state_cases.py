@@ -11,7 +11,7 @@ import torch
 from parallel.settings import LayoutSettings
 from tests.layouts.cases import NO_LOSSES, train
 from tests.layouts.checkpoint_cases import ADAM, STEPS, same, save, snapshot
-from tests.layouts.offload_cases import PRECISIONS, share
+from tests.layouts.offload_cases import PRECISIONS, bytes_on_device, share
 
 LATER = range(STEPS, 2 * STEPS)
 
@@ -53,11 +53,11 @@ def trains_equally(layout: LayoutSettings, precision: str, on_host: float) -> di
     away = []
     for step in range(STEPS):
         turns.only()
-        away.append(sum(hosted.residency.bytes_on_device().values()))
+        away.append(sum(bytes_on_device(hosted.residency).values()))
         found += train(hosted, range(step, step + 1))
     hosted.residency.hold(("weights", "optimizer"))
-    parked = hosted.residency.bytes_on_device()["optimizer"]
-    whole = plain.residency.bytes_on_device()["optimizer"]
+    parked = bytes_on_device(hosted.residency)["optimizer"]
+    whole = bytes_on_device(plain.residency)["optimizer"]
     on_host, everything = placed(hosted)
     return {
         "losses": found == expected,

@@ -14,10 +14,9 @@ from stages.statistics import (
     of_problems,
     paired_difference,
     recovered_headroom,
-    wilson,
 )
 from tests.runs import REPOSITORY
-from tests.stages.unpaired import unpaired
+from tests.stages.unpaired import unpaired, wilson
 
 
 @pytest.mark.parametrize(
@@ -51,12 +50,6 @@ def test_unpaired(after: tuple[int, int], before: tuple[int, int], low: float, h
     gain = unpaired(wilson(*after), wilson(*before))
     assert gain.difference == pytest.approx(after[0] / after[1] - before[0] / before[1])
     assert (gain.low, gain.high) == pytest.approx((low, high), abs=5e-5)
-
-
-@pytest.mark.parametrize(("correct", "n"), [(0, 0), (3, 2), (-1, 5)])
-def test_no_accuracy(correct: int, n: int) -> None:
-    with pytest.raises(ValueError, match="no accuracy"):
-        wilson(correct, n)
 
 
 def test_several_responses_to_a_problem_narrow_the_interval_as_far_as_they_differ() -> None:

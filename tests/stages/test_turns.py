@@ -24,6 +24,7 @@ from stages.sampling.logprob_check import MismatchError
 from stages.sampling.step import OnPolicyStage
 from stages.settings import turn_violations
 from tests.fake_engines import RefittedFleet, toy_domain, toy_job, toy_run
+from tests.layouts.offload_cases import bytes_on_device
 from tests.stages import test_critic, test_distill, test_evaluate
 from tests.stages.toys import expert
 
@@ -91,7 +92,7 @@ class TurningFleet(RefittedFleet):
 
     def open_caches(self) -> None:
         assert self.held() == set(), "nothing of the trainer beside the engines' caches"
-        assert all(not any(m.bytes_on_device().values()) for m in self.share.members)
+        assert all(not any(bytes_on_device(m).values()) for m in self.share.members)
         self.asleep.clear()
         self.share.moves.append("caches")
 

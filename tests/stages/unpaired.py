@@ -2,7 +2,12 @@
 
 from math import hypot
 
-from stages.statistics import Accuracy, Difference
+from stages.statistics import Accuracy, Difference, _interval
+
+
+def wilson(correct: int, n: int) -> Accuracy:
+    """Return the accuracy of n independent answers with Wilson's score interval."""
+    return _interval(correct / n, n, n)
 
 
 def unpaired(after: Accuracy, before: Accuracy, share: float = 1.0) -> Difference:

@@ -17,6 +17,7 @@ from pipeline.text import visible
 
 WEB = Path(__file__).parent / "web"
 CHARTS = WEB / "vendor" / "uplot"
+DEMO = Path(__file__).with_name("demo.json.gz")  # of a small run, which tools/demo.py wrote
 PROGRAM = (
     *("dom.js", "charts.js", "curves.js", "verdict.js", "samples.js", "sample.js", "versus.js"),
     *("merge.js", "routing.js", "time.js", "lineage.js", "app.js"),
@@ -48,6 +49,12 @@ def report_file(document: Mapping[str, Any]) -> str:
         data=base64.b64encode(packed).decode(),
         program="\n".join((WEB / name).read_text() for name in PROGRAM),
     )
+
+
+def demo_document() -> dict[str, Any]:
+    """Return the data of the report of `braid report --demo`."""
+    document: dict[str, Any] = json.loads(gzip.decompress(DEMO.read_bytes()))
+    return document
 
 
 def _json(document: Mapping[str, Any]) -> str:

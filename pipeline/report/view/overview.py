@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from math import isfinite
 from statistics import fmean
@@ -223,13 +223,5 @@ def overview_json(overview: Overview, symptoms: Sequence[Symptom]) -> dict[str, 
                 "values": curve and curve[1],
             }
         )
-    health = [
-        {
-            "stage": symptom.stage,
-            "what": symptom.what,
-            "remedy": symptom.remedy,
-            "alarm": symptom.alarm,
-        }
-        for symptom in symptoms
-    ]
+    health = [asdict(symptom) for symptom in symptoms]
     return {"run": str(overview.run.path), "health": health, "stages": stages}

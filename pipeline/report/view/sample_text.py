@@ -52,40 +52,23 @@ def _earned(row: dict[str, Any]) -> Iterator[str]:
 
 def token_table(row: dict[str, Any], texts: Sequence[str]) -> str:
     """Return a table of a response's tokens, `texts`, with a column of each recorded value."""
-    values = {name: row[name] for name in TOKEN_COLUMNS}
+    series_of = [row[name] for name in TOKEN_COLUMNS]
     learned = range(len(texts)) if row["learned"] is None else row["learned"]
     lines: list[list[str | Cell]] = []
     for place, text in enumerate(texts):
-        token_values = {
-            name: None if series is None else series[place] for name, series in values.items()
-        }
-        if place not in learned:
-            token_values = {
-                **token_values,
-                "trainer_logprobs": None,
-                "entropies": None,
-                "teacher_kl": None,
-            }
-        engine, trainer = token_values["logprobs"], token_values["trainer_logprobs"]
-        apart = None if engine is None or trainer is None else trainer - engine
-        advantage = (
-            row["advantage"] if token_values["advantages"] is None else token_values["advantages"]
+        engine, trainer, entropy, advantage, teacher_kl = (
+            None if series is None else series[place] for series in series_of
         )
-        numbers = [
-            engine,
-            trainer,
-            apart,
-            token_values["entropies"],
-            advantage,
-            token_values["teacher_kl"],
-        ]
+        if place not in learned:
+            trainer = entropy = teacher_kl = None
+        apart = None if engine is None or trainer is None else trainer - engine
+        advantage = row["advantage"] if advantage is None else advantage
+        numbers = [engine, trainer, apart, entropy, advantage, teacher_kl]
         cells = ["" if number is None else f"{number:.4g}" for number in numbers]
         lines.append([str(place), repr(text), *cells])
-    columns = [
-        0,
-        1,
-        *(column for column in range(2, len(HEADINGS)) if any(line[column] for line in lines)),
-    ]
+    # Without the columns of values that no token has.
+    filled = (n for n in range(2, len(HEADINGS)) if any(line[n] for line in lines))
+    columns = [0, 1, *filled]
     headings = [HEADINGS[column] for column in columns]
     lines = [[line[column] for column in columns] for line in lines]
     return table("", headings, lines, right=range(2, len(columns)))

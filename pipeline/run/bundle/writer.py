@@ -23,7 +23,7 @@ from pipeline.run.bundle.unfinished import ARCHIVES, CONFIG, INDEX, unfinished
 from pipeline.run.graph import Stage, digest
 from pipeline.run.ledger import Event
 from pipeline.run.lineage import read_manifest
-from pipeline.run.run import STOPPED_MARK, Run, StageState, read_verdict
+from pipeline.run.run import Run, StageState, has_stopped, read_verdict
 from pipeline.text import shown
 from stages.directory import StageDirectory
 from stages.kinds.distill.settings import DistillSettings
@@ -111,9 +111,7 @@ def _stage(run: Run, stage: Stage) -> Tree:
 
 def has_finished(state: StageState) -> bool:
     """Return whether a stage is done, or is a gate that has stopped."""
-    return state.state == "done" or (
-        state.state == "failed" and state.cause.startswith(STOPPED_MARK)
-    )
+    return state.state == "done" or has_stopped(state)
 
 
 def finished_output(run: Run, stage: Stage) -> str | None:

@@ -11,14 +11,7 @@ from pydantic import Field
 
 from stages.data.problem import Problem
 from stages.data.reasoning_gym import is_compact, score, tagged_answer
-from stages.rewards.reward import (
-    Explained,
-    Response,
-    Reward,
-    RewardBase,
-    RewardContext,
-    register,
-)
+from stages.rewards.reward import Explained, Response, Reward, RewardBase, RewardContext, register
 
 CORRECT = 0.999  # the scorers give partial credit, even for merely containing the answer
 RESPONSE = re.compile(r"<(?P<working>[^>]*)>(?P<answer>.*)", re.DOTALL)
