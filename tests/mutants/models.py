@@ -123,7 +123,7 @@ MUTANTS = [
     Mutant(
         "an engine's cache is whole on each rank",
         "parallel/estimates/roofline/rollout.py",
-        "cached_elements(model, ranks)",
+        "cached_elements(model, engine.tensor)",
         "cached_elements(model, 1)",
         ROOFLINE,
     ),
