@@ -6,9 +6,10 @@ states here what it has.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from functools import wraps
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field
 
@@ -22,6 +23,10 @@ from parallel.settings import (
     Settings,
     Tokens,
 )
+
+MOST_MODELS = 128  # whose results are kept
+
+Result = TypeVar("Result")
 
 
 class RopeScaling(Settings):
@@ -318,6 +323,30 @@ def is_readable(quantization: Any) -> bool:
     return packed or fp8_blocks(quantization) is not None
 
 
+def once_per_model(
+    function: Callable[[ModelSettings], Result],
+) -> Callable[[ModelSettings], Result]:
+    """Return a function of a model's settings that computes each result once.
+
+    A search of layouts asks two million times for one model's architecture, and validating it was
+    two thirds of the search. By the identity of the settings, which are frozen: their blocks cannot
+    be hashed. The settings are kept with the result, so that no others get their id.
+    """
+    results: dict[int, tuple[ModelSettings, Result]] = {}
+
+    @wraps(function)
+    def computed(settings: ModelSettings) -> Result:
+        entry = results.get(id(settings))
+        if entry is None:
+            if len(results) >= MOST_MODELS:
+                results.clear()
+            entry = results[id(settings)] = settings, function(settings)
+        return entry[1]
+
+    return computed
+
+
+@once_per_model
 def architecture(settings: ModelSettings) -> Any:
     """Return `model.architecture` as the family's settings; raise pydantic's ValidationError."""
     return traits(settings).further.model_validate(settings.architecture, strict=True)

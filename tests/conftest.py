@@ -15,20 +15,30 @@ from parallel.settings import LayoutSettings
 from tests.chromium import browser as browser  # a fixture
 from tests.ranks import On, Ranks
 from tests.virtual_cluster import cluster as cluster  # a fixture
+from tests.warm_runs import warm_braid as warm_braid  # a fixture
 
 KEPT = 10  # processes; idle ones still cost memory
-# Tests of one file share a worker, and those of these directories do: each worker that uses an
-# engine first imports vLLM for its fork server, and starts engines of its own; those of the audit
-# share a run.
-TOGETHER = ("tests/engine", "tests/audit")
+# Tests of one file share a worker, and those of these directories and files do: each worker that
+# uses an engine first imports vLLM for its fork server, and starts engines of its own; those of the
+# audit share a run, and fork it from servers that have imported everything, as the files beside
+# them do (tests/warm_runs.py).
+TOGETHER = {
+    "tests/engine/": "engines",
+    "tests/audit/": "runs",
+    "tests/end_to_end/test_collected.py": "runs",
+    "tests/end_to_end/test_merged_weights.py": "runs",
+    "tests/end_to_end/test_preference.py": "runs",
+    "tests/end_to_end/test_quantized.py": "runs",
+    "tests/end_to_end/test_smoke_run.py": "runs",
+}
 
 
 class _Scheduling(LoadFileScheduling):
-    """Give every worker whole files, or whole directories where those share what is costly."""
+    """Give every worker whole files, or all files that share what is costly."""
 
     def _split_scope(self, nodeid: str) -> str:
-        directory = nodeid.partition("::")[0].rpartition("/")[0]
-        return directory if directory in TOGETHER else super()._split_scope(nodeid)
+        scopes = (scope for start, scope in TOGETHER.items() if nodeid.startswith(start))
+        return next(scopes, super()._split_scope(nodeid))
 
 
 @pytest.hookimpl(optionalhook=True)

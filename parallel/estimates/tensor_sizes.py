@@ -133,10 +133,11 @@ def mixer_elements(
     Each is (its elements, the number of layers with one); `layers` are numbered from 0.
     """
     further = architecture(model)
-    linear = sum(is_linear(further, layer) for layer in layers)
+    hybrid = isinstance(further, Qwen35MoeArchitecture)
+    linear = sum(is_linear(further, layer) for layer in layers) if hybrid else 0
     full = len(layers) - linear
     tensors = [(size, full) for size in _attention_elements(model, tensor)]
-    if isinstance(further, Qwen35MoeArchitecture):
+    if hybrid:
         tensors += [(size, linear) for size in _delta_net_elements(model, further, tensor)]
     return [(size, count) for size, count in tensors if count]
 

@@ -22,7 +22,7 @@ from parallel.machine.gpus import usable_gpus
 from parallel.machine.slots import share_gpus
 from pipeline.config.rules import answer_rules, evaluation_rules
 from pipeline.launch.launcher import Launcher, run_to_the_end
-from pipeline.launch.placement import Programs, ThisMachine
+from pipeline.launch.placement import ForkServers, Programs, ThisMachine
 from pipeline.launch.processes import Child, Signals, kill, python_module, wait_for_all
 from pipeline.launch.progress import Screen
 from pipeline.run.directory import RunDirectory, check_owner
@@ -246,10 +246,17 @@ def _execute(
     if job.samples and not usable_gpus():
         check_cpu_engine(settings.model)
     gpus = share_gpus(settings.layout, engine, usable_gpus())
-    placement = ThisMachine(settings.engine, gpus=gpus)
     with (
         Signals() as signals,
-        Launcher(run.engines, settings, programs, placement, signals) as launch,
+        # One import for all ranks, which would each take 10 s of CPU time for it.
+        ForkServers(run.fork_servers, settings.launch.fork_servers) as servers,
+        Launcher(
+            run.engines,
+            settings,
+            programs,
+            ThisMachine(settings.engine, servers=servers, gpus=gpus),
+            signals,
+        ) as launch,
         Screen(console) as screen,
         screen.watching(kind, None, directory.metrics) as view,
     ):

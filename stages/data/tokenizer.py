@@ -8,7 +8,9 @@ loads.
 from __future__ import annotations
 
 import json
+import logging
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import date, datetime, time
 from itertools import groupby, takewhile
@@ -89,6 +91,27 @@ def _named(name: str, arguments: Mapping[str, Any] | None, day: date | None) -> 
     if name == CHARACTERS_NAME:
         return CharacterTokenizer()
     return HuggingFaceTokenizer(Path(name), arguments, day)
+
+
+def import_without_torch(name: str) -> None:
+    """Import transformers' tokenizers without torch, where `tokenizer_named(name)` needs them.
+
+    For a process that computes nothing with torch: its transformers has no models from then on.
+    """
+    if name == CHARACTERS_NAME or "torch" in sys.modules:
+        return
+    # Where transformers finds a torch it imports it, 3 of the 4 s CPU that a tokenizer then takes.
+    # It looks once, while it is imported, and None is how Python marks a module as absent.
+    modules: dict[str, Any] = sys.modules
+    modules["torch"] = None
+    try:
+        # It warns that models are not available, which would be in the log of every check.
+        logging.getLogger("transformers").addFilter(
+            lambda record: not record.getMessage().startswith("PyTorch was not found")
+        )
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
+    finally:
+        del modules["torch"]
 
 
 def unknown_token(id: int) -> str:

@@ -42,7 +42,12 @@ from stages.data.settings import (
     ReasoningGymPromptSettings,
 )
 from stages.data.thoughts import answer_after
-from stages.data.tokenizer import Tokenizer, TokenizerError, tokenizer_named
+from stages.data.tokenizer import (
+    Tokenizer,
+    TokenizerError,
+    import_without_torch,
+    tokenizer_named,
+)
 from stages.domain_tools.row_check import MOST_SLOW, answer_report
 from stages.domains import DomainSettings
 from stages.rewards.kinds.math import MathReward
@@ -63,6 +68,7 @@ EXAMPLES = 2
 def main() -> None:
     """Run the job named by argv[1]; report errors that the user can fix on the status pipe."""
     job = DomainCheckJob.model_validate_json(Path(sys.argv[1]).read_text())
+    import_without_torch(job.tokenizer)
     try:
         write_atomically(job.result, json.dumps(checked(job)) + "\n")
     except TokenizerError as error:

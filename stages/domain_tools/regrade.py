@@ -15,7 +15,7 @@ from parallel.files import write_atomically
 from stages.data.problem import SPLIT_DIGITS, Problem
 from stages.data.prompts import PromptStream, Split, prompt_index, usable_problems
 from stages.data.settings import ReasoningGymPromptSettings
-from stages.data.tokenizer import Tokenizer, tokenizer_named
+from stages.data.tokenizer import Tokenizer, import_without_torch, tokenizer_named
 from stages.domains import DomainSettings
 from stages.rewards.pool import RewardPool
 from stages.rewards.reward import Response
@@ -29,6 +29,7 @@ SHARED: tuple[Split, ...] = ("held_out", "gate")
 def main() -> None:
     """Run the job named by argv[1]; report errors that the user can fix on the status pipe."""
     job = RegradeJob.model_validate_json(Path(sys.argv[1]).read_text())
+    import_without_torch(job.tokenizer)
     try:
         write_atomically(job.result, json.dumps(regraded(job)) + "\n")
     except (UserError, OSError) as error:

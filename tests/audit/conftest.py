@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 from stages.audit import recorded
-from tests.runs import braid, finish
+from tests.warm_runs import WarmBraid
 
 ODD = Path(__file__).parent / "odd.yaml"
 
 
 @pytest.fixture(scope="session")
-def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def odd(tmp_path_factory: pytest.TempPathFactory, warm_braid: WarmBraid) -> Path:
     """A finished run of odd.yaml."""
     runs = tmp_path_factory.mktemp("runs")
-    finish(braid(runs, "run", str(ODD)))
+    warm_braid(runs, "run", str(ODD))
     return runs / "odd"
 
 

@@ -8,7 +8,6 @@ import math
 import os
 import re
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,8 @@ from stages.audit.stage_audit import audit_step
 from stages.sampling.sample_files import read_samples, write_samples
 from tests.audit.effects import STEPS, block_key, block_of
 from tests.awaiting import PATIENCE_SECONDS
-from tests.runs import BRAID, REPOSITORY, braid
+from tests.runs import REPOSITORY, braid
+from tests.warm_runs import command
 
 SAMPLES = Path("stages", "experts.chain_sum", "rollouts", "step_000003.parquet")
 # Metrics that some expert's step must log, and the bounds of their values.
@@ -44,9 +44,10 @@ METRIC_BOUNDS = {
 @pytest.fixture(scope="module")
 def audited(odd: Path) -> dict[str, dict[str, Any]]:
     """Return the result of `braid audit` of every stage."""
-    command = [*BRAID, "audit", "odd", "--json", "--runs-dir", str(odd.parent)]
-    printed = subprocess.check_output(command, cwd=REPOSITORY, text=True, timeout=PATIENCE_SECONDS)
-    return {audit["stage"]: audit for audit in json.loads(printed)}  # progress goes to stderr
+    # In this process, whose torch has one thread: with two the same audit takes five times the CPU.
+    code, printed, progress = command(odd.parent, "audit", "odd", "--json")
+    assert code == 0, progress
+    return {audit["stage"]: audit for audit in json.loads(printed)}
 
 
 def test_every_stage_agrees_with_its_files(audited: dict[str, dict[str, Any]]) -> None:

@@ -18,6 +18,7 @@ from parallel.files import whole_checkpoints
 from tests.end_to_end.moments import Moment, StagePosition, position
 from tests.end_to_end.process_tree import KILLED, everything, tree
 from tests.runs import braid
+from tests.warm_runs import WarmBraid
 
 LOOK_SECONDS = 0.05
 SPACING_SECONDS = 2.0  # between two kills, so that the launcher has noticed the first
@@ -45,16 +46,26 @@ class Kill:
 
 
 class KilledRun:
-    """`braid` with the arguments `begin` in `directory`, and with `resume` as often as it takes."""
+    """`braid` with the arguments `begin` in `directory`, and with `resume` as often as it takes.
+
+    `warm` runs the command that is resumed after the last kill, if any, instead of a process.
+    """
 
     def __init__(
-        self, directory: Path, name: str, begin: Sequence[str], resume: Sequence[str]
+        self,
+        directory: Path,
+        name: str,
+        begin: Sequence[str],
+        resume: Sequence[str],
+        warm: WarmBraid | None = None,
     ) -> None:
         self.path = directory / name
         self.kills: list[Kill] = []
         self.resumed = 0
         self._directory = directory
         self._resume = resume
+        self._warm = warm
+        self._all_struck = False
         self._seen: set[tuple[int, int]] = set()  # number and start of the run's processes
         self._began = time.monotonic()
         self._next = self._began  # when the next kill may be
@@ -95,6 +106,7 @@ class KilledRun:
         """Kill at every moment, wait for the run's end, and leave nothing running."""
         try:
             struck = [self.kill(moment, order) for moment in moments]
+            self._all_struck = True
             self.finish()
         finally:
             self.close()
@@ -134,6 +146,9 @@ class KilledRun:
             self._check_nothing_left()
             self._unexplained = []
             self.resumed += 1
+            if self._all_struck and self._warm is not None:
+                self._log().write_text(self._warm(self._directory, *self._resume))
+                return False
             self._launched = self._launch(*self._resume)
         here, now = position(self.path), time.monotonic()
         if here != self._here:

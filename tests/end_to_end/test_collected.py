@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +16,7 @@ from tests.end_to_end.killed_run import Kill, KilledRun
 from tests.end_to_end.moments import Moment
 from tests.end_to_end.same_bits import digests
 from tests.runs import REPOSITORY, braid, finish, metrics
+from tests.warm_runs import WarmBraid
 
 CONFIG = Path(__file__).with_name("collected.yaml")
 STAGES = ["cold_start", "collect", "tuned", "preferred"]
@@ -67,17 +65,14 @@ class FinishedRun:
         )
 
 
-@contextmanager
-def prepared(directory: Path) -> Iterator[Path]:
-    """Yield the path of the configuration, with its file of data and its reward beside it."""
+def prepared(directory: Path) -> Path:
+    """Return the path of the configuration, with its file of data and its reward beside it."""
     text = CONFIG.read_text().replace("../../configs", str(REPOSITORY / "configs"))
     (directory / CONFIG.name).write_text(text)
     shown = [{"prompt": f"{a}+{b}=", "response": str(a + b)} for a in range(9) for b in range(9)]
     (directory / "shown.jsonl").write_text("\n".join(map(json.dumps, shown)))
     (directory / "graded.py").write_text(REWARD)
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("PYTHONPATH", str(directory), prepend=os.pathsep)
-        yield directory / CONFIG.name
+    return directory / CONFIG.name
 
 
 def graded_in(directory: Path) -> Counter[tuple[int, str]]:
@@ -87,11 +82,10 @@ def graded_in(directory: Path) -> Counter[tuple[int, str]]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, warm_braid: WarmBraid) -> FinishedRun:
     """A run that nothing is killed in."""
     directory = tmp_path_factory.mktemp("undisturbed")
-    with prepared(directory) as config:
-        output = finish(braid(directory, "run", str(config)))
+    output = warm_braid(directory, "run", str(prepared(directory)))
     return FinishedRun(directory / "collected", graded_in(directory), output)
 
 
@@ -104,9 +98,9 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
         Moment("launcher", "collect", step=3, seconds=0.0, which=0.0),
         Moment("rank 1", "preferred", step=1, seconds=0.0, which=0.0),
     ]
-    with prepared(directory) as config:
-        run = KilledRun(directory, "collected", ["run", str(config)], ["resume", "collected"])
-        run.kill_at(moments, STAGES)
+    begin = ["run", str(prepared(directory))]
+    run = KilledRun(directory, "collected", begin, ["resume", "collected"])
+    run.kill_at(moments, STAGES)
     return FinishedRun(run.path, graded_in(directory), run.output(), run.kills)
 
 
@@ -178,23 +172,23 @@ def test_a_filter_that_leaves_nothing_says_so_and_keeps_what_was_drawn(
     named, forked = ("--name", "strict", *only), ("--fork", str(undisturbed.path))
     run = FinishedRun(tmp_path / "strict", Counter())
     drawn = run.sampled.all_drawn
-    with prepared(tmp_path) as config:
-        strict = ("run", str(config), "stages.collect.keep.reward=9")
-        first, _ = braid(tmp_path, *strict, *forked, *named).communicate(timeout=600)
-        graded = graded_in(tmp_path)
-        again, _ = braid(tmp_path, "resume", str(run.path), *only).communicate(timeout=600)
-        assert graded_in(tmp_path) == graded == run.to_grade  # nothing is drawn again
-        message = f"stages.collect.keep: nothing is left of {PROMPTS * SIZE} responses: "
-        for output in (first, again):
-            assert "Traceback" not in output
-            assert "rerun with --from collect" in output
-            assert message in " ".join(output.split())
-            assert str(drawn) in output
-        refused, _ = braid(tmp_path, "run", str(config), *named).communicate(timeout=600)
-        assert "these finished or started stages depend on it: collect" in refused
-        assert "--from collect" in refused
-        before = parquet.read_table(drawn).drop_columns(["dropped"])
-        finish(braid(tmp_path, "run", str(config), *named, "--from", "collect"))
+    config = prepared(tmp_path)
+    strict = ("run", str(config), "stages.collect.keep.reward=9")
+    first, _ = braid(tmp_path, *strict, *forked, *named).communicate(timeout=600)
+    graded = graded_in(tmp_path)
+    again, _ = braid(tmp_path, "resume", str(run.path), *only).communicate(timeout=600)
+    assert graded_in(tmp_path) == graded == run.to_grade  # nothing is drawn again
+    message = f"stages.collect.keep: nothing is left of {PROMPTS * SIZE} responses: "
+    for output in (first, again):
+        assert "Traceback" not in output
+        assert "rerun with --from collect" in output
+        assert message in " ".join(output.split())
+        assert str(drawn) in output
+    refused, _ = braid(tmp_path, "run", str(config), *named).communicate(timeout=600)
+    assert "these finished or started stages depend on it: collect" in refused
+    assert "--from collect" in refused
+    before = parquet.read_table(drawn).drop_columns(["dropped"])
+    finish(braid(tmp_path, "run", str(config), *named, "--from", "collect"))
     put_aside = run.path / "replaced" / "collect.1" / "drawn.parquet"
     assert parquet.read_table(put_aside).drop_columns(["dropped"]) == before
     assert run.sampled.collected.read_bytes() == undisturbed.sampled.collected.read_bytes()

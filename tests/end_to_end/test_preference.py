@@ -14,7 +14,8 @@ import pytest
 from tests.awaiting import PATIENCE_SECONDS
 from tests.end_to_end.process_tree import KILLED, tree
 from tests.end_to_end.same_bits import digests
-from tests.runs import braid, finish, metrics
+from tests.runs import braid, metrics
+from tests.warm_runs import WarmBraid
 
 CONFIG = Path(__file__).with_name("preference.yaml")
 
@@ -34,9 +35,11 @@ def config(tmp_path: Path) -> Path:
     return tmp_path / CONFIG.name
 
 
-def test_a_killed_stage_continues_with_the_same_bits(config: Path, tmp_path: Path) -> None:
+def test_a_killed_stage_continues_with_the_same_bits(
+    config: Path, tmp_path: Path, warm_braid: WarmBraid
+) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    finish(braid(whole, "run", str(config)))
+    warm_braid(whole, "run", str(config))
     run = killed / "preference"
     process = braid(killed, "run", str(config), log=tmp_path / "killed.log")
     deadline = time.monotonic() + PATIENCE_SECONDS
@@ -52,7 +55,7 @@ def test_a_killed_stage_continues_with_the_same_bits(config: Path, tmp_path: Pat
     assert 5 <= done < 12
     cached = run / "stages" / "dpo" / "reference.npz"
     written = cached.stat()
-    finish(braid(killed, "resume", str(run)))
+    warm_braid(killed, "resume", str(run))
     assert cached.stat().st_ino == written.st_ino  # the reference was not computed again
     assert digests(run) == digests(whole / "preference")
 

@@ -1,6 +1,8 @@
 """The character tokenizer, alone and as transformers loads it."""
 
 import json
+import subprocess
+import sys
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from stages.data.tokenizer import (
     load_tokenizer,
 )
 from tests.byte_tokenizer import CHATML, save_tokenizer
+from tests.runs import REPOSITORY
 
 RESPONSE = "<3,-4,3>3"
 
@@ -237,3 +240,16 @@ def test_a_tokenizer_that_composes_characters_is_not_refused(tmp_path: Path) -> 
 def test_a_text_without_ids_is_an_error_that_names_it(words: Path) -> None:
     with pytest.raises(TokenizerError, match=r"words.* has no ids for 'one three': WordLevel"):
         load_tokenizer(model(words)).encode("one three")
+
+
+def test_a_tokenizer_is_equal_without_torch(words: Path) -> None:
+    program = (
+        "import json, sys\n"
+        "from stages.data.tokenizer import import_without_torch, tokenizer_named\n"
+        "import_without_torch(sys.argv[1])\n"
+        "ids = tokenizer_named(sys.argv[1]).encode('one plus two')\n"
+        "print(json.dumps([ids, 'torch' in sys.modules]))\n"
+    )
+    command = [sys.executable, "-c", program, str(words)]
+    printed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert (json.loads(printed.stdout), printed.stderr) == ([[2, 4, 3], False], "")

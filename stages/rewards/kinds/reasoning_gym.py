@@ -41,7 +41,7 @@ class ReasoningGymReward(RewardBase):
             yield f"{at.key}.kind", what
 
 
-@register(ReasoningGymReward)
+@register(ReasoningGymReward, imports=("reasoning_gym",))
 def make(settings: ReasoningGymReward, _directory: Path) -> Reward:
     """Return the reward."""
     scored = exact if settings.credit == "whole" else partial
