@@ -1,4 +1,4 @@
-"""The settings of what a merge learns from beside teachers: itself as one, and sequences as data."""
+"""The settings of what a merge learns from beside teachers: the student itself, and data."""
 
 from __future__ import annotations
 
