@@ -1,4 +1,4 @@
-"""The settings of what a merge learns from beside teachers: the student itself, and data."""
+"""The sources of a merge beside its teachers: the student itself as one, and sequences as data."""
 
 from __future__ import annotations
 
