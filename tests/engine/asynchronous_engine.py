@@ -28,6 +28,11 @@ def install() -> None:
     core.configuration = asynchronous  # type: ignore[assignment]
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Serve an engine that schedules asynchronously."""
     install()
     server.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import pickle
 import signal
 import sys
 import time
@@ -9,10 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from parallel.settings import EngineJob, EngineSettings, ModelSettings
 from pipeline.launch.placement import ForkServers
 from pipeline.launch.processes import Child
+from tests.awaiting import wait_until
 from tests.engine.engine_settings import ENGINE
 
 START_SECONDS = 600
@@ -51,7 +55,8 @@ class Running:
         job = str(self.directory / "engine.json")
         command = [sys.executable, "-m", self.program, job]
         log = self.directory / "engine.log"
-        self.process = Child("engine", command, log, {}, request_fork=self._servers.of(command))
+        request_fork = forked_program(self._servers, self.program)
+        self.process = Child("engine", command, log, {}, request_fork=request_fork)
 
     def wait(self, beside: Sequence[Running] = ()) -> None:
         """Wait until the process has written its address or ended; those beside it start too."""
@@ -71,6 +76,47 @@ class Running:
         """Kill all of its processes with SIGKILL."""
         self.process.send(signal.SIGKILL)
         self.process.reap()
+
+
+def forked_program(servers: ForkServers, program: str) -> Callable[..., Any] | None:
+    """Return a request of the engines' fork server to run a program of the tests.
+
+    A program that is an engine with a patch needs no second server, nor an import of vLLM.
+    """
+    usual: Any = servers.of([sys.executable, "-m", PROGRAM])
+    if usual is None or program == PROGRAM:
+        return usual
+
+    def request_fork(*arguments: Any) -> Any:
+        with mock.patch.object(usual.__self__, "_module", program):
+            return usual(*arguments)
+
+    return request_fork
+
+
+def call(servers: ForkServers, function: Callable[..., Any], directory: Path, *given: str) -> Any:
+    """Return what a test module's function returns in a process with vLLM, forked if possible.
+
+    Raises:
+        AssertionError: the process failed; with its log.
+    """
+    answer, log = directory / "answer.pickle", directory / "call.log"
+    name = function.__module__, function.__qualname__
+    command = [sys.executable, "-m", __name__, *name, str(answer), *given]
+    process = Child("call", command, log, {}, request_fork=forked_program(servers, __name__))
+    try:
+        wait_until(lambda: process.status() is not None)
+        assert process.status() == 0, log.read_text()
+    finally:
+        process.reap()
+    return pickle.loads(answer.read_bytes())
+
+
+def main() -> None:
+    """Run the function of a `call`, with argv MODULE FUNCTION ANSWER ARGUMENT ..."""
+    module, function, answer, *given = sys.argv[1:]
+    found = getattr(importlib.import_module(module), function)(*given)
+    Path(answer).write_bytes(pickle.dumps(found))
 
 
 @contextmanager
@@ -108,3 +154,7 @@ def running_members(
     finally:
         for each in members:
             each.kill()
+
+
+if __name__ == "__main__":
+    main()

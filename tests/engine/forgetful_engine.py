@@ -53,6 +53,11 @@ class ForgetfulCore(Core):
         assert min(self._vllm.engine_core.collective_rpc(forget)) > 10
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Serve an engine with such a core."""
     server.Core = ForgetfulCore  # type: ignore[misc]
     server.main()
+
+
+if __name__ == "__main__":
+    main()

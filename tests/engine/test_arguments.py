@@ -18,6 +18,7 @@ from parallel.machine.gpus import Gpu
 from parallel.settings import EngineJob
 from tests.awaiting import PATIENCE_SECONDS
 from tests.engine.engine_settings import ENGINE, MODEL
+from tests.tiers import tiered
 
 GIB = 1 << 30
 GPU = Gpu(0, "GPU-0", "NVIDIA H100 80GB HBM3", 80 * GIB, 70 * GIB, "580.0", "9.0")
@@ -30,6 +31,12 @@ def job(further: dict[str, Any] | None = None, **engine: Any) -> EngineJob:
     settings = ENGINE.model_copy(update=engine)
     job = EngineJob(model=WIDE, engine=settings, index=0, address=Path("unused"), seed=0)
     return job.model_copy(update=further or {})
+
+
+GPU_JOBS = [
+    job(),
+    job({"sampling_mask": True}, tensor=4, expert_parallel=True, weights="fp8"),
+]
 
 
 def memory_of(asked: EngineJob) -> dict[str, Any]:
@@ -75,20 +82,36 @@ def test_only_an_fp32_head_of_a_bf16_model_overrides_vllm_s() -> None:
     assert "hf_overrides" not in engine_arguments(job(exact), "directory", cuda=False)
 
 
-@pytest.mark.parametrize("capability", ["9.0", "10.0"])  # Hopper, Blackwell
-def test_vllm_accepts_a_gpu_s_arguments(capability: str) -> None:
-    """Only the driver's answers to vLLM's own CUDA platform are invented."""
-    jobs = [
-        job(),
-        job({"sampling_mask": True}, tensor=4, expert_parallel=True, weights="fp8"),
-    ]
-    asked = "".join(each.model_dump_json() + "\n" for each in jobs)
-    command = [sys.executable, "-m", "tests.engine.cuda_platform", capability]
+@pytest.fixture(scope="module")
+def accepted(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
+    """The configurations that vLLM makes of three jobs on a GPU of a compute capability.
+
+    The last job is a member of a larger engine. One process imports vLLM for all of them, and takes
+    the member last, whose place it adds to the environment.
+    """
+    meeting = tmp_path_factory.mktemp("members") / "members.json"
+    meeting.write_text('["10.0.0.7", 29600]')
+    member = {"member": 1, "meeting": meeting}
+    jobs = [*GPU_JOBS, job(member, placement="own", tensor=2, data=4, expert_parallel=True)]
     done = subprocess.run(
-        command, input=asked, capture_output=True, text=True, timeout=PATIENCE_SECONDS
+        [sys.executable, "-m", "tests.engine.cuda_platform", request.param],
+        input="".join(each.model_dump_json() + "\n" for each in jobs),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
     )
-    marked = [line for line in done.stdout.splitlines() if line.startswith("configured ")]
-    plain, quantized = (json.loads(line.partition(" ")[2]) for line in marked)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("configured ")]
+    return [json.loads(line.partition(" ")[2]) for line in lines]
+
+
+# Hopper, Blackwell
+@pytest.mark.parametrize("accepted", tiered(["9.0", "10.0"], ["9.0"]), indirect=True)
+def test_vllm_accepts_a_gpu_s_arguments(accepted: list[dict[str, Any]]) -> None:
+    """Only the driver's answers to vLLM's own CUDA platform are invented."""
+    plain, quantized, _ = accepted
     assert plain == {
         "runner": "V2",
         "async_scheduling": True,
@@ -104,12 +127,12 @@ def test_vllm_accepts_a_gpu_s_arguments(capability: str) -> None:
         "placement": "linear",
         "quantization": None,
         "mask": False,
-        **memory_of(jobs[0]),
+        **memory_of(GPU_JOBS[0]),
         "sleeps": True,
         "routes": True,
     }
     assert quantized == plain | {
-        **memory_of(jobs[1]),
+        **memory_of(GPU_JOBS[1]),
         "expert_parallel": True,
         "executor": "mp",
         "quantization": "OnlineQuantizationConfig",
@@ -117,25 +140,13 @@ def test_vllm_accepts_a_gpu_s_arguments(capability: str) -> None:
     }
 
 
-def test_vllm_accepts_a_member_of_a_larger_engine(tmp_path: Path) -> None:
+@pytest.mark.parametrize("accepted", ["9.0"], indirect=True)
+def test_vllm_accepts_a_member_of_a_larger_engine(accepted: list[dict[str, Any]]) -> None:
     """All members meet at the port that the first published, and each uses its own GPUs."""
-    meeting = tmp_path / "members.json"
-    meeting.write_text('["10.0.0.7", 29600]')
-    further = {"member": 1, "meeting": meeting}
-    asked = job(further, placement="own", tensor=2, data=4, expert_parallel=True)
-    command = [sys.executable, "-m", "tests.engine.cuda_platform", "9.0"]
-    done = subprocess.run(
-        command,
-        input=f"{asked.model_dump_json()}\n",
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_SECONDS,
-    )
-    [line] = [each for each in done.stdout.splitlines() if each.startswith("configured ")]
-    found = json.loads(line.partition(" ")[2])
+    *_, member = accepted
     expected = {"members": 4, "member": 1, "first_gpu": 0, "port": 29600, "expert_parallel": True}
-    assert expected.items() <= found.items()
-    assert found["executor"] == "mp"
+    assert expected.items() <= member.items()
+    assert member["executor"] == "mp"
 
 
 def test_a_gpu_s_memory_is_what_is_free_or_what_the_launcher_grants(

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from parallel.settings import EngineJob
-from tests.awaiting import PATIENCE_SECONDS
+from pipeline.launch.placement import ForkServers
+from tests.engine.engine_process import call
 from tests.engine.engine_settings import ENGINE, MODEL
 
 
-def test_a_drain_leaves_no_step_half_done_and_loses_no_response() -> None:
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        before, after, ended, later = process.submit(drained).result(timeout=PATIENCE_SECONDS)
+def test_a_drain_leaves_no_step_half_done_and_loses_no_response(
+    fork_servers: ForkServers, tmp_path: Path
+) -> None:
+    before, after, ended, later = call(fork_servers, drained, tmp_path)
     assert before == [(3, 1), (3, 1)]
     assert after == [(4, 0)]  # the other request has ended in the drain
     assert ended == [4]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,8 @@ from parallel.weights.boxes import Box
 from parallel.weights.names import loaded_tensors
 from parallel.weights.needs import needed
 from parallel.weights.stacks import Member
-from tests.awaiting import PATIENCE_SECONDS
+from pipeline.launch.placement import ForkServers
+from tests.engine.engine_process import call
 
 DENSE_AND_SHARED = {"first_k_dense_replace": 1, "intermediate_size": 64, "n_shared_experts": 2}
 LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 16, "v_head_dim": 16, "q_lora_rank": 24}
@@ -84,11 +83,11 @@ class Copies(TorchFunctionMode):
 
 
 @pytest.fixture(scope="module")
-def copied(tmp_path_factory: pytest.TempPathFactory) -> Copied:
+def copied(fork_servers: ForkServers, tmp_path_factory: pytest.TempPathFactory) -> Copied:
     """The boxes that vLLM copies on each of RANKS, by model; computed in a separate process."""
     directory = tmp_path_factory.mktemp("models")
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        return process.submit(copies, str(directory)).result(timeout=PATIENCE_SECONDS)
+    found: Copied = call(fork_servers, copies, directory, str(directory))
+    return found
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["expert_tensor", "expert_parallel"])

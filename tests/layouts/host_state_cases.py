@@ -74,15 +74,15 @@ def continues(layout: LayoutSettings, policy: Any) -> tuple[list[Any], list[torc
 
 
 def resumes_anywhere(
-    layout: LayoutSettings, precision: str, shares: list[float], directory: str
+    layout: LayoutSettings, precision: str, loads: dict[float, list[float]], directory: str
 ) -> dict[str, bool]:
-    """Save with each share, load with each share, and compare how training continues."""
+    """Save with each share, load with the shares that it names; compare how training continues."""
     from parallel.checkpoint import load
     from parallel.files import newest_whole
 
     torch.use_deterministic_algorithms(True)
     answers, files = [], []
-    for saved in shares:
+    for saved, shares in loads.items():
         policy = build(layout, precision, saved)
         list(train(policy, range(STEPS)))
         save(policy, Path(directory) / f"{saved}", STEPS, {})
@@ -100,7 +100,7 @@ def resumes_anywhere(
         "files": all(each == files[0] for each in files),
         "losses": all(each[0] == losses for each in answers),
         "state": all(same(each[1], tensors) for each in answers),
-        "compared": len(answers) == len(shares) * (1 + len(shares)),
+        "compared": len(answers) == len(loads) + sum(map(len, loads.values())),
     }
 
 

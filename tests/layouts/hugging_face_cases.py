@@ -312,6 +312,23 @@ def gradient_error(layout: LayoutSettings, model: str, directory: str) -> tuple[
     return max(errors)
 
 
+def compiled_activation() -> tuple[float, int]:
+    """Return the relative difference of gpt-oss's activation compiled, and the frames compiled."""
+    from parallel.model.bridge import quick_gelu
+
+    inputs = torch.randn(64, 32, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    found = []
+    for disable in (True, False):
+        torch._dynamo.reset()  # the function that it was told not to compile stays so
+        with torch._dynamo.config.patch(disable=disable):
+            values = quick_gelu(inputs)
+            (gradient,) = torch.autograd.grad(values.square().sum(), inputs)
+        found.append(torch.cat([values, gradient]).detach())
+    plain, compiled = found
+    error = ((compiled - plain).norm() / plain.norm()).item()
+    return error, torch._dynamo.utils.counters["frames"]["ok"]
+
+
 def export_other_weights(layout: LayoutSettings, output: str) -> str:
     """Return the error of an export whose files are whole but not the policy's."""
     from parallel.hugging_face.files import WeightsError

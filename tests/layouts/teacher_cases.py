@@ -215,7 +215,7 @@ def train(layout: LayoutSettings, directory: str, name: str, phase: str = "", at
 
     with mock.patch.object(owner, method, deadly) if owner else nullcontext():
         # Synchronous, so that what is left does not depend on the time.
-        loop = LoopSettings(steps=4, checkpoint_every=1, async_checkpoints=False)
+        loop = LoopSettings(steps=3, checkpoint_every=1, async_checkpoints=False)
         run_loop(Taught(of), of, loop)
     torch.use_deterministic_algorithms(False)
 

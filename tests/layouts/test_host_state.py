@@ -46,15 +46,20 @@ def test_training_with_state_on_the_host_gives_equal_bits(
 
 
 @pytest.mark.parametrize(
-    ("name", "precision"),
-    tiered(product(LAYOUTS, ("fp32", "bf16")), {("DP2", "bf16"), ("DP2 TP2 EP2", "fp32")}),
+    ("name", "precision", "pairs"),
+    tiered(
+        product(LAYOUTS, ("fp32", "bf16"), ("each share once", "every pair")),
+        {("DP2", "bf16", "each share once"), ("DP2 TP2 EP2", "fp32", "each share once")},
+    ),
 )
 def test_a_checkpoint_resumes_with_any_share_bit_for_bit(
-    name: str, precision: str, on: On, tmp_path: Path
+    name: str, precision: str, pairs: str, on: On, tmp_path: Path
 ) -> None:
     """Here and in another layout; the files are equal too."""
     layout = LAYOUTS[name]
-    found = on(layout, cases.resumes_anywhere, layout, precision, SHARES, str(tmp_path))
+    turned = dict(zip(SHARES, [[0.5], [1.0], [0.0]], strict=True))
+    loads = turned if pairs == "each share once" else dict.fromkeys(SHARES, SHARES)
+    found = on(layout, cases.resumes_anywhere, layout, precision, loads, str(tmp_path))
     assert found == [dict.fromkeys(("files", "losses", "state", "compared"), True)] * layout.ranks
     other = LAYOUTS["1 rank" if name == "DP2" else "DP2"]
     saved = str(tmp_path / "0.5" / f"step_{cases.STEPS}")

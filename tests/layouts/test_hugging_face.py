@@ -23,6 +23,7 @@ from tests.layouts.cases import SPREAD
 from tests.layouts.hugging_face_cases import (
     FAMILIES,
     MODELS,
+    compiled_activation,
     export,
     export_checkpoint,
     export_other_weights,
@@ -316,6 +317,12 @@ def test_every_family_trains_alike_under_every_layout(
         layout = LayoutSettings(**MATRIX[name])
         for found in on(layout, gradient_error, layout, family, str(tmp_path)):
             assert found < (1e-5, ""), (name, found)
+
+
+def test_gpt_oss_s_compiled_activation_is_the_plain_one(on: On) -> None:
+    """The ranks of the tests do not compile it; those of a run do."""
+    [(error, frames)] = on(LayoutSettings(), compiled_activation)
+    assert error < 1e-6 and frames
 
 
 def test_an_export_with_other_logits_fails_and_leaves_no_files(on: On, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from parallel.settings import LayoutSettings
-from tests.layouts.cases import CORE, MATRIX
+from tests.layouts.cases import MATRIX
 from tests.layouts.method_cases import METHODS, differences, reference
 from tests.ranks import On
 from tests.tiers import tiered
@@ -21,7 +21,9 @@ def one_process(on: On, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("name", tiered(list(MATRIX)[1:], ("TP2", "PP2", "CP2 EP2 VPP2", *CORE)))
+@pytest.mark.parametrize(
+    "name", tiered(list(MATRIX)[1:], ("DP2", "TP2", "TP2 EP2 PP2", "CP2 EP2 VPP2"))
+)
 def test_loss_and_gradients_are_equal_under_every_layout(
     name: str, on: On, one_process: Path
 ) -> None:

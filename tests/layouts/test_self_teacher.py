@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from parallel.settings import LayoutSettings
-from tests.layouts.cases import CORE, MATRIX
+from tests.layouts.cases import MATRIX
 from tests.layouts.self_teacher_cases import differences, plain_loss, reference
 from tests.ranks import On
 from tests.tiers import tiered
@@ -27,7 +27,7 @@ def test_the_loss_is_that_of_samples_alone(on: On) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", tiered(list(MATRIX)[1:], ("TP2", "PP2", "CP2", "CP2 EP2 VPP2", *CORE))
+    "name", tiered(list(MATRIX)[1:], ("DP2", "CP2", "TP2 EP2 PP2", "CP2 EP2 VPP2"))
 )
 def test_loss_and_gradients_are_equal_under_every_layout(
     name: str, on: On, one_process: Path

@@ -35,13 +35,13 @@ def teachers(on: On, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("name", tiered(STUDENTS, ("TP2", "PP2", "EP2", "CP2", "CP2 EP2 VPP2")))
+@pytest.mark.parametrize("name", tiered(STUDENTS, ("TP2", "CP2 EP2 VPP2")))
 def test_one_in_turn_gives_the_bits_of_all_resident(name: str, on: On, teachers: Path) -> None:
     layout = MATRIX[name]
     assert on(layout, cases.differing, layout, MODEL, str(teachers), {}) == [[]] * layout.ranks
 
 
-@pytest.mark.parametrize("name", ["1 rank", "VPP2"])
+@pytest.mark.parametrize("name", tiered(["1 rank", "VPP2"], ["1 rank"]))
 def test_several_teachers_of_a_domain_too(name: str, on: On, teachers: Path) -> None:
     layout = MATRIX[name]
     assert on(layout, cases.differing, layout, MODEL, str(teachers), SEVERAL) == [[]] * layout.ranks
@@ -72,8 +72,8 @@ def undisturbed(on: On, teachers: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("phase", "at"),
-    # Of step 3 of 4: reads of weights or heads, micro-batches written, passes.
-    [("load", 12), ("write", 16), ("step", 16)],
+    # Of step 2 of 3: reads of weights or heads, micro-batches written, passes.
+    [("load", 8), ("write", 10), ("step", 10)],
 )
 def test_a_merge_killed_in_a_phase_resumes_with_the_same_bits(
     phase: str, at: int, on: On, teachers: Path, undisturbed: Path
@@ -84,11 +84,11 @@ def test_a_merge_killed_in_a_phase_resumes_with_the_same_bits(
     doomed.close()
     checkpoints = teachers / phase / "checkpoints"
     left = [each.step for each in whole_checkpoints(checkpoints)]
-    assert left and left[-1] < 4
+    assert left == [1]
     assert (teachers / phase / "hidden_states").is_dir() or phase == "load"
     on(SPREAD, cases.train, SPREAD, str(teachers), phase)
     found, expected = newest_whole(checkpoints), newest_whole(undisturbed)
-    assert found and expected and found.step == expected.step == 4
+    assert found and expected and found.step == expected.step == 3
     assert found.files == expected.files
     assert not list((teachers / phase / "hidden_states").iterdir())
 

@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,25 @@ torch.cuda.is_available = lambda: sys.argv[1] == "cuda"
 from parallel.machine import device
 print(device.layer_specs(), device.has_apex(), device.fallbacks())
 """
+# Runs programs in forks, which share the imports that depend neither on CUDA nor on the packages
+# that a test plants: of torch and transformers, most of what megatron-core's imports cost.
+END = "the end"
+FORKS = f"""
+import json, os, sys
+import torch, torch._dynamo, torch.distributed.checkpoint, transformers, wandb
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+assert not [name for name in sys.modules if name.split(".")[0] in ("apex", "transformer_engine")]
+for line in sys.stdin:
+    program, kind, planted = json.loads(line)
+    if (child := os.fork()) == 0:
+        sys.path.insert(0, planted)
+        sys.argv = ["-c", kind]
+        exec(program, {{"__name__": "__main__"}})
+        sys.stdout.flush()
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    print("{END}", os.waitstatus_to_exitcode(status), sep="\\n", flush=True)
+"""
 NO_CORE = "raise OSError('libcublas.so.12: cannot open shared object file')"
 NO_EXTENSION = "raise FileNotFoundError('Could not find shared object file')"
 PYRAMID = "raise RuntimeError('a toolkit for web logins was imported')"
@@ -65,20 +85,33 @@ def plant(directory: Path, modules: dict[str, str]) -> None:
         path.write_text(text)
 
 
-def output(program: str, kind: str, planted: Path) -> str:
-    path = os.pathsep.join([str(planted), str(REPOSITORY)])
-    ended = subprocess.run(
-        [sys.executable, "-c", program, kind],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
+Ask = Callable[[str, str, Path], str]
+
+
+@pytest.fixture(scope="module")
+def output() -> Iterator[Ask]:
+    """`output(program, kind, planted)`: the last line of a program that finds planted packages."""
+    with subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", FORKS],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         text=True,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout.splitlines()[-1]
+    ) as server:
+        assert server.stdin and server.stdout
+        read, write = server.stdout, server.stdin
+
+        def ask(program: str, kind: str, planted: Path) -> str:
+            print(json.dumps([program, kind, str(planted)]), file=write, flush=True)
+            lines = list(iter(lambda: read.readline().rstrip(), END))
+            assert read.readline() == "0\n", lines  # the exit status; its error is on our stderr
+            return lines[-1]
+
+        yield ask
+        write.close()
 
 
-def rank(kind: str, planted: Path) -> dict[str, Any]:
+def rank(output: Ask, kind: str, planted: Path) -> dict[str, Any]:
     return json.loads(output(PROGRAM, kind, planted))
 
 
@@ -112,10 +145,10 @@ NVIDIA_APEX = {
     ids=["absent, and the registry's apex", "no core library", "no extension"],
 )
 def test_cuda_without_transformer_engine_falls_back_by_name(
-    planted: dict[str, str], reason: str, tmp_path: Path
+    planted: dict[str, str], reason: str, output: Ask, tmp_path: Path
 ) -> None:
     plant(tmp_path, planted)
-    found = rank("cuda", tmp_path)
+    found = rank(output, "cuda", tmp_path)
     assert found["layers"] == "local" and found["seen"] == [False, False]
     assert found["logits"] == [4.0] * 6 and found["gradient"] == [3.0] * 8
     assert found["optimizer"] == "parallel.cpu.megatron"
@@ -126,9 +159,11 @@ def test_cuda_without_transformer_engine_falls_back_by_name(
     assert others == ([namesake] if "apex/__init__.py" in planted else [])
 
 
-def test_without_cuda_what_needs_it_is_hidden_from_megatron_core(tmp_path: Path) -> None:
+def test_without_cuda_what_needs_it_is_hidden_from_megatron_core(
+    output: Ask, tmp_path: Path
+) -> None:
     plant(tmp_path, {**WORKING, "apex/__init__.py": PYRAMID})
-    found = rank("cpu", tmp_path)
+    found = rank(output, "cpu", tmp_path)
     assert found["layers"] == "local" and found["seen"] == [False, False]
     assert found["logits"] == [4.0] * 6
     assert found["optimizer"] == "parallel.cpu.megatron"
@@ -149,7 +184,7 @@ def test_without_cuda_what_needs_it_is_hidden_from_megatron_core(tmp_path: Path)
     ids=["working", "with NVIDIA's apex", "with an apex of Python alone"],
 )
 def test_what_works_is_used_with_cuda(
-    planted: dict[str, str], with_cuda: str, tmp_path: Path
+    planted: dict[str, str], with_cuda: str, output: Ask, tmp_path: Path
 ) -> None:
     plant(tmp_path, planted)
     assert output(LAYERS_ONLY, "cuda", tmp_path) == with_cuda
