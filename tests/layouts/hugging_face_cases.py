@@ -319,7 +319,7 @@ def compiled_activation() -> tuple[float, int]:
     inputs = torch.randn(64, 32, generator=torch.Generator().manual_seed(0)).requires_grad_()
     found = []
     for disable in (True, False):
-        torch._dynamo.reset()  # the function that it was told not to compile stays so
+        torch._dynamo.reset()  # else a function once not compiled stays so
         with torch._dynamo.config.patch(disable=disable):
             values = quick_gelu(inputs)
             (gradient,) = torch.autograd.grad(values.square().sum(), inputs)
