@@ -15,7 +15,7 @@ from collections.abc import Callable
 from importlib import import_module, util
 from typing import Any
 
-Found = dict[str, Any]
+Findings = dict[str, Any]
 
 
 def main() -> None:
@@ -25,7 +25,7 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     for name, probe in PROBES.items():
         print(json.dumps({"package": name}), file=answers)
-        finding: Found = {"missing": True}
+        finding: Findings = {"missing": True}
         if util.find_spec(name) is not None:
             try:
                 finding = probe()
@@ -37,7 +37,7 @@ def main() -> None:
             return
 
 
-def _torch() -> Found:
+def _torch() -> Findings:
     import torch
     import torch.distributed as dist
 
@@ -53,20 +53,20 @@ def _torch() -> Found:
     }
 
 
-def _transformer_engine() -> Found:
+def _transformer_engine() -> Findings:
     from parallel.machine import cuda_packages
 
     error = cuda_packages.transformer_engine_error()
     return {} if error is None else {"error": error}
 
 
-def _apex() -> Found:
+def _apex() -> Findings:
     from parallel.machine import cuda_packages
 
     return {"kind": cuda_packages.apex()}
 
 
-def _megatron() -> Found:
+def _megatron() -> Findings:
     """Import megatron-core, and with it mbridge and transformers."""
     from parallel.cpu import megatron
     from parallel.machine import device
@@ -80,7 +80,7 @@ def _megatron() -> Found:
     }
 
 
-def _vllm() -> Found:
+def _vllm() -> Findings:
     """Import as much of the engine as chooses its device; starting one takes too long."""
     platforms: Any = import_module("vllm.platforms")
     import_module("vllm")
@@ -88,7 +88,7 @@ def _vllm() -> Found:
 
 
 # By imported name.
-PROBES: dict[str, Callable[[], Found]] = {
+PROBES: dict[str, Callable[[], Findings]] = {
     "torch": _torch,
     "transformer_engine": _transformer_engine,
     "apex": _apex,

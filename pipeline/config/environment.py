@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from parallel.files import HUGGING_FACE, unreachable
@@ -37,15 +37,14 @@ from stages.directory import COLLECTION, StageDirectory
 from stages.domains import DomainSettings
 from stages.kinds.distill.settings import DistillSettings
 from stages.kinds.distill.source_settings import CollectedDataSettings
+from stages.kinds.kind import Violations
 from stages.kinds.mixture_settings import MixtureStageSettings, StageSourceSettings
 from stages.rewards.kinds.judge import JudgeReward
 from stages.rewards.kinds.python import PythonReward
 from stages.settings import RunSettings
 
-Found = Iterator[tuple[str, str]]
 
-
-def violations(run: RunSettings) -> Found:
+def violations(run: RunSettings) -> Violations:
     """Yield everything that the stages need and that is missing here, as (dotted key, message).
 
     A started run is read without this check: its files may be gone, or not visible on a login node.
@@ -99,7 +98,7 @@ def unusable_tokenizer(name: str) -> str | None:
     )
 
 
-def _collected_violations(key: str, data: Mapping[str, object]) -> Found:
+def _collected_violations(key: str, data: Mapping[str, object]) -> Violations:
     """Yield the stages of other runs that are to have collected data and have none here."""
     for name, source in data.items():
         if not isinstance(source, StageSourceSettings | CollectedDataSettings):
@@ -116,7 +115,7 @@ def _collected_violations(key: str, data: Mapping[str, object]) -> Found:
 
 def _file_violations(
     key: str, source: FileSettings, tokenizer: str | None, rewards: Rewards | None = None
-) -> Found:
+) -> Violations:
     """Yield that no file is there, or what its first rows lack for the stages that read them."""
     if missing := [*_missing_files(key, source)]:
         yield from missing
@@ -138,7 +137,7 @@ def _file_violations(
 
 def domain_violations(
     name: str, domain: DomainSettings, *, demonstrated: bool = True, tokenizer: str | None = None
-) -> Found:
+) -> Violations:
     """Yield everything that a domain needs and that is missing here, as (dotted key, message).
 
     Without a `tokenizer`, not what its chat template is needed for.
@@ -162,7 +161,7 @@ def domain_violations(
     yield from _reward_needs(f"domains.{name}.rewards", domain)
 
 
-def _missing_files(key: str, settings: FileSettings) -> Found:
+def _missing_files(key: str, settings: FileSettings) -> Violations:
     """Yield the path of the settings at `key` if no file is there."""
     path, why = shown(settings.path), unreachable(settings.path)
     try:
@@ -175,7 +174,7 @@ def _missing_files(key: str, settings: FileSettings) -> Found:
         yield f"{key}.path", f"{path} {why}"
 
 
-def _reward_needs(key: str, domain: DomainSettings) -> Found:
+def _reward_needs(key: str, domain: DomainSettings) -> Violations:
     """Yield everything that a domain's rewards need and that is missing here."""
     for name, reward in domain.rewards.items():
         if isinstance(reward, PythonReward) and (

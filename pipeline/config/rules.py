@@ -35,6 +35,7 @@ from stages.guards.settings import GainGateSettings
 from stages.kinds.evaluate.settings import EvaluationSettings
 from stages.kinds.export.settings import ExportSettings
 from stages.kinds.grpo.settings import GrpoSettings
+from stages.kinds.kind import Violations
 from stages.kinds.quantize.settings import QuantizeSettings
 from stages.kinds.rules import At, policy_rules, too_few, under
 from stages.kinds.sft.settings import SftSettings
@@ -49,10 +50,8 @@ BOUNDS = ("max_mismatch", "min_router_agreement", "max_drift", "max_router_movem
 DOMAIN_NAME = r"[A-Za-z0-9_-]{1,100}"
 DOMAIN_RULE = "a domain's name must be 1 to 100 letters, digits, _ or -, since it names a directory"
 
-Found = Iterator[tuple[str, str]]
 
-
-def unreadable(run: RunSettings) -> Found:
+def unreadable(run: RunSettings) -> Violations:
     """Yield the broken rules without which not even a run of an older version can be shown.
 
     They make the model's architecture and the graph of stages. Every other rule is about what may
@@ -64,7 +63,7 @@ def unreadable(run: RunSettings) -> Found:
 
 def violations(
     run: RunSettings, *, graph: bool = True, starting: Collection[str] | None = None
-) -> Found:
+) -> Violations:
     """Yield every broken rule of a run's settings; without `graph`, not of what stages refer to.
 
     With `starting`, only of these stages, of their domains, and of the blocks that all share.
@@ -91,13 +90,13 @@ def violations(
     yield from answer_rules(run)
 
 
-def domain_violations(name: str, domain: DomainSettings, pool: RewardPoolSettings) -> Found:
+def domain_violations(name: str, domain: DomainSettings, pool: RewardPoolSettings) -> Violations:
     """Yield the broken rules of a domain outside a run."""
     yield from _domain_rules(name, domain, pool, None, _Use())
     yield from policy_rules(under(f"domains.{name}"), domain, domain.rewards, None)
 
 
-def policy_cautions(settings: RunSettings) -> Found:
+def policy_cautions(settings: RunSettings) -> Violations:
     """Yield each valid setting of a policy with an effect that is easy to miss."""
     precision = settings.model.precision
     for at, policy, objective in policies(settings):
@@ -118,7 +117,7 @@ def policy_cautions(settings: RunSettings) -> Found:
 # Model, layout and engine.
 
 
-def _model_rules(model: ModelSettings, layout: LayoutSettings) -> Found:
+def _model_rules(model: ModelSettings, layout: LayoutSettings) -> Violations:
     # Stages check a tokenizer from a directory.
     if model.tokenizer == CHARACTERS and model.vocabulary_size != TOKENIZER_SIZE:
         yield (
@@ -131,7 +130,7 @@ def _model_rules(model: ModelSettings, layout: LayoutSettings) -> Found:
     yield from list(_architecture_rules(model)) or family_violations(model, layout)
 
 
-def _architecture_rules(model: ModelSettings) -> Found:
+def _architecture_rules(model: ModelSettings) -> Violations:
     try:
         architecture(model)
     except ValidationError as error:
@@ -145,7 +144,7 @@ def _architecture_rules(model: ModelSettings) -> Found:
                 yield key, f"{should}, not {json.dumps(details['input'], default=str)}"
 
 
-def _engine_rules(model: ModelSettings, engine: EngineSettings) -> Found:
+def _engine_rules(model: ModelSettings, engine: EngineSettings) -> Violations:
     longest = engine.max_model_tokens
     if longest > model.max_positions:
         more = f"{longest} is more than model.max_positions = {model.max_positions}"
@@ -158,7 +157,7 @@ def _engine_rules(model: ModelSettings, engine: EngineSettings) -> Found:
 # Stages.
 
 
-def _stage_rules(run: RunSettings, starting: Collection[str] | None) -> Found:
+def _stage_rules(run: RunSettings, starting: Collection[str] | None) -> Violations:
     """Check the `starting` stages by their kind, optimizers, and what their gates may measure."""
     broken: dict[tuple[str, str], None] = {}  # two stages may state the same in their domain
     for stage in Blocks(run).among(starting):
@@ -193,7 +192,7 @@ def _bound_rules(
     policy: PolicySettings | None,
     objectives: Sequence[ObjectiveSettings],
     at: At,
-) -> Found:
+) -> Violations:
     """Yield the gate's limits on metrics that the stage never logs."""
     if policy is None:
         for name in BOUNDS:
@@ -272,7 +271,7 @@ def _domain_rules(
     pool: RewardPoolSettings,
     run: RunSettings | None,
     use: _Use,
-) -> Found:
+) -> Violations:
     key = f"domains.{name}"
     if not re.fullmatch(DOMAIN_NAME, name):
         yield key, DOMAIN_RULE
@@ -288,7 +287,7 @@ def _domain_rules(
 
 def _prompt_rules(
     name: str, domain: DomainSettings, run: RunSettings | None, longest: int
-) -> Found:
+) -> Violations:
     """Check a domain's prompts against all that sample them."""
     key, prompts = f"domains.{name}", domain.prompts
     if run and isinstance(prompts, FilePromptSettings) and prompts.max_prompt_tokens:
@@ -303,7 +302,7 @@ def _prompt_rules(
 
 def _demonstration_rules(
     key: str, domain: DomainSettings, model: ModelSettings, block: str
-) -> Found:
+) -> Violations:
     """Check the demonstrations that `block` trains on against the domain's prompts and model."""
     demonstrations, most = domain.demonstrations, model.max_positions
     if isinstance(demonstrations, FileDemonstrationSettings):
@@ -325,7 +324,7 @@ def _no_compact_text(domain: DomainSettings) -> str | None:
     return None if prompts.form == "compact" else f"prompts.form: compact, not {prompts.form}"
 
 
-def _reward_rules(key: str, domain: DomainSettings, pool: RewardPoolSettings) -> Found:
+def _reward_rules(key: str, domain: DomainSettings, pool: RewardPoolSettings) -> Violations:
     if not any(reward.weight for reward in domain.rewards.values()):
         yield key, "every weight is 0, so that all responses score the same; give one a weight"
     for name, reward in domain.rewards.items():
@@ -338,7 +337,7 @@ def _reward_rules(key: str, domain: DomainSettings, pool: RewardPoolSettings) ->
         yield from reward.rules(RewardContext(reward_key, domain.prompts.source, longest, pool))
 
 
-def _step_rules(key: str, domain: DomainSettings, objective: str) -> Found:
+def _step_rules(key: str, domain: DomainSettings, objective: str) -> Violations:
     """Check that the rewards at `key` score steps, as advantage `process` requires."""
     python_rewards = [
         reward for reward in domain.rewards.values() if isinstance(reward, PythonReward)
@@ -356,7 +355,7 @@ def _step_rules(key: str, domain: DomainSettings, objective: str) -> Found:
         )
 
 
-def _split_rules(domains: Mapping[str, DomainSettings]) -> Found:
+def _split_rules(domains: Mapping[str, DomainSettings]) -> Violations:
     """Require one fraction, since the split is by text and two domains may share prompts."""
     first, *others = domains
     shared = domains[first].prompts.held_out_fraction
@@ -372,7 +371,7 @@ def _split_rules(domains: Mapping[str, DomainSettings]) -> Found:
 # The evaluation, which `braid evaluate` overrides.
 
 
-def evaluation_rules(evaluation: EvaluationSettings, layout: LayoutSettings) -> Found:
+def evaluation_rules(evaluation: EvaluationSettings, layout: LayoutSettings) -> Violations:
     """Yield the broken rules of an evaluation."""
     if evaluation.problems < layout.data:
         yield "evaluation.problems", f"{evaluation.problems} is {too_few(layout)}"
@@ -380,7 +379,7 @@ def evaluation_rules(evaluation: EvaluationSettings, layout: LayoutSettings) -> 
         yield "evaluation.samples_per_problem", message
 
 
-def answer_rules(run: RunSettings) -> Found:
+def answer_rules(run: RunSettings) -> Violations:
     """Check how each domain's held-out problems are answered."""
     size, broken = run.model.vocabulary_size, dict[tuple[str, str], None]()
     for name, domain in run.domains.items():
@@ -401,7 +400,7 @@ def _repeated(samples: int, temperature: float) -> Iterator[str]:
         yield f"{samples} {why}; use 1, or a temperature above 0"
 
 
-def _requantized(run: RunSettings, starting: Collection[str] | None) -> Found:
+def _requantized(run: RunSettings, starting: Collection[str] | None) -> Violations:
     """Yield each stage that would export or quantize a quantized model, as (dotted key, message).
 
     Its checkpoint has the weights that the quantized ones stand for, in the model's precision: an
@@ -430,7 +429,7 @@ def _requantized(run: RunSettings, starting: Collection[str] | None) -> Found:
             )
 
 
-def _quantized_rollout_rules(run: RunSettings, starting: Collection[str] | None) -> Found:
+def _quantized_rollout_rules(run: RunSettings, starting: Collection[str] | None) -> Violations:
     """Require that fp8 rollouts are corrected for: mu is then never the policy, not even fresh."""
     if run.engine.weights != "fp8":
         return

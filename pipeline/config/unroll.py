@@ -21,7 +21,7 @@ from stages.kinds.distill.settings import DistillSettings, domain_of
 from stages.kinds.distill.source_settings import SELF
 from stages.kinds.dpo.settings import BestWorstPairSettings, DpoSettings
 from stages.kinds.grpo.settings import GrpoSettings
-from stages.kinds.kind import KINDS, Found, Inputs, StageSettings
+from stages.kinds.kind import KINDS, Inputs, StageSettings, Violations
 from stages.kinds.rules import At
 from stages.kinds.sample.settings import SampleSettings
 from stages.objectives.loss import ObjectiveSettings
@@ -205,7 +205,7 @@ def _unrolled(run: RunSettings, block: str) -> list[Unrolled]:
     ]
 
 
-def graph_rules(run: RunSettings) -> Found:
+def graph_rules(run: RunSettings) -> Violations:
     """Yield everything that keeps the blocks from being a graph of stages."""
     wrong = [*_block_rules(run)]
     yield from wrong
@@ -219,7 +219,7 @@ def graph_rules(run: RunSettings) -> Found:
         yield from _cycle_rules(blocks)
 
 
-def unread(run: RunSettings) -> Found:
+def unread(run: RunSettings) -> Violations:
     """Yield each block of which stages train or collect what nothing reads.
 
     An evaluation, an export and a gate read a model; a stage that only waits for another does not.
@@ -245,7 +245,7 @@ def unread(run: RunSettings) -> Found:
         yield key, f"no stage reads the {leaves} of {', '.join(names)}{more}; {UNREAD[leaves]}"
 
 
-def unread_keys(run: RunSettings) -> Found:
+def unread_keys(run: RunSettings) -> Violations:
     """Yield each key of a merge's method that differs from its default and is not read."""
     for name, block in run.stages.items():
         if not isinstance(block, DistillSettings):
@@ -270,7 +270,7 @@ def _paired(
                 yield f"{stage.key}.data.{name}.stage", sampling_stage, sampling_stage.settings
 
 
-def pair_rules(run: RunSettings, starting: Collection[str] | None) -> Found:
+def pair_rules(run: RunSettings, starting: Collection[str] | None) -> Violations:
     """Yield each source of pairs whose stage keeps one response to a prompt."""
     blocks = Blocks(run)
     for key, stage, settings in _paired(blocks, starting):
@@ -283,7 +283,7 @@ def pair_rules(run: RunSettings, starting: Collection[str] | None) -> Found:
             yield key, f"{least} {where}.sampling.group_size = 1 samples one; sample more"
 
 
-def pairless(run: RunSettings) -> Found:
+def pairless(run: RunSettings) -> Violations:
     """Yield each source of pairs whose stage keeps only responses of the highest reward.
 
     That is the sum of the weights where each reward is at most 1.
@@ -302,7 +302,7 @@ def pairless(run: RunSettings) -> Found:
     yield from cautions.items()
 
 
-def _block_rules(run: RunSettings) -> Found:
+def _block_rules(run: RunSettings) -> Violations:
     for name, block in run.stages.items():
         key = f"stages.{name}"
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}", name):
@@ -346,7 +346,7 @@ def _block_rules(run: RunSettings) -> Found:
             yield f"{key}.as", f"{block.as_} has no domain without for_each: domain; add that"
 
 
-def _name_rules(blocks: Blocks) -> Found:
+def _name_rules(blocks: Blocks) -> Violations:
     """Yield names that are too long, or that two stages have, at the later one's block.
 
     Of several names that the same two blocks give, the first.
@@ -374,7 +374,7 @@ def _name_rules(blocks: Blocks) -> Found:
                 )
 
 
-def _reference_rules(blocks: Blocks) -> Found:
+def _reference_rules(blocks: Blocks) -> Violations:
     for stage in blocks.stages:
         for key, reference, domain, leaves in blocks.references(stage):
             if (target := blocks.resolve(reference, domain)) is None:
@@ -396,7 +396,7 @@ def _unresolved(blocks: Blocks, reference: str, domain: str | None) -> str:
     return f"no such stage: {reference or json.dumps(reference)}; {hint(reference, names)}"
 
 
-def _cycle_rules(blocks: Blocks) -> Found:
+def _cycle_rules(blocks: Blocks) -> Violations:
     """Yield a cycle once, at the reference of its first stage; of several at one key the first."""
     waits: dict[str, dict[str, str]] = {stage.name: {} for stage in blocks.stages}
     for stage in blocks.stages:

@@ -24,7 +24,7 @@ from stages.domains import DomainSettings, LoopSettings, PolicySettings
 from stages.guards.settings import GateSettings
 
 GATE_KEY = "gate"  # of a block, which has the settings of its stages' gates
-Found = Iterator[tuple[str, str]]  # (dotted key, message)
+Violations = Iterator[tuple[str, str]]  # (dotted key, message)
 SOURCE = (
     "a stage of this run, or the path of a stage's directory of another run, of a checkpoint, or of"
     " a Hugging Face checkpoint"
@@ -144,7 +144,7 @@ class StageSettings(Settings):
         """
         yield from with_domains(KINDS[self.kind].reads, domains)
 
-    def violations(self, key: str, run: RunBlocks, domains: Sequence[str]) -> Found:
+    def violations(self, key: str, run: RunBlocks, domains: Sequence[str]) -> Violations:
         """Yield (dotted key, message) for each broken rule of the block at `key`."""
         yield from ()
 

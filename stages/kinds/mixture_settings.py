@@ -11,7 +11,7 @@ from pydantic import Field
 from parallel.settings import MOST, RoutingLossSettings, Settings
 from stages.data.settings import FileSettings
 from stages.guards.settings import GainGateSettings
-from stages.kinds.kind import Found, Inputs, RunBlocks, TrainedStageSettings
+from stages.kinds.kind import Inputs, RunBlocks, TrainedStageSettings, Violations
 from stages.kinds.rules import too_few, under, warmup_rules
 
 
@@ -67,7 +67,7 @@ class MixtureStageSettings(TrainedStageSettings):
             if isinstance(source, FileSettings):
                 yield name, source
 
-    def violations(self, key: str, run: RunBlocks, domains: Sequence[str]) -> Found:
+    def violations(self, key: str, run: RunBlocks, domains: Sequence[str]) -> Violations:
         yield from warmup_rules(under(key), self.optimizer, self.loop)
         count = getattr(self, self.counted) if self.data else run.layout.data
         if count is None:

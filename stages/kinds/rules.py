@@ -17,7 +17,7 @@ from stages.domains import (
     RolloutSettings,
     SamplingSettings,
 )
-from stages.kinds.kind import Found, RunBlocks
+from stages.kinds.kind import RunBlocks, Violations
 from stages.objectives.advantages.gae import GaeSettings
 
 At = Callable[[str], str]
@@ -35,7 +35,7 @@ def too_few(layout: LayoutSettings) -> str:
 
 def policy_rules(
     at: At, policy: PolicySettings, rewards: Collection[str], run: RunBlocks | None
-) -> Found:
+) -> Violations:
     """Check a policy trained on the named rewards; outside a run, only on its own."""
     updates, steps = policy.updates_per_rollout, policy.loop.steps
     yield from warmup_rules(at, policy.optimizer, policy.loop, updates)
@@ -59,14 +59,14 @@ def policy_rules(
         )
 
 
-def objective_rules(at: At, policy: PolicySettings) -> Found:
+def objective_rules(at: At, policy: PolicySettings) -> Violations:
     """Check the policy's objective, on its own and with how the policy samples."""
     for field, message in policy.objective.violations(policy.sampling.group_size):
         yield at(f"objective.{field}"), message
     yield from _group_rules(at, policy)
 
 
-def _group_rules(at: At, policy: PolicySettings) -> Found:
+def _group_rules(at: At, policy: PolicySettings) -> Violations:
     """Check the group size: only `gae` and `reinforce_pp` have a baseline outside the group."""
     alone, advantage = policy.sampling.group_size < 2, policy.objective.advantage
     if alone and advantage.baseline == "group":
@@ -109,7 +109,7 @@ def _group_rules(at: At, policy: PolicySettings) -> Found:
 
 def warmup_rules(
     at: At, optimizer: OptimizerSettings, loop: LoopSettings, updates: int = 1, of: str = ""
-) -> Found:
+) -> Violations:
     """Check the warm-up of the optimizer at `of`optimizer, with `updates` per step of the loop."""
     if optimizer.warmup_steps >= loop.steps * updates:
         yield (
@@ -125,7 +125,7 @@ def sampling_rules(
     rollout: PromptRolloutSettings,
     run: RunBlocks | None,
     updates: int = 1,
-) -> Found:
+) -> Violations:
     """Check the rollouts of a step of `updates` updates; outside a run, only on their own."""
     prompts = at("sampling.prompts_per_step")
     responses = sampling.prompts_per_step * sampling.group_size
@@ -140,7 +140,7 @@ def sampling_rules(
     yield from _rollout_rules(at, rollout, bool(run and run.deterministic))
 
 
-def response_rules(at: At, sampling: SamplingSettings, run: RunBlocks) -> Found:
+def response_rules(at: At, sampling: SamplingSettings, run: RunBlocks) -> Violations:
     """Check what is sampled against the engine and the model."""
     if sampling.max_response_tokens >= run.engine.max_model_tokens:
         yield (
@@ -156,7 +156,7 @@ def response_rules(at: At, sampling: SamplingSettings, run: RunBlocks) -> Found:
         )
 
 
-def _rollout_rules(at: At, rollout: PromptRolloutSettings, deterministic: bool) -> Found:
+def _rollout_rules(at: At, rollout: PromptRolloutSettings, deterministic: bool) -> Violations:
     oversampling = rollout.oversampling if isinstance(rollout, RolloutSettings) else 1.0
     steps, staleness = rollout.max_steps_ahead, rollout.max_staleness
     if deterministic and steps:

@@ -28,11 +28,11 @@ from stages.kinds.kind import (
     MODEL,
     SAMPLED,
     SOURCE,
-    Found,
     Inputs,
     RunBlocks,
     StageKind,
     TrainedStageSettings,
+    Violations,
     register,
     with_domains,
 )
@@ -240,7 +240,7 @@ class DistillSettings(TrainedStageSettings):
     def replay(self, run: RunBlocks, domains: Sequence[str]) -> str:
         return self.routing.replay
 
-    def violations(self, key: str, run: RunBlocks, domains: Sequence[str]) -> Found:
+    def violations(self, key: str, run: RunBlocks, domains: Sequence[str]) -> Violations:
         at = under(key)
         if self.from_ is None:
             yield at("from"), "must name what the student starts from"
@@ -278,7 +278,7 @@ class DistillSettings(TrainedStageSettings):
         yield from warmup_rules(at, self.optimizer, self.loop)
         yield from sampling_rules(at, self.sampling, self.rollout, run)
 
-    def _weight_violations(self, at: At) -> Found:
+    def _weight_violations(self, at: At) -> Violations:
         """Check the weights of domains with several teachers."""
         for domain, teachers in self.teachers.items() if isinstance(self.teachers, dict) else ():
             weights = teachers if isinstance(teachers, dict) else {}
@@ -309,7 +309,7 @@ class DistillSettings(TrainedStageSettings):
 
     def _method_violations(
         self, method: At, at: At, run: RunBlocks, domains: Sequence[str]
-    ) -> Found:
+    ) -> Violations:
         """Check the method's keys, and what it reads of the domains."""
         for name, message in self.method.violations(self.sampling.group_size):
             yield method(name), message

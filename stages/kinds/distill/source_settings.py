@@ -16,7 +16,7 @@ from stages.data.settings import (
 )
 from stages.domains import SamplingSettings
 from stages.kinds.distill.teaching import MethodBase
-from stages.kinds.kind import Found, RunBlocks
+from stages.kinds.kind import RunBlocks, Violations
 from stages.kinds.rules import At
 
 SELF = "self"  # in place of a teacher's name
@@ -52,7 +52,7 @@ def self_teacher_rules(
     group_size: int,
     run: RunBlocks,
     taught: Sequence[str],
-) -> Found:
+) -> Violations:
     """Check the teacher of the domains that the student itself teaches.
 
     Of a block with for_each, `taught` are those of one stage.
@@ -88,7 +88,9 @@ def self_teacher_rules(
         yield from _context_rules(block, teacher, run, domain)
 
 
-def _context_rules(block: str, teacher: SelfTeacherSettings, run: RunBlocks, domain: str) -> Found:
+def _context_rules(
+    block: str, teacher: SelfTeacherSettings, run: RunBlocks, domain: str
+) -> Violations:
     """Check that a domain can have contexts."""
     of = run.domains[domain]
     prompts, generated = of.prompts, isinstance(of.prompts, ReasoningGymPromptSettings)
@@ -138,7 +140,7 @@ def merge_data_rules(
     run: RunBlocks,
     domains: Sequence[str],
     self_taught: Sequence[str],
-) -> Found:
+) -> Violations:
     """Check the share of data, and what each domain takes it from."""
     if not share:
         if data:

@@ -10,7 +10,7 @@ from pydantic import Discriminator, Field, Tag
 
 from parallel.settings import Count, RoutingLossSettings, Tokens
 from stages.data.settings import ToolFileSettings
-from stages.kinds.kind import MODEL, SOURCE, Found, Inputs, RunBlocks, StageKind, register
+from stages.kinds.kind import MODEL, SOURCE, Inputs, RunBlocks, StageKind, Violations, register
 from stages.kinds.mixture_settings import (
     MixtureStageSettings,
     SourceSettings,
@@ -111,7 +111,7 @@ class DpoSettings(MixtureStageSettings):
             source.pop("stage", None)
         return block
 
-    def violations(self, key: str, run: RunBlocks, domains: Sequence[str]) -> Found:
+    def violations(self, key: str, run: RunBlocks, domains: Sequence[str]) -> Violations:
         if self.from_ is None:
             yield f"{key}.from", "must name what the policy starts from; it is also the reference"
         if self.reference == self.from_:

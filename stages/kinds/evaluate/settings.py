@@ -12,11 +12,11 @@ from stages.kinds.kind import (
     MEASURED,
     SAMPLED,
     SOURCE,
-    Found,
     Inputs,
     RunBlocks,
     StageKind,
     StageSettings,
+    Violations,
     register,
 )
 
@@ -60,7 +60,7 @@ class EvaluateSettings(StageSettings):
     def read(self, run: RunBlocks, domains: Sequence[str]) -> dict[str, Any]:
         return {"kind": self.kind}
 
-    def violations(self, key: str, run: RunBlocks, domains: Sequence[str]) -> Found:
+    def violations(self, key: str, run: RunBlocks, domains: Sequence[str]) -> Violations:
         if self.from_ is not None:
             yield f"{key}.from", f"an evaluation starts from nothing; use models: [{self.from_}]"
 

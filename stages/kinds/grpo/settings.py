@@ -19,11 +19,11 @@ from stages.guards.settings import GainGateSettings, GuardsSettings, StopSetting
 from stages.kinds.kind import (
     MODEL,
     SAMPLED,
-    Found,
     Inputs,
     RunBlocks,
     StageKind,
     StageSettings,
+    Violations,
     register,
 )
 from stages.kinds.rules import At, policy_rules
@@ -115,7 +115,7 @@ class GrpoSettings(StageSettings):
             }
         return {"kind": self.kind, **policy}
 
-    def violations(self, key: str, run: RunBlocks, domains: Sequence[str]) -> Found:
+    def violations(self, key: str, run: RunBlocks, domains: Sequence[str]) -> Violations:
         if self.from_ is None:
             yield f"{key}.from", "must name what the policy starts from"
         several = len(domains) > 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from stages.kinds.kind import Found, RunBlocks, StageKind, StageSettings, register
+from stages.kinds.kind import RunBlocks, StageKind, StageSettings, Violations, register
 
 
 class ImportSettings(StageSettings):
@@ -12,7 +12,7 @@ class ImportSettings(StageSettings):
 
     kind: Literal["import"] = "import"
 
-    def violations(self, key: str, run: RunBlocks, domains: object) -> Found:
+    def violations(self, key: str, run: RunBlocks, domains: object) -> Violations:
         if self.from_ is None and run.model.initial_weights is None:
             yield (
                 f"{key}.from",

@@ -15,11 +15,11 @@ from stages.data.settings import GeneratedDemonstrationSettings, ReasoningGymPro
 from stages.kinds.kind import (
     MODEL,
     SOURCE,
-    Found,
     Inputs,
     RunBlocks,
     StageKind,
     StageSettings,
+    Violations,
     register,
     with_domains,
 )
@@ -124,7 +124,7 @@ class MergeWeightsSettings(StageSettings):
         else:
             yield from ("seed", "model") if self.method.draws else ("model",)
 
-    def violations(self, key: str, run: RunBlocks, domains: Sequence[str]) -> Found:
+    def violations(self, key: str, run: RunBlocks, domains: Sequence[str]) -> Violations:
         if self.reads_start and self.from_ is None:
             why = f"method {self.method.name}" if self.method.needs_start else "routers: kept"
             yield f"{key}.from", f"{why} reads the model that all others started from; name it"
@@ -148,7 +148,9 @@ class MergeWeightsSettings(StageSettings):
         if names and not any(self.weights.get(name, 1) for name in names):
             yield f"{key}.weights", "the weights of all models are 0; give at least one a weight"
 
-    def _recalibration_violations(self, key: str, run: RunBlocks, domains: Sequence[str]) -> Found:
+    def _recalibration_violations(
+        self, key: str, run: RunBlocks, domains: Sequence[str]
+    ) -> Violations:
         if self.routers != "recalibrated":
             if self.recalibration != RecalibrationSettings():
                 yield f"{key}.recalibration", "only of routers: recalibrated; remove it"
@@ -174,7 +176,7 @@ class MergeWeightsSettings(StageSettings):
                 )
 
     @staticmethod
-    def _twice(key: str, models: dict[str, str]) -> Found:
+    def _twice(key: str, models: dict[str, str]) -> Violations:
         name_of: dict[str, str] = {}
         for name, model in models.items():
             if (other := name_of.setdefault(model, name)) != name:

@@ -13,7 +13,7 @@ from parallel.families import traits
 from parallel.settings import Count, ModelSettings
 from parallel.weights.quantizable import VllmMatrix, quantizable
 from stages.guards.settings import LossGateSettings
-from stages.kinds.kind import MODEL, Found, RunBlocks, StageKind, StageSettings, register
+from stages.kinds.kind import MODEL, RunBlocks, StageKind, StageSettings, Violations, register
 
 GROUP_SIZES = {"int8": 128, "int4": 128, "nvfp4": 16}  # weights that share a scale, by default
 GROUPED = ("int8", "int4")  # the formats whose group size is free
@@ -54,7 +54,7 @@ class QuantizeSettings(StageSettings):
         stated = self.group_size if self.format in GROUPED else None  # else an error of its own
         return stated or GROUP_SIZES.get(self.format)
 
-    def violations(self, key: str, run: RunBlocks, domains: Sequence[str]) -> Found:
+    def violations(self, key: str, run: RunBlocks, domains: Sequence[str]) -> Violations:
         if self.from_ is None:
             yield f"{key}.from", "must name the stage whose model is quantized"
         if reason := traits(run.model).unquantized:

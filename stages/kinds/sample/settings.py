@@ -13,11 +13,11 @@ from stages.domains import SamplingSettings
 from stages.kinds.kind import (
     MODEL,
     SAMPLED,
-    Found,
     Inputs,
     RunBlocks,
     StageKind,
     StageSettings,
+    Violations,
     register,
 )
 from stages.kinds.rules import At, response_rules, too_few, under
@@ -94,7 +94,7 @@ class SampleSettings(StageSettings):
         samplings = {name: self.sampled(run, name).model_dump(mode="json") for name in domains}
         return {**self.model_dump(mode="json"), "sampling": samplings}
 
-    def violations(self, key: str, run: RunBlocks, domains: Sequence[str]) -> Found:
+    def violations(self, key: str, run: RunBlocks, domains: Sequence[str]) -> Violations:
         at = under(key)
         if self.from_ is None:
             yield at("from"), "must name what responses are sampled from"
@@ -106,7 +106,7 @@ class SampleSettings(StageSettings):
             where = at if self.sampling else under(f"domains.{name}")
             yield from self._domain_rules(at, where("sampling"), self.sampled(run, name))
 
-    def _domain_rules(self, at: At, sampling: str, sampled: SamplingSettings) -> Found:
+    def _domain_rules(self, at: At, sampling: str, sampled: SamplingSettings) -> Violations:
         """Check the filter against what a domain is sampled with, as the key `sampling` says."""
         keep, longest = self.keep, sampled.max_response_tokens
         count = sampled.prompts_per_step * sampled.group_size

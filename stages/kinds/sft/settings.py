@@ -10,7 +10,7 @@ from pydantic import Discriminator, Field, Tag
 from parallel.errors import hint
 from parallel.settings import Count, RoutingLossSettings
 from stages.data.settings import ConversationFileSettings
-from stages.kinds.kind import MODEL, Found, RunBlocks, StageKind, register, with_domains
+from stages.kinds.kind import MODEL, RunBlocks, StageKind, Violations, register, with_domains
 from stages.kinds.mixture_settings import (
     MixtureStageSettings,
     SourceSettings,
@@ -98,7 +98,7 @@ class SftSettings(MixtureStageSettings):
     def run_keys(self, domains: Sequence[str]) -> Iterator[str]:
         yield from with_domains(SFT.reads, self.demonstrated(domains))
 
-    def violations(self, key: str, run: RunBlocks, domains: Sequence[str]) -> Found:
+    def violations(self, key: str, run: RunBlocks, domains: Sequence[str]) -> Violations:
         yield from super().violations(key, run, domains)
         for name, source in self.data.items():
             if isinstance(source, DomainDemonstrationsSettings) and source.domain not in domains:
