@@ -42,7 +42,7 @@ def loss(settings: Any, totals: Any, responses: Any) -> tuple[torch.Tensor, floa
     from stages.objectives.loss import token_mean
     from stages.objectives.registry import METHODS as REGISTERED
 
-    values = REGISTERED[settings.name](taught(settings, responses), settings)
+    values = REGISTERED[settings.name].function(taught(settings, responses), settings)
     value = token_mean(values, responses.batch.mask, totals)
     return value, value.item()
 

@@ -19,9 +19,8 @@ from pipeline.run.solved import solved_problems
 from stages.directory import StageDirectory
 from stages.guards.settings import GainGateSettings, MergeGateSettings
 from stages.settings import RunSettings
-from stages.statistics import wilson
 from tests.pipeline.violations import MIXED, TRAINED, errors, extending
-from tests.stages.unpaired import unpaired
+from tests.stages.unpaired import unpaired, wilson
 
 GATES = ["stages.experts.gate={}", "stages.merge.gate={}"]
 # The second expert starts from the first.
