@@ -9,6 +9,7 @@ import torch
 
 from parallel.model import offload
 from parallel.model.offload import WEIGHTS, DeviceShare, Residency
+from tests.layouts.offload_cases import bytes_on_device
 
 WIDTH = 16
 BYTES = 4 * WIDTH * (WIDTH + 1)  # of a model: a matrix and a bias in fp32
@@ -25,7 +26,7 @@ class Peak:
         self.bytes = self.now()
 
     def now(self) -> int:
-        return sum(sum(each.bytes_on_device().values()) for each in self.models)
+        return sum(sum(bytes_on_device(each).values()) for each in self.models)
 
     def note(self) -> None:
         self.bytes = max(self.bytes, self.now())
