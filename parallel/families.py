@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, ParamSpec, TypeVar
 
 from pydantic import Field
 
@@ -24,8 +24,9 @@ from parallel.settings import (
     Tokens,
 )
 
-MOST_MODELS = 128  # whose results are kept
+MOST_RESULTS = 1024  # of a function, that are kept
 
+Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
@@ -323,30 +324,29 @@ def is_readable(quantization: Any) -> bool:
     return packed or fp8_blocks(quantization) is not None
 
 
-def once_per_model(
-    function: Callable[[ModelSettings], Result],
-) -> Callable[[ModelSettings], Result]:
-    """Return a function of a model's settings that computes each result once.
+def once_per_settings(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Return a function of blocks of settings, and numbers, that computes each result once.
 
     A search of layouts asks two million times for one model's architecture, and validating it was
-    two thirds of the search. By the identity of the settings, which are frozen: their blocks cannot
-    be hashed. The settings are kept with the result, so that no others get their id.
+    two thirds of the search. By the identity of the blocks, which are frozen: not all of them can
+    be hashed. They are kept with the result, so that no others get their ids.
     """
-    results: dict[int, tuple[ModelSettings, Result]] = {}
+    results: dict[tuple[Any, ...], tuple[Any, Result]] = {}
 
     @wraps(function)
-    def computed(settings: ModelSettings) -> Result:
-        entry = results.get(id(settings))
-        if entry is None:
-            if len(results) >= MOST_MODELS:
+    def computed(*arguments: Arguments.args, **named: Arguments.kwargs) -> Result:
+        values = (*arguments, *named, *named.values())
+        key = tuple(id(value) if isinstance(value, Settings) else value for value in values)
+        if (entry := results.get(key)) is None:
+            if len(results) >= MOST_RESULTS:
                 results.clear()
-            entry = results[id(settings)] = settings, function(settings)
+            entry = results[key] = values, function(*arguments, **named)
         return entry[1]
 
     return computed
 
 
-@once_per_model
+@once_per_settings
 def architecture(settings: ModelSettings) -> Any:
     """Return `model.architecture` as the family's settings; raise pydantic's ValidationError."""
     return traits(settings).further.model_validate(settings.architecture, strict=True)

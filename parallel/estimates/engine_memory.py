@@ -16,6 +16,7 @@ from parallel.families import (
     Qwen35MoeArchitecture,
     architecture,
     full_attention_layers,
+    once_per_settings,
     routed_layers,
 )
 from parallel.settings import EngineSettings, ModelSettings
@@ -114,6 +115,7 @@ def engine_memory(
     return EngineMemory(max(math.floor(used * 10_000) / 10_000, 0.0001), cache)
 
 
+@once_per_settings
 def engine_share(model: ModelSettings, engine: EngineSettings) -> EngineShare:
     """Return what an engine holds on each of its GPUs."""
     one_sequence = engine.model_copy(update={"max_sequences": 1})

@@ -15,6 +15,7 @@ from parallel.families import (
     Qwen35MoeArchitecture,
     architecture,
     is_linear,
+    once_per_settings,
 )
 from parallel.layout_rules import chunk_layers
 from parallel.settings import LayoutSettings, ModelSettings, OptimizerSettings
@@ -82,6 +83,7 @@ class RankModels:
         return self.policy if self.critic is None else self.policy.beside(self.critic)
 
 
+@once_per_settings
 def training_memory(
     model: ModelSettings,
     layout: LayoutSettings,

@@ -15,7 +15,7 @@ from parallel.families import (
     DeepseekV3Architecture,
     architecture,
     full_attention_layers,
-    once_per_model,
+    once_per_settings,
     routed_layers,
 )
 from parallel.settings import ModelSettings
@@ -46,13 +46,13 @@ class StepWorkload:
         return self.sequences * self.mean_tokens
 
 
-@once_per_model
+@once_per_settings
 def expert_elements(model: ModelSettings) -> int:
     """Return the elements of one routed expert of one layer."""
     return sum(expert_tensors(model))
 
 
-@once_per_model
+@once_per_settings
 def always_used(model: ModelSettings) -> int:
     """Return the elements of all layers that every token uses: all but the routed experts."""
     routed = len(routed_layers(model))
