@@ -69,3 +69,8 @@ def test_a_killed_stage_continues_with_the_same_bits(
     assert last["loss"] < first["loss"] and last["reward_margin"] > 0
     assert last["reward_accuracy"] > 0.5
     shutil.rmtree(killed)
+
+
+def test_a_command_that_fails_is_reported(warm_braid: WarmBraid, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="no run missing"):
+        warm_braid(tmp_path, "status", "missing")

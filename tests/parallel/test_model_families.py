@@ -9,14 +9,21 @@ import torch
 from pydantic import ValidationError
 from transformers import AutoConfig
 
+from parallel import families
 from parallel.estimates.tensor_sizes import parameter_count
-from parallel.families import FAMILIES, architecture, family_violations, traits
+from parallel.families import (
+    FAMILIES,
+    architecture,
+    family_violations,
+    once_per_settings,
+    traits,
+)
 from parallel.hugging_face.config import contradictions, expected_tensors, hugging_face_config
 from parallel.model.parameters import initialize
 from parallel.model.policy import Policy
 from parallel.settings import InitializationSettings, LayoutSettings, ModelSettings
 from parallel.weights.names import stored_tensors, tensors
-from tests.layouts.real_models import real_model
+from tests.layouts.real_models import QWEN3_30B, real_model
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -226,3 +233,26 @@ def test_traits_are_those_of_the_weights_and_the_configuration(family: str) -> N
     assert has.biased_experts == any(stack for _, _, stack in stored_tensors(settings))
     assert has.dense_layers == ("first_k_dense_replace" in has.further.model_fields)
     assert has.windows == ("sliding_window" in has.further.model_fields)
+
+
+def test_results_are_kept_for_settings_and_numbers_and_only_some(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(families, "MOST_RESULTS", 4)
+    computed: list[int] = []
+
+    @once_per_settings
+    def layers(model: ModelSettings, times: int = 1) -> int:
+        computed.append(times * model.layers)
+        return computed[-1]
+
+    for count in range(1, 9):  # each model is gone before the next, which may get its id
+        assert layers(QWEN3_30B.model_copy(update={"layers": count})) == count
+    for _ in range(2):
+        assert layers(QWEN3_30B) == 48
+        assert layers(QWEN3_30B, times=2) == 96
+    assert computed == [*range(1, 9), 48, 96]
+    [results] = [
+        cell.cell_contents for cell in layers.__closure__ if type(cell.cell_contents) is dict
+    ]
+    assert len(results) <= 4

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
@@ -11,6 +14,7 @@ from torch import Tensor
 
 from parallel.hugging_face.quantized import Format, Scheme, quantized
 from parallel.weights.quantizable import VllmMatrix, module_name
+from tests.runs import REPOSITORY
 
 ROWS, COLUMNS = 48, 128
 SCHEMES = [("fp8", None), ("nvfp4", 16), ("int8", 32), ("int4", 32), ("int4", 128)]
@@ -117,3 +121,11 @@ def test_calibration_lowers_the_error_of_the_outputs(name: Format, group: int | 
     assert error(flat, torch.ones(COLUMNS)) <= error(calibrated, torch.ones(COLUMNS))
     if group is not None:
         assert error(calibrated, moments) < 0.99 * error(flat, moments)
+
+
+def test_a_stage_imports_no_quantizer_before_it_quantizes() -> None:
+    program = "import sys, stages.kinds.export.work, parallel.hugging_face.quantized\n"
+    program += "print(*{'vllm', 'modelopt'} & sys.modules.keys())"
+    command = [sys.executable, "-W", "ignore", "-c", program]
+    printed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert printed.stdout.split() == []

@@ -13,7 +13,7 @@ from parallel.estimates.roofline.weight_sync import sync_seconds, synced_bytes
 from parallel.estimates.roofline.work import StepWorkload
 from parallel.estimates.tensor_sizes import parameter_count
 from parallel.settings import EngineSettings, LayoutSettings
-from tests.layouts.real_models import QWEN3_30B
+from tests.layouts.real_models import QWEN3_30B, real_model
 from tests.parallel.published_steps import H100
 
 WORK = StepWorkload(64, mean_tokens=4096, most_tokens=4096, row_tokens=4096)
@@ -99,3 +99,13 @@ def test_only_engines_beside_the_ranks_map_their_memory(
     at_once = replace(REACHED, load=0.0)
     assert sync_seconds(found, gpu, at_once) == pytest.approx(most)
     assert sync_seconds(found, gpu, replace(REACHED, load=1.0)) == found.tensors
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "glm-4.5-air", "deepseek-v3"])
+def test_a_full_engine_reads_every_weight_once(name: str) -> None:
+    """All but the embedding, whose rows are few; dense first layers have no routed experts."""
+    model = real_model(name)
+    gpu, reached = replace(GPUS["h100"], flops=1e30), replace(REACHED, decode_layer=0.0)
+    seconds = Decoder(model, EngineSettings(), gpu, reached).seconds(1e6, 0)
+    read = 2 * (parameter_count(model)[0] - model.vocabulary_size * model.hidden_size)
+    assert seconds * gpu.memory_bandwidth * reached.memory == pytest.approx(read, rel=1e-3)

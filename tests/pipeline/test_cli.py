@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ import pytest
 
 from pipeline import cli
 from pipeline.commands.audit import _audit_tables
+from pipeline.launch import one_off
+from pipeline.launch.placement import ForkServers
 from stages.keys import NON_INVALIDATING_KEYS
 from tests.pipeline.violations import cells
 
@@ -447,3 +449,27 @@ def test_a_closed_standard_stream_is_no_error(tmp_path: Path, closed: int) -> No
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     said = f"no runs in {tmp_path}\n"
     assert (done.returncode, done.stdout, done.stderr) == (0, said if closed != 1 else "", "")
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_ranks_of_an_evaluation_are_forked(
+    enabled: bool, braid: Braid, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened: list[object] = []
+
+    class Servers(ForkServers):
+        def __init__(self, logs: Path, enabled: bool) -> None:
+            happened.append(enabled)
+            super().__init__(logs, enabled=False)
+
+        def of(self, command: Sequence[str]) -> None:
+            happened.append("asked")
+
+        def __exit__(self, *error: object) -> None:
+            happened.append("closed")
+
+    braid("run", config, f"launch.fork_servers={str(enabled).lower()}")
+    monkeypatch.setattr(one_off, "ForkServers", Servers)
+    assert braid("evaluate", "small", "--stage", "merge")[0] == 0
+    assert happened[0] is enabled and happened[-1] == "closed"
+    assert "asked" in happened

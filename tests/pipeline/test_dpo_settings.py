@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from parallel.files import CHECKSUMS, Checkpoint
+from pipeline.config.cautions import graph_cautions
 from pipeline.config.read import ConfigError
-from pipeline.config.unroll import pairless
 from pipeline.config.validate import load
 from pipeline.run.graph import Stage, compile_graph
 from pipeline.run.lineage import changes, lineage_from
@@ -141,12 +141,16 @@ SAMPLED = (
 def test_a_filter_that_leaves_no_pair_is_named(config: Path) -> None:
     config.write_text(f"{config.read_text()}{SAMPLED}")
     given, key = ["stages.tuned.data={own: {stage: collect}}"], "stages.tuned.data.own.stage"
-    assert not [*pairless(load(config, given))]
-    [(where, why)] = pairless(load(config, [*given, "stages.collect.keep.reward=1.0"]))
-    assert where == key
+
+    def cautioned(*overrides: str) -> list[str]:
+        cautions = graph_cautions(load(config, [*given, *overrides]))
+        return [why for where, why in cautions if where == key]
+
+    assert not cautioned()
+    [why] = cautioned("stages.collect.keep.reward=1.0")
     assert why.startswith("stages.collect.keep.reward = 1 leaves no pair where each reward is at")
     heavier = "domains.words.rewards={right: {kind: math, weight: 2.0}}"
-    assert not [*pairless(load(config, [*given, "stages.collect.keep.reward=1.0", heavier]))]
+    assert not cautioned("stages.collect.keep.reward=1.0", heavier)
     with pytest.raises(ConfigError, match=r"and stages\.collect\.keep\.per_prompt = 1 keeps one"):
         load(config, [*given, "stages.collect.keep.per_prompt=1"])
     alone = ["stages.collect.sampling={group_size: 1}", "stages.collect.keep.per_prompt=null"]

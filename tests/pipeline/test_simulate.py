@@ -20,7 +20,7 @@ from parallel.layout_rules import divisors, layout_violations
 from parallel.machine.slots import fits_nodes
 from pipeline.config.cluster import ClusterSettings
 from pipeline.config.validate import load
-from pipeline.estimate.layout_search import FILLED_AT_MOST, best_layouts
+from pipeline.estimate.layout_search import FILLED_AT_MOST, _ends, best_layouts
 from pipeline.estimate.simulation import (
     Assumptions,
     sheets_of_kinds,
@@ -376,3 +376,19 @@ def test_more_gpus_than_are_searched(braid: Braid, tmp_path: Path) -> None:
         1,
         "braid: --search 100000: layouts are searched for at most 1,024 GPUs\n",
     )
+
+
+@pytest.mark.parametrize(
+    ("layers", "pipeline", "ends"),
+    [
+        (48, 4, (None, None)),
+        (61, 2, (None, None)),
+        (94, 4, (23, 23)),
+        (61, 8, (7, 6)),  # the head is on the last
+        (9, 8, (2, 1)),
+    ],
+)
+def test_the_last_stage_has_no_more_layers_than_the_first(
+    layers: int, pipeline: int, ends: tuple[int | None, int | None]
+) -> None:
+    assert tuple(_ends(layers, pipeline).values()) == ends

@@ -274,3 +274,8 @@ def test_the_memory_survives_a_restart(cut: int, said: list[str]) -> None:
 def test_every_guard_watches_a_declared_metric() -> None:
     assert list(GUARDS) == list(GuardsSettings.model_fields)
     assert {guard.metric for guard in GUARDS.values()} <= METRICS.keys()
+
+
+def test_a_part_of_a_long_response_is_estimated_by_sketches() -> None:
+    whole = np.random.default_rng(0).integers(0, 50_000, 4000, dtype=np.int32)
+    assert jaccard(sketch(whole), sketch(whole[:2000])) == pytest.approx(0.5, abs=0.1)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tokenizers import Tokenizer
 
 from parallel.settings import ModelSettings
@@ -18,6 +19,7 @@ from stages.data.tokenizer import (
     CharacterTokenizer,
     HuggingFaceTokenizer,
     TokenizerError,
+    import_without_torch,
     load_tokenizer,
 )
 from tests.byte_tokenizer import CHATML, save_tokenizer
@@ -253,3 +255,22 @@ def test_a_tokenizer_is_equal_without_torch(words: Path) -> None:
     command = [sys.executable, "-c", program, str(words)]
     printed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert (json.loads(printed.stdout), printed.stderr) == ([[2, 4, 3], False], "")
+
+
+def test_torch_stays_where_it_is_imported() -> None:
+    import_without_torch("a/directory")
+    assert sys.modules["torch"] is torch
+
+
+def test_torch_is_found_again_where_transformers_cannot_be_imported() -> None:
+    program = """
+import sys
+from stages.data.tokenizer import import_without_torch
+sys.modules["transformers"] = None
+try:
+    import_without_torch("a/directory")
+except ImportError:
+    print("torch" in sys.modules)
+"""
+    command = [sys.executable, "-c", program]
+    assert subprocess.check_output(command, cwd=REPOSITORY, text=True) == "False\n"
