@@ -74,7 +74,7 @@ def apply(directory: Path, language: str, path: str, block: str) -> None:
     """Write a page's block into a copy, as its reader would."""
     file = directory / path
     if language == "python":
-        assert not file.exists(), f"{path} exists: the page's example is taken"
+        assert not file.exists(), f"{path} exists: rename the page's example, there and here"
         file.parent.mkdir(exist_ok=True)
         if path.startswith("stages/kinds/"):
             (file.parent / "__init__.py").touch()
