@@ -1,9 +1,9 @@
-"""The reading of megatron-core's checkpoints as data, and the patches of megatron-core 0.16.1.
+"""The reading of megatron-core's checkpoints as data, and the patches of megatron-core 0.19.2.
 
-megatron-core unpickles three things: `.metadata`, the objects among the tensors (`*.distcp`), and
-`common.pt`. A pickle may call any function, and checksums.json does not help: whoever changed a
-file can update its checksum. So each of the three is read here by an unpickler that accepts only
-what such a file needs: nothing in the files is called.
+torch unpickles two things of a checkpoint: `.metadata`, and the objects among the tensors
+(`*.distcp`), one of which, `common_state`, holds what has no shards. A pickle may call any
+function, and checksums.json does not help: whoever changed a file can update its checksum. So both
+are read here by unpicklers that accept only what they need: nothing in the files is called.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import importlib
 import pickle
 import queue
 import re
+from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
 from typing import IO, Any
@@ -25,8 +26,7 @@ from torch.futures import Future
 from parallel.files import CheckpointRefused
 
 METADATA_FILE = ".metadata"
-COMMON_FILE = "common.pt"
-STRATEGIES = "megatron.core.dist_checkpointing.strategies"
+MEGATRON = "megatron.core.dist_checkpointing"
 # The classes in `.metadata`: torch's dataclasses and enums, which hold data and call nothing.
 NEEDED = {
     "torch": ("Size",),
@@ -58,16 +58,39 @@ class CheckpointReader(FileSystemReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read a plan; raise CheckpointRefused if an object is not tensors, numbers and text."""
+        return super().read_data(plan, _DataPlanner(planner, self._data))  # type: ignore[arg-type]
+
+    def _data(self, item: ReadItem, content: BytesIO) -> BytesIO:
+        """Return an object as a new pickle, of the data alone that the file's pickle holds."""
+        path = Path(self.path) / self.storage_data[item.storage_index].relative_path
         try:
-            return super().read_data(plan, planner)
-        except _ObjectRefused as refused:
-            item, held = refused.args
-            file = Path(self.path) / self.storage_data[item.storage_index].relative_path
-            raise _refusal(file, _holds(held)) from refused.__cause__
+            # weights_only is explicit: its default depends on an environment variable.
+            loaded = torch.load(content, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise _refusal(path, _holds(_global_in(error))) from error
+        except Exception as error:  # a damaged pickle may raise anything
+            raise _refusal(path, _damage(error)) from error
+        data = BytesIO()
+        torch.save(loaded, data)
+        data.seek(0)
+        return data
 
 
-class _ObjectRefused(Exception):
-    """The refusal of an object: its ReadItem, and the name of what it holds."""
+class _DataPlanner:
+    """A load planner whose objects are rewritten by `data`, since torch's unpickle anything.
+
+    DefaultLoadPlanner.load_bytes calls torch.load(weights_only=False), and so does megatron-core's,
+    which inherits it (torch 2.13, distributed/checkpoint/default_planner.py).
+    """
+
+    def __init__(self, planner: LoadPlanner, data: Callable[[ReadItem, BytesIO], BytesIO]) -> None:
+        self._planner, self._data = planner, data
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._planner, name)
+
+    def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
+        self._planner.load_bytes(read_item, self._data(read_item, value))
 
 
 class _Unpickler(pickle.Unpickler):
@@ -113,29 +136,6 @@ def _read_metadata(checkpoint: Path) -> Any:
     return metadata
 
 
-def _load_object(self: Any, item: ReadItem, value: BytesIO) -> None:
-    """Load an object, such as the states of random generators; torch's own unpickles anything."""
-    try:
-        loaded = torch.load(value, weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise _ObjectRefused(item, _global_in(error)) from error
-    traverse: Any = importlib.import_module("torch.distributed.checkpoint._traverse")
-    traverse.set_element(self.original_state_dict, self.mappings[item.dest_index.fqn], loaded)
-
-
-def _load_common(checkpoint: str | Path) -> Any:
-    path = Path(checkpoint) / COMMON_FILE
-    try:
-        # weights_only is explicit: its default depends on an environment variable.
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise _refusal(path, _holds(_global_in(error))) from error
-    except OSError:
-        raise
-    except Exception as error:  # a damaged pickle may raise anything
-        raise _refusal(path, _damage(error)) from error
-
-
 def _global_in(error: pickle.UnpicklingError) -> str:
     """Return the name that torch's unpickler refused, from its message."""
     match = re.search(r"GLOBAL ([\w.]+)", str(error))
@@ -161,16 +161,18 @@ def _refusal(file: Path, what: str) -> CheckpointRefused:
 def patch_megatron() -> None:
     """Make megatron-core write a checkpoint in the calling thread, and read it as data.
 
-    Its filesystem_async.py forks a process for every file and waits for each without a limit, so
-    that a killed one hangs its rank, and collects their answers in a manager process that takes
-    seconds to start and outlives a killed rank.
+    Its writer collects answers through a manager process, which takes seconds to start and outlives
+    a killed rank, and says of a failed file only the class of the error
+    (megatron-core 0.19.2, strategies/filesystem_async.py: write_preloaded_data_multithread).
     """
-    tensors: Any = importlib.import_module(f"{STRATEGIES}.torch")
-    tensors._get_filesystem_reader = lambda directory, **_: CheckpointReader(directory)
-    tensors.MCoreLoadPlanner.load_bytes = _load_object
-    common: Any = importlib.import_module(f"{STRATEGIES}.common")
-    common.TorchCommonLoadStrategy.load_common = lambda self, directory: _load_common(directory)
-    module: Any = importlib.import_module(f"{STRATEGIES}.filesystem_async")
+    strategy: Any = importlib.import_module(f"{MEGATRON}.strategies.torch")
+    strategy._get_filesystem_reader = lambda directory, **_: CheckpointReader(directory)
+    # A common.pt, which older versions wrote, would be read by a torch.load that unpickles anything
+    # where TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD is set (strategies/common.py: load_common).
+    serialization: Any = importlib.import_module(f"{MEGATRON}.serialization")
+    serialization._get_filesystem_reader = strategy._get_filesystem_reader
+    serialization._legacy_common_state_exists = lambda _: False
+    module: Any = importlib.import_module(f"{MEGATRON}.strategies.filesystem_async")
     writer = module.FileSystemWriterAsync
 
     def write(
@@ -178,14 +180,12 @@ def patch_megatron() -> None:
     ) -> None:
         answer: dict[int, Any] = {}
         for index, bucket in enumerate(buckets):
-            written: queue.Queue = queue.Queue()
-            pending: queue.Queue = queue.Queue()
-            pending.put(index)
-            writer.write_preloaded_data(transforms, index, bucket, written, pending, True)
-            _, answer[index] = written.get()
+            _, answer[index] = writer.write_preloaded_data(
+                transforms, index, bucket, None, None, use_fsync=True
+            )
             if isinstance(answer[index], Exception):
                 raise answer[index]
         answers.put(answer)
 
-    writer.write_preloaded_data_multiproc = staticmethod(write)
-    module._get_write_results_queue = queue.Queue  # one for each checkpoint
+    writer.write_preloaded_data_multithread = staticmethod(write)
+    module.get_write_results_queue = queue.Queue  # one for each checkpoint

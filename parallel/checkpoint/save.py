@@ -155,7 +155,12 @@ class _Writing:
             )
             metadata = dict(METADATA)
             self._request = dist_checkpointing.save(
-                state, str(path), strategy, async_sharded_save=True, content_metadata=metadata
+                state,
+                str(path),
+                strategy,
+                async_sharded_save=True,
+                content_metadata=metadata,
+                async_strategy="mcore",  # the default needs nvidia-resiliency-ext
             )
             self._buckets = self._request.preload_fn() if self._request.preload_fn else []
         if copy:

@@ -45,7 +45,9 @@ ENTRY_POINTS = (
     "megatron.core.tensor_parallel.random",
     "megatron.core.transformer.moe.router_replay",
     "megatron.core.dist_checkpointing",
+    "megatron.core.dist_checkpointing.strategies.filesystem_async",
     "megatron.core.dist_checkpointing.strategies.fully_parallel",
+    "megatron.core.dist_checkpointing.strategies.state_dict_saver",
     "megatron.core.dist_checkpointing.strategies.torch",
     "mbridge",
 )

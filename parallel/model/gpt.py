@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 from copy import copy
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
@@ -110,8 +113,9 @@ def _block_spec(config: Any, virtual_stage: int | None) -> Any:
     block.layer_specs = [copy(layer) for layer in block.layer_specs]
     for number, layer in enumerate(block.layer_specs, first_layer):
         submodules = layer.submodules = copy(layer.submodules)
-        if hasattr(submodules.mlp.submodules, "router"):
-            submodules.mlp.submodules.router = Router
+        if submodules.mlp.func is MoELayer:
+            routed = replace(submodules.mlp.keywords["submodules"], router=Router)
+            submodules.mlp = partial(MoELayer, submodules=routed)
         attention = submodules.self_attention.submodules
         if local or config.softmax_type == "learnable":
             # TransformerEngine 2.11 has no kernel with sinks for packed rows.

@@ -56,8 +56,8 @@ class WatchedReplay(RouterReplay):
 class Router(TopKRouter):
     """Megatron's router, given the packed row of every forward pass."""
 
-    def __init__(self, config: Any, pg_collection: Any = None) -> None:
-        super().__init__(config=config, pg_collection=pg_collection)
+    def __init__(self, config: Any, **options: Any) -> None:
+        super().__init__(config=config, **options)
         self.router_replay = WatchedReplay()
         # Megatron's process-wide list would mix a policy's, its reference's and teachers' routers.
         RouterReplay.clear_global_router_replay_instances()

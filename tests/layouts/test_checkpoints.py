@@ -214,7 +214,7 @@ def test_another_stages_damaged_checkpoint_is_an_error(how: str, on: On, tmp_pat
         assert f"remove {tmp_path / 'step_3'} and resume the run" in message
 
 
-@pytest.mark.parametrize("name", ["checksums.json", "common.pt"])
+@pytest.mark.parametrize("name", ["checksums.json", ".metadata"])
 def test_a_checkpoint_that_cannot_be_read_is_not_damaged(name: str, on: On, tmp_path: Path) -> None:
     on(SPREAD, cases.begin, SPREAD, "sgd", str(tmp_path))
     checkpoint = tmp_path / "step_3"
