@@ -152,14 +152,16 @@ def configuration(job: EngineJob) -> Iterator[Any]:
     from vllm import EngineArgs
     from vllm.platforms import current_platform
 
-    from parallel.cpu import vllm_vision
+    from parallel.cpu import vllm_runner, vllm_vision
     from parallel.hugging_face.config import hugging_face_config
 
     with tempfile.TemporaryDirectory(prefix="braid-engine-") as directory:
         hugging_face_config(job.model).save_pretrained(directory)
         cuda = current_platform.is_cuda()
-        if traits(job.model).beside_vision and not cuda:
-            vllm_vision.provide()
+        if not cuda:
+            vllm_runner.provide()
+            if traits(job.model).beside_vision:
+                vllm_vision.provide()
         arguments = engine_arguments(job, directory, cuda=cuda)
         config = EngineArgs(**arguments).create_engine_config()
         _prepare_cpu(config, job)

@@ -23,6 +23,8 @@ COMMON = {
     # and drains its steps in flight, which takes no messages here. With tensor parallelism the
     # workers are separate processes either way.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # Routes and sampling masks: vLLM's first runner has neither.
+    "VLLM_USE_V2_MODEL_RUNNER": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "HF_HUB_OFFLINE": "1",
