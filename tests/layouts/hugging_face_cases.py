@@ -312,6 +312,28 @@ def gradient_error(layout: LayoutSettings, model: str, directory: str) -> tuple[
     return max(errors)
 
 
+def packing_errors(model: str) -> dict[str, float]:
+    """Return how far sequences in one row are from each in a row of its own, on one rank.
+
+    Of the loss and of each gradient, relative to the latter.
+    """
+    from parallel.batch import RankPlace, split
+
+    here, drawn, results = RankPlace.here(), samples(12), []
+    for groups in ([drawn], [[sample] for sample in drawn]):
+        policy = build(LayoutSettings(distributed_optimizer=False), SGD, model=MODELS[model])
+        rows = [row for group in groups for row in split(group, here, 4096, False)]
+        assert len(rows) == len(groups)
+        loss = accumulate(policy, "cross_entropy", drawn, rows)["loss"]
+        parameters = policy.chunks[0].named_parameters()
+        results.append({"loss": torch.tensor(loss)} | {n: p.main_grad for n, p in parameters})
+    packed, separate = results
+    return {
+        name: ((packed[name] - alone).norm() / alone.norm().clamp(min=1e-6)).item()
+        for name, alone in separate.items()
+    }
+
+
 def compiled_activation() -> tuple[float, int]:
     """Return the relative difference of gpt-oss's activation compiled, and the frames compiled."""
     from parallel.model.bridge import quick_gelu

@@ -32,6 +32,7 @@ from tests.layouts.hugging_face_cases import (
     import_checkpoint,
     import_mxfp4,
     input_moments,
+    packing_errors,
     save_checkpoint,
     start_from,
     stored,
@@ -317,6 +318,15 @@ def test_every_family_trains_alike_under_every_layout(
         layout = LayoutSettings(**MATRIX[name])
         for found in on(layout, gradient_error, layout, family, str(tmp_path)):
             assert found < (1e-5, ""), (name, found)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_packed_row_trains_as_its_sequences_do(family: str, on: On) -> None:
+    """No attention, convolution, state or sink crosses from one sequence into the next."""
+    [errors] = on(LayoutSettings(), packing_errors, family)
+    name = max(errors, key=errors.__getitem__)
+    assert errors[name] < 1e-5, name
+    assert errors["loss"] < 1e-6
 
 
 def test_gpt_oss_s_compiled_activation_is_the_plain_one(on: On) -> None:
