@@ -18,8 +18,9 @@ from parallel.errors import UserError
 from parallel.families import traits
 from parallel.settings import LayoutSettings, ModelSettings, OptimizerSettings
 
-# Modules that megatron-core 0.16.1 recomputes with TransformerEngine alone, and what to use without
-# it: its experts are grouped, and the checkpoint that drops an output asks it for the FP8 state.
+# Modules that megatron-core 0.19.2 recomputes with TransformerEngine alone, and what to use without
+# it: its experts are grouped, and the checkpoint that drops an output asks it for the FP8 state, as
+# `fp8 is not None` is true of the default, False (tensor_parallel/random.py).
 OF_TRANSFORMER_ENGINE = {"layernorm": "moe", "mla_up_proj": "full", "moe_act": "moe"}
 
 

@@ -38,10 +38,10 @@ YARN = {
 
 
 class _DeepseekV3(DeepseekV3Bridge):
-    """mbridge's bridge, with a key of megatron-core 0.16."""
+    """mbridge's bridge, with a key of megatron-core 0.19.2."""
 
     def _build_base_config(self, *arguments: Any, **keywords: Any) -> Any:
-        """Rename the key that mbridge 0.15.1 still calls as megatron-core did before 0.16."""
+        """Rename the key that mbridge 0.15.1 still calls as megatron-core before 0.16 did."""
         keywords["original_max_position_embeddings"] = keywords.pop("max_position_embeddings")
         return super()._build_base_config(*arguments, **keywords)
 

@@ -334,6 +334,38 @@ def packing_errors(model: str) -> dict[str, float]:
     }
 
 
+def errors_of_gradients(model: str, directory: str) -> dict[str, float]:
+    """Return the relative differences of gradients from transformers', by its parameters' names.
+
+    Of sequences in one row, on one rank, of the model in `directory`. Experts have other names in
+    transformers, and are left out.
+    """
+    from transformers import AutoModelForCausalLM
+
+    start = {"initial_weights": Path(directory)}
+    alone = LayoutSettings(distributed_optimizer=False)
+    policy = build(alone, SGD, model=MODELS[model].model_copy(update=start))
+    drawn = samples(12)
+    accumulate(policy, "cross_entropy", drawn, batches(drawn))
+    theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    tokens = sum(len(sample.response) for sample in drawn)
+    for sample in drawn:
+        sequence = torch.tensor(np.concatenate([sample.prompt, sample.response]))
+        logits = theirs(sequence[None]).logits[0, len(sample.prompt) - 1 : -1]
+        response = sequence[len(sample.prompt) :].long()
+        loss = torch.nn.functional.cross_entropy(logits, response, reduction="sum")
+        (loss / tokens).backward()
+    with torch.no_grad():  # so that gradients are streamed as weights are
+        for parameter in policy.chunks[0].parameters():
+            parameter.copy_(parameter.main_grad)
+    expected = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    return {
+        name: ((ours - expected[name]).norm() / expected[name].norm().clamp(min=1e-6)).item()
+        for name, ours in policy.weights()
+        if expected.get(name) is not None
+    }
+
+
 def compiled_activation() -> tuple[float, int]:
     """Return the relative difference of gpt-oss's activation compiled, and the frames compiled."""
     from parallel.model.bridge import quick_gelu
