@@ -163,15 +163,15 @@ class Family:
     # The only epsilon that all of transformers, vLLM and megatron-core compute with, and why.
     epsilon: tuple[float, str] | None = None
 
-    # megatron-core 0.16.1: rotary embeddings have a fused kernel. The one for latent attention it
-    # calls experimental.
+    # megatron-core 0.19.2: rotary embeddings have a fused kernel. The one for latent attention it
+    # calls experimental, and takes for YaRN alone.
     fuses_rope: bool = True
-    # megatron-core 0.16.1: bias and dropout are fused; grouped experts with biases refuse it.
+    # megatron-core 0.19.2: bias and dropout are fused; grouped experts with biases refuse it.
     fuses_bias_dropout: bool = True
     # Why `quantize` has no scheme for it.
     unquantized: str | None = None
 
-    # vLLM 0.30: the class is in a module that imports the family's vision model too.
+    # vLLM 0.32: the class is in a module that imports the family's vision model too.
     beside_vision: bool = False
     # vLLM 0.30 on a CPU: a cached prefix may be continued. Not the states of delta nets, which are
     # cached at the chunks of a prefill alone.

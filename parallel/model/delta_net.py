@@ -1,8 +1,9 @@
 """Gated delta nets (arXiv 2412.06464) over packed rows, and the gated attention between them.
 
-megatron-core 0.16.1 has both, as experimental: its delta net needs flash-linear-attention, and
-refuses packed rows and context parallelism. Here each sequence of a row is a line of a grid, so
-that neither the convolution nor the state crosses from one into the next.
+megatron-core 0.19.2 has both, as experimental. Its delta net is not built without
+flash-linear-attention, which needs CUDA, and its rule in torch refuses packed rows
+(ssm/gated_delta_net/common.py, `cu_seqlens is None`). Here each sequence of a row is a line of a
+grid, so that neither the convolution nor the state crosses from one into the next.
 """
 
 from __future__ import annotations

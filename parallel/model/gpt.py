@@ -16,6 +16,7 @@ from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
@@ -62,6 +63,19 @@ class PlainRMSNorm(RMSNorm):
         return 0.0
 
 
+class LatentAttention(MLASelfAttention):
+    """megatron-core's latent attention, built of the layers that its specification names.
+
+    Where queries are not compressed and there are norms, megatron-core 0.19.2 would replace
+    `linear_q_proj` by a layer with a norm (transformer/mla_qk_norm_config.py). No model has a
+    second norm there: a query reads the layer's input as the first norm left it.
+    """
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj")
+        return {name: getattr(submodules, name) for name in (*names, "q_layernorm", "kv_layernorm")}
+
+
 def build_chunks(bridge: Any) -> list[GPTModel]:
     """Return this rank's parts of the model, not initialised; several with a virtual pipeline."""
     virtual_stages = parallel_state.get_virtual_pipeline_model_parallel_world_size()
@@ -85,7 +99,7 @@ def _build_chunk(bridge: Any, virtual_stage: int | None) -> GPTModel:
     )
     for module in model.modules() if bridge.config.add_bias_linear else ():
         if getattr(module, "is_expert", False) and hasattr(module, "explicit_expert_comm"):
-            # Whole experts reduce nothing. megatron-core 0.16.1 would still pass their output
+            # Whole experts reduce nothing. megatron-core 0.19.2 would still pass their output
             # through a reduction over one rank, whose view the addition of a bias cannot change.
             module.explicit_expert_comm = True
     for name, parameter in model.named_parameters():
@@ -117,13 +131,14 @@ def _block_spec(config: Any, virtual_stage: int | None) -> Any:
             routed = replace(submodules.mlp.keywords["submodules"], router=Router)
             submodules.mlp = partial(MoELayer, submodules=routed)
         attention = submodules.self_attention.submodules
-        if local or config.softmax_type == "learnable":
-            # TransformerEngine 2.11 has no kernel with sinks for packed rows.
+        if config.multi_latent_attention:
+            submodules.self_attention.module = LatentAttention
+        if local or (config.softmax_type == "learnable" and not config.fuses_sinks):
             attention.core_attention = PackedAttention
         if local:
             submodules.input_layernorm = submodules.pre_mlp_layernorm = RMSNorm
             if config.multi_latent_attention:
-                # Replicated, as with TransformerEngine: if they are split, megatron-core 0.16.1
+                # Replicated, as with TransformerEngine: if they are split, megatron-core 0.19.2
                 # leaves parts of the key's gradient unsummed.
                 attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
             for norm in ("q_layernorm", "k_layernorm", "kv_layernorm"):

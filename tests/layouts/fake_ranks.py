@@ -9,6 +9,7 @@ lines of JSON.
 
 from __future__ import annotations
 
+import enum
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -19,6 +20,7 @@ import sys
 import traceback
 import types
 import warnings
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -27,14 +29,32 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# TransformerEngine's Python mirrors these enumerations of its extension while it is imported, and
+# asserts that the members are the same (constants.py and cpp_extensions/fused_attn.py).
+ENUMERATIONS = {
+    "DType": enum.IntEnum(
+        "DType",
+        "kByte kInt32 kFloat32 kFloat16 kBFloat16 kFloat8E4M3 kFloat8E5M2 kFloat4E2M1",
+    ),
+    "NVTE_Fused_Attn_Backend": enum.IntEnum(
+        "NVTE_Fused_Attn_Backend", "NVTE_No_Backend NVTE_F16_arbitrary_seqlen NVTE_FP8"
+    ),
+}
+
 
 class _Empty(type):
-    """The metaclass of empty classes, whose attributes are empty classes too (as of enums)."""
+    """The metaclass of empty classes, whose attributes are empty classes too (as of enums).
+
+    A member of an enumeration is a number for its name.
+    """
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         return _empty(name)
+
+    def __int__(cls) -> int:
+        return zlib.crc32(cls.__name__.encode())
 
 
 def _empty(name: str) -> Any:
@@ -66,7 +86,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return _StandIn(spec.name)
 
     def exec_module(self, module: types.ModuleType) -> None:
-        vars(module)["__version__"] = "3.7.1"
+        vars(module).update(__version__="3.7.1", **ENUMERATIONS)
 
 
 def install() -> None:
@@ -77,8 +97,8 @@ def install() -> None:
         getattr(importlib.import_module("torch.utils._triton"), name)()
     sys.meta_path.insert(0, _Finder())
     common: Any = importlib.import_module("transformer_engine.common")
-    common.load_framework_extension = lambda framework: sys.modules.setdefault(
-        f"transformer_engine_{framework}", _StandIn(f"transformer_engine_{framework}")
+    common.load_framework_extension = lambda framework: importlib.import_module(
+        f"transformer_engine_{framework}"
     )
     importlib.import_module("transformer_engine.pytorch")
     for name, module in list(sys.modules.items()):
@@ -101,6 +121,8 @@ def install() -> None:
     megatron.activate()
     torch.cuda.is_available = lambda: True
     torch.cuda.current_device = lambda: 0
+    torch.cuda.get_device_capability = lambda *_: (9, 0)
+    torch.backends.cudnn.version = lambda: 92000
     for name in ("routing", "offload", "host_state"):
         module: Any = importlib.import_module(f"parallel.model.{name}")
         module.device = lambda: torch.device("cpu")
@@ -112,9 +134,18 @@ def install() -> None:
     # Fake weights are drawn from no generator.
     random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
     random.CudaRNGStatesTracker.fork = lambda *_, **__: nullcontext()
-    # Fake parameters cannot be replaced; they have their dtype from the start.
-    for name in ("to", "bfloat16"):
-        setattr(torch.nn.Module, name, lambda self, *_, **__: self)
+    # Fake parameters cannot be changed; they have their dtype from the start, but for sinks.
+    torch.nn.Module.to = lambda self, *_, **__: self
+    torch.nn.Module.bfloat16 = _with_sinks_in_bf16
+
+
+def _with_sinks_in_bf16(module: Any) -> Any:
+    """Replace TransformerEngine's attention sinks, which it creates in fp32."""
+    for part in module.modules():
+        if (sinks := getattr(part, "softmax_offset", None)) is not None:
+            part.softmax_offset = torch.nn.Parameter(sinks.bfloat16())
+            vars(part.softmax_offset).update(vars(sinks))
+    return module
 
 
 def _everyone_has(object_list: list[Any], obj: Any, **_: Any) -> None:

@@ -7,6 +7,7 @@ import itertools
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -310,6 +311,64 @@ def gradient_error(layout: LayoutSettings, model: str, directory: str) -> tuple[
         ours = shard(name, expected[name], *tensor_split(name))
         errors.append(((gradient - ours).norm().item() / max(ours.norm().item(), 1e-6), name))
     return max(errors)
+
+
+def packing_errors(model: str) -> dict[str, float]:
+    """Return how far sequences in one row are from each in a row of its own, on one rank.
+
+    Of the loss and of each gradient, relative to the latter.
+    """
+    from parallel.batch import RankPlace, split
+
+    here, drawn, results = RankPlace.here(), samples(12), []
+    for groups in ([drawn], [[sample] for sample in drawn]):
+        policy = build(LayoutSettings(distributed_optimizer=False), SGD, model=MODELS[model])
+        rows = [row for group in groups for row in split(group, here, 4096, False)]
+        assert len(rows) == len(groups)
+        loss = accumulate(policy, "cross_entropy", drawn, rows)["loss"]
+        parameters = policy.chunks[0].named_parameters()
+        results.append({"loss": torch.tensor(loss)} | {n: p.main_grad for n, p in parameters})
+    packed, separate = results
+    return {
+        name: ((packed[name] - alone).norm() / alone.norm().clamp(min=1e-6)).item()
+        for name, alone in separate.items()
+    }
+
+
+def errors_of_gradients(model: str, directory: str) -> dict[str, float]:
+    """Return the relative differences of gradients from transformers', by its parameters' names.
+
+    Of sequences in one row, on one rank, of the model in `directory`. Experts have other names in
+    transformers, and are left out. Its delta nets compute the recurrence: its rule in chunks
+    subtracts sums of decays, and the gradient of A_log is then off by 1.8e-4.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as delta_nets
+
+    start = {"initial_weights": Path(directory)}
+    alone = LayoutSettings(distributed_optimizer=False)
+    policy = build(alone, SGD, model=MODELS[model].model_copy(update=start))
+    drawn = samples(12)
+    accumulate(policy, "cross_entropy", drawn, batches(drawn))
+    theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    tokens = sum(len(sample.response) for sample in drawn)
+    recurrence = delta_nets.torch_recurrent_gated_delta_rule
+    for sample in drawn:
+        sequence = torch.tensor(np.concatenate([sample.prompt, sample.response]))
+        with patch.object(delta_nets, "torch_chunk_gated_delta_rule", recurrence):
+            logits = theirs(sequence[None]).logits[0, len(sample.prompt) - 1 : -1]
+        response = sequence[len(sample.prompt) :].long()
+        loss = torch.nn.functional.cross_entropy(logits, response, reduction="sum")
+        (loss / tokens).backward()
+    with torch.no_grad():  # so that gradients are streamed as weights are
+        for parameter in policy.chunks[0].parameters():
+            parameter.copy_(parameter.main_grad)
+    expected = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    return {
+        name: ((ours - expected[name]).norm() / expected[name].norm().clamp(min=1e-6)).item()
+        for name, ours in policy.weights()
+        if expected.get(name) is not None
+    }
 
 
 def compiled_activation() -> tuple[float, int]:

@@ -24,6 +24,7 @@ from tests.layouts.hugging_face_cases import (
     FAMILIES,
     MODELS,
     compiled_activation,
+    errors_of_gradients,
     export,
     export_checkpoint,
     export_other_weights,
@@ -32,6 +33,7 @@ from tests.layouts.hugging_face_cases import (
     import_checkpoint,
     import_mxfp4,
     input_moments,
+    packing_errors,
     save_checkpoint,
     start_from,
     stored,
@@ -317,6 +319,27 @@ def test_every_family_trains_alike_under_every_layout(
         layout = LayoutSettings(**MATRIX[name])
         for found in on(layout, gradient_error, layout, family, str(tmp_path)):
             assert found < (1e-5, ""), (name, found)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_packed_row_trains_as_its_sequences_do(family: str, on: On) -> None:
+    """No attention, convolution, state or sink crosses from one sequence into the next."""
+    [errors] = on(LayoutSettings(), packing_errors, family)
+    name = max(errors, key=errors.__getitem__)
+    assert errors[name] < 1e-5, name
+    assert errors["loss"] < 1e-6
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_those_of_transformers(
+    family: str, on: On, exported: dict[str, Path]
+) -> None:
+    """Of a packed row: attention, delta nets, sinks, norms, routers, embeddings and the head."""
+    [errors] = on(LayoutSettings(), errors_of_gradients, family, str(exported[family]))
+    own = {"gpt_oss": "sinks", "qwen3_5_moe_text": "A_log", "deepseek_v3": "kv_b_proj.weight"}
+    assert any(name.endswith(own.get(family, "q_proj.weight")) for name in errors)
+    name = max(errors, key=errors.__getitem__)
+    assert errors[name] < 1e-5, name
 
 
 def test_gpt_oss_s_compiled_activation_is_the_plain_one(on: On) -> None:

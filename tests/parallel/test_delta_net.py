@@ -1,9 +1,10 @@
-"""The chunked delta rule equals the recurrence that it is made of, token by token."""
+"""The chunked delta rule equals the recurrence, token by token; why megatron-core's is not used."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from megatron.core.ssm.gated_delta_net import common as core
 from torch import Tensor
 from torch.nn import functional
 
@@ -59,3 +60,45 @@ def test_later_tokens_change_no_earlier_output() -> None:
     whole = gated_delta_rule(*parts)
     cut = gated_delta_rule(*(part[:, : CHUNK + 9] for part in parts))
     torch.testing.assert_close(whole[:, : CHUNK + 9], cut, rtol=1e-6, atol=1e-6)
+
+
+def normalised(heads: Tensor, dim: int, eps: float) -> Tensor:
+    """Return what flash-linear-attention's `l2norm` computes, which megatron-core imports."""
+    return heads * (heads.square().sum(dim, keepdim=True) + eps).rsqrt()
+
+
+def relative_error(ours: Tensor, exact: Tensor) -> float:
+    return ((ours.double() - exact).norm() / exact.norm()).item()
+
+
+def test_megatron_core_s_rule_in_torch_takes_no_packed_rows() -> None:
+    """If this fails, its rule may replace Braid's: see docs/how-to/models.md."""
+    with pytest.raises(AssertionError, match="cu_seqlens is not supported"):
+        core.torch_chunk_gated_delta_rule(*inputs(4, 1.0), cu_seqlens=torch.tensor([0, 4]))
+    assert not core.HAVE_FLA  # without it the layer cannot be built, not even to run in torch
+
+
+def test_megatron_core_s_rule_in_torch_rounds_where_states_decay_fast(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It subtracts sums of decays, which grow to hundreds; Braid's sums them between two tokens."""
+    monkeypatch.setattr(core, "l2norm", normalised)
+    ours, theirs = inputs(4 * CHUNK, 16.0), inputs(4 * CHUNK, 16.0)
+    exact = [part.detach().double().requires_grad_() for part in ours]
+    *heads, beta, decay = theirs
+    outputs = [
+        gated_delta_rule(*ours),
+        core.torch_chunk_gated_delta_rule(*heads, g=decay, beta=beta, use_qk_l2norm_in_kernel=True)[
+            0
+        ],
+        recurrence(*exact),
+    ]
+    weights = torch.randn(outputs[-1].shape, generator=torch.Generator().manual_seed(1))
+    for output in outputs:
+        (output * weights).sum().backward()
+    errors = [
+        max(relative_error(part.grad, leaf.grad) for part, leaf in zip(parts, exact, strict=True))
+        for parts in (ours, theirs)
+    ]
+    assert errors[0] < 1e-6
+    assert errors[1] > 5e-6

@@ -62,14 +62,22 @@ def test_a_slot_that_the_node_lacks_is_one_line_of_the_log(
     assert " has 4 visible GPUs, and this task needs 5; " in said
     _, said = task("rank", code=1, PATH=path, SLURM_LOCALID="6")
     assert " has 4 visible GPUs, and this task needs 7; " in said
-    bound = {"PATH": path, "SLURM_LOCALID": "6", "CUDA_VISIBLE_DEVICES": "3"}  # to one
-    _, said = task("rank", code=1, **bound)
-    assert "has a torch for CPUs, and this task is to run on GPUs; submit from the env" in said
-    built = tmp_path / "torch-2.13.0+cu130.dist-info"
-    built.mkdir()
-    (built / "METADATA").write_text("Name: torch\nVersion: 2.13.0+cu130\n")
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ['PYTHONPATH']}")
-    task("rank", **bound)
+
+
+def test_a_task_on_gpus_needs_a_torch_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_nvidia_smi(monkeypatch, tmp_path)
+    bound = {"PATH": os.environ["PATH"], "SLURM_LOCALID": "6", "CUDA_VISIBLE_DEVICES": "3"}
+    source = os.environ["PYTHONPATH"]
+    for version, code in (("2.13.0+cpu", 1), ("2.13.0+cu130", 0), ("2.13.0", 0)):
+        installed = tmp_path / version / f"torch-{version}.dist-info"
+        installed.mkdir(parents=True)
+        (installed / "METADATA").write_text(f"Name: torch\nVersion: {version}\n")
+        monkeypatch.setenv("PYTHONPATH", f"{installed.parent}:{source}")
+        _, said = task("rank", code=code, **bound)
+        error = "has a torch for CPUs, and this task is to run on GPUs; submit from the env"
+        assert (error in said) == (code == 1)
 
 
 def test_compiled_kernels_stay_on_the_node(tmp_path: Path) -> None:
