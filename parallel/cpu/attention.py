@@ -1,6 +1,6 @@
 """Attention over a packed row in plain torch, where TransformerEngine is absent or cannot.
 
-Its kernels have no attention sinks for packed rows (2.11).
+It cannot take attention sinks everywhere (`parallel.machine.capabilities.fuses_sinks`).
 """
 
 from __future__ import annotations

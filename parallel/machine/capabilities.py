@@ -7,6 +7,7 @@ with CUDA, TransformerEngine and bf16. Importing it imports no torch.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ class Machine:
     cuda: bool = False
     transformer_engine: bool = False
     deep_ep: bool = False  # DeepEP's kernels for dispatch between nodes
+    packed_sinks: bool = False  # cuDNN's attention takes sinks in packed rows
     gpus: int = 1  # of this node
 
     def fuses(self, model: ModelSettings) -> bool:
@@ -47,15 +49,47 @@ def this_machine() -> Machine:
         cuda=cuda,
         transformer_engine=layer_specs() == "transformer_engine",
         deep_ep=cuda and find_spec("deep_ep") is not None,
+        packed_sinks=cuda and _has_packed_sinks(),
         # A rank that Slurm bound to one GPU sees no other of its node.
         gpus=max(torch.cuda.device_count(), ranks_of_node()) if cuda else 1,
     )
+
+
+def _has_packed_sinks() -> bool:
+    """Return true if cuDNN's attention takes sinks in packed rows: from 9.18, on Hopper or later.
+
+    Source: TransformerEngine 2.20.2, get_attention_backend in
+    pytorch/attention/dot_product_attention/utils.py, and the architecture in its C++ source
+    (common/fused_attn/fused_attn.cpp, "qkv format").
+    """
+    import torch
+
+    version = torch.backends.cudnn.version() or 0
+    return version >= 91800 and torch.cuda.get_device_capability() >= (9, 0)
 
 
 def ranks_of_node() -> int:
     """Return the ranks of this node as torchrun or srun started them; 1 where neither says."""
     ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE") or "1"
     return int(ranks)
+
+
+def fuses_sinks(
+    machine: Machine, model: ModelSettings, layout: LayoutSettings, deterministic: bool
+) -> bool:
+    """Return true if TransformerEngine's attention takes the model's sinks in packed rows.
+
+    If it has no kernel for them it computes whole score matrices, and with context parallelism
+    nothing; Braid's attention is then used. Kernels with sinks have no deterministic backward pass.
+    With context parallelism they only exchange heads ("a2a"), and an even number of a rank's
+    key-value heads that they divide. Source: get_attention_backend of TransformerEngine 2.20.2;
+    `tests/layouts/test_sinks.py` asks it.
+    """
+    heads = model.key_value_heads // layout.tensor
+    exchanged = layout.context == 1 or heads % math.lcm(2, layout.context) == 0
+    fits = model.head_dim % 8 == 0 and model.head_dim <= 128
+    has_kernel = machine.fuses(model) and machine.packed_sinks and not deterministic
+    return traits(model).sinks and has_kernel and exchanged and fits
 
 
 def transformer_flags(
@@ -79,6 +113,9 @@ def transformer_flags(
         # The output head is Megatron's linear layer, which needs apex's extension for it.
         "gradient_accumulation_fusion": False,
         "moe_token_dispatcher_type": _dispatcher(machine, model, layout),
+        # The only one of TransformerEngine's exchanges with a kernel for sinks. Its default, null,
+        # sends keys and values around a ring.
+        "cp_comm_type": "a2a" if traits(model).sinks else None,
     }
 
 

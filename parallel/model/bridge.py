@@ -18,7 +18,12 @@ from parallel.families import (
     architecture,
 )
 from parallel.hugging_face.config import hugging_face_config
-from parallel.machine.capabilities import check_capabilities, this_machine, transformer_flags
+from parallel.machine.capabilities import (
+    check_capabilities,
+    fuses_sinks,
+    this_machine,
+    transformer_flags,
+)
 from parallel.machine.device import DTYPES, device
 from parallel.settings import LayoutSettings, ModelSettings
 
@@ -92,6 +97,7 @@ def build_bridge(settings: ModelSettings, layout: LayoutSettings) -> Any:
     bridges = {"deepseek_v3": _DeepseekV3, "gpt_oss": _GptOss, "qwen3_5_moe_text": _Qwen35Moe}
     kind = bridges.get(settings.family, AutoBridge.from_config)
     bridge = kind(config, dtype=DTYPES[settings.precision])
+    deterministic = device().type == "cuda" and torch.are_deterministic_algorithms_enabled()
     bridge.set_extra_args(
         attention_backend="auto",
         moe_enable_routing_replay=True,
@@ -108,13 +114,15 @@ def build_bridge(settings: ModelSettings, layout: LayoutSettings) -> Any:
         hidden_dropout=0.0,
         attention_dropout=0.0,
         # Such as an embedding's gradient, which CUDA sums in any order otherwise.
-        deterministic_mode=device().type == "cuda" and torch.are_deterministic_algorithms_enabled(),
+        deterministic_mode=deterministic,
         perform_initialization=False,  # `initialize` gives equal weights under every layout
         # Losses arrive divided by their global denominator, so Megatron must only sum them.
         calculate_per_token_loss=True,
         **uneven_pipeline(layout),
         **_recomputation(layout),
     )
+    # Read by gpt.py; no field of TransformerConfig has it.
+    bridge.config.fuses_sinks = fuses_sinks(machine, settings, layout, deterministic)
     return bridge
 
 

@@ -117,8 +117,7 @@ def _block_spec(config: Any, virtual_stage: int | None) -> Any:
             routed = replace(submodules.mlp.keywords["submodules"], router=Router)
             submodules.mlp = partial(MoELayer, submodules=routed)
         attention = submodules.self_attention.submodules
-        if local or config.softmax_type == "learnable":
-            # TransformerEngine 2.11 has no kernel with sinks for packed rows.
+        if local or (config.softmax_type == "learnable" and not config.fuses_sinks):
             attention.core_attention = PackedAttention
         if local:
             submodules.input_layernorm = submodules.pre_mlp_layernorm = RMSNorm

@@ -124,6 +124,8 @@ def install() -> None:
     megatron.activate()
     torch.cuda.is_available = lambda: True
     torch.cuda.current_device = lambda: 0
+    torch.cuda.get_device_capability = lambda *_: (9, 0)
+    torch.backends.cudnn.version = lambda: 92000
     for name in ("routing", "offload", "host_state"):
         module: Any = importlib.import_module(f"parallel.model.{name}")
         module.device = lambda: torch.device("cpu")
@@ -135,9 +137,18 @@ def install() -> None:
     # Fake weights are drawn from no generator.
     random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
     random.CudaRNGStatesTracker.fork = lambda *_, **__: nullcontext()
-    # Fake parameters cannot be replaced; they have their dtype from the start.
-    for name in ("to", "bfloat16"):
-        setattr(torch.nn.Module, name, lambda self, *_, **__: self)
+    # Fake parameters cannot be changed; they have their dtype from the start, but for sinks.
+    torch.nn.Module.to = lambda self, *_, **__: self
+    torch.nn.Module.bfloat16 = _with_sinks_in_bf16
+
+
+def _with_sinks_in_bf16(module: Any) -> Any:
+    """Replace TransformerEngine's attention sinks, which it creates in fp32."""
+    for part in module.modules():
+        if (sinks := getattr(part, "softmax_offset", None)) is not None:
+            part.softmax_offset = torch.nn.Parameter(sinks.bfloat16())
+            vars(part.softmax_offset).update(vars(sinks))
+    return module
 
 
 def _everyone_has(object_list: list[Any], obj: Any, **_: Any) -> None:

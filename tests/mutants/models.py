@@ -100,6 +100,20 @@ MUTANTS = [
         CHECKPOINTS,
     ),
     Mutant(
+        "attention with sinks is fused in a deterministic run",
+        "parallel/machine/capabilities.py",
+        "machine.packed_sinks and not deterministic",
+        "machine.packed_sinks",
+        "tests/layouts/test_sinks.py",
+    ),
+    Mutant(
+        "context-parallel ranks exchange parts of key-value heads",
+        "parallel/machine/capabilities.py",
+        "math.lcm(2, layout.context)",
+        "1",
+        "tests/layouts/test_sinks.py",
+    ),
+    Mutant(
         "context-parallel ranks keep the first tokens' outputs of a delta net",
         "parallel/model/delta_net.py",
         "torch.arange(len(outputs), device=outputs.device)[:, None], grid.places",

@@ -68,6 +68,7 @@ def test_the_table(name: str) -> None:
     settings = model(precision=precision)
     flags = transformer_flags(machine, settings, WIDE) | data_parallel_flags(machine, settings)
     assert flags.pop("moe_token_dispatcher_type") == dispatcher
+    assert flags.pop("cp_comm_type") is None
     assert {key for key, value in flags.items() if value} == used
     assert flags.keys() == {"moe_grouped_gemm", "overlap_grad_reduce"} | FUSED | OFF
 
@@ -121,10 +122,12 @@ def test_a_rank_bound_to_one_gpu_knows_of_the_others_of_its_node(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91800)
     monkeypatch.setattr(device, "layer_specs", lambda: "transformer_engine")
     monkeypatch.setattr(capabilities, "find_spec", lambda _: None)
     found = this_machine()
-    assert found == Machine(cuda=True, transformer_engine=True, gpus=gpus)
+    assert found == Machine(cuda=True, transformer_engine=True, packed_sinks=True, gpus=gpus)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert this_machine().gpus == 1
 
