@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
 )
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from torch import distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -125,12 +125,30 @@ def _restore(policy: TrainedPolicy, checkpoint: Path, updates: int, prefix: str 
 
 def _read(checkpoint: Path, section: str, shards: Any, prefix: str = "") -> Any:
     strategy = FullyParallelLoadStrategyWrapper(
-        get_default_load_sharded_strategy(str(checkpoint)),
-        parallel_state.get_data_parallel_group(with_context_parallel=True),
+        _CollectiveLoad(), parallel_state.get_data_parallel_group(with_context_parallel=True)
     )
     state = checkpoint_state.under(prefix, {section: shards})
     with _as_checkpoint_error(checkpoint):
         return dist_checkpointing.load(state, str(checkpoint), strategy)[section]
+
+
+class _CollectiveLoad(TorchDistLoadShardedStrategy):
+    """The reading of a rank's share of a checkpoint, where an error is raised on every rank.
+
+    megatron-core 0.19.2 reads without collectives (no_dist=True in strategies/torch.py), so that
+    one rank's error is its own, and the others wait for the shards that it would send them.
+    """
+
+    def load(self, *arguments: Any) -> Any:
+        """Return the loaded state; raise CheckpointException with all ranks' errors. Collective."""
+        loaded, failures = None, {}
+        try:
+            loaded = super().load(*arguments)
+        except CheckpointException as error:
+            failures = {dist.get_rank(): failure for failure in error.failures.values()}
+        if failures := {rank: f for every in gather(failures) for rank, f in every.items()}:
+            raise CheckpointException("read", failures)
+        return loaded
 
 
 @contextmanager

@@ -178,14 +178,17 @@ def patch_megatron() -> None:
     def write(
         transforms: list[Any], use_msc: bool, rank: int, buckets: list[Any], answers: queue.Queue
     ) -> None:
-        answer: dict[int, Any] = {}
+        results: dict[int, Any] = {}
         for index, bucket in enumerate(buckets):
-            _, answer[index] = writer.write_preloaded_data(
+            _, written = writer.write_preloaded_data(
                 transforms, index, bucket, None, None, use_fsync=True
             )
-            if isinstance(answer[index], Exception):
-                raise answer[index]
-        answers.put(answer)
+            if isinstance(written, Exception):
+                # The frames of its traceback refer to it, and to BytesIO.getbuffer() of an object:
+                # Python 3.12.1 crashes where its collector finds both in one cycle.
+                raise written.with_traceback(None)
+            results[index] = written
+        answers.put(results)
 
     writer.write_preloaded_data_multithread = staticmethod(write)
     module.get_write_results_queue = queue.Queue  # one for each checkpoint

@@ -140,7 +140,7 @@ def optimizer_to_load(policy: TrainedPolicy) -> State:
             for number, optimizer in enumerate(policy.optimizer.chained_optimizers)
         }
     else:
-        # Without is_loading: megatron-core 0.16.1 (optimizer.py) would allocate Adam's state only.
+        # Without is_loading: megatron-core 0.19.2 (optimizer.py) would allocate Adam's state only.
         state = policy.optimizer.sharded_state_dict(model, metadata=dict(METADATA))
     # The distributed optimizer's master weights get the names of the plain one's, which keeps fp32
     # copies of 16-bit weights only: an fp32 weight is its own master, and is read as such again.

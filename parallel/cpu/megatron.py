@@ -1,4 +1,4 @@
-"""The patches of megatron-core 0.16.1 and mbridge for machines without CUDA.
+"""The patches of megatron-core 0.19.2 and mbridge for machines without CUDA.
 
 With CUDA `activate()` replaces only what TransformerEngine would bring, and only where it is
 missing. Without CUDA, Megatron's modules see a `torch` whose CUDA calls answer for the CPU. The
@@ -38,10 +38,12 @@ ENTRY_POINTS = (
     "megatron.core.parallel_state",
     "megatron.core.models.gpt",
     "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.models.mimo.optimizer",  # imported by every optimizer that is built
     "megatron.core.distributed",
     "megatron.core.optimizer",
     "megatron.core.optimizer_param_scheduler",
     "megatron.core.pipeline_parallel",
+    "megatron.core.post_training.modelopt.layers",
     "megatron.core.tensor_parallel.random",
     "megatron.core.transformer.moe.router_replay",
     "megatron.core.dist_checkpointing",
@@ -64,7 +66,8 @@ def activate() -> None:
     megatron-core must use a package exactly where Braid does: a TransformerEngine or apex that
     Braid does not use is hidden from it, since it would compute with either even without CUDA.
     """
-    cuda, local = torch.cuda.is_available(), layer_specs() == "local"
+    cuda = torch.cuda.is_available()
+    local = layer_specs() == "local"
     if local:
         hide("transformer_engine")
     if not has_apex():
@@ -79,7 +82,7 @@ def activate() -> None:
         importlib.import_module(name)
     _count_adam_steps_by_group()
     if local:
-        _stand_in()
+        _admit_replicated_projections()
     if cuda:
         return
     proxy = _TorchWithoutCuda()
@@ -197,7 +200,7 @@ def _accept_cuda_on_tensors() -> None:
 
 
 def _patch_megatron() -> None:
-    """Replace the pieces of megatron-core 0.16.1 that assume CUDA in their own code."""
+    """Replace the pieces of megatron-core 0.19.2 that assume CUDA in their own code."""
     random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
     # Both reach into torch.cuda's generators, which a CPU build does not have.
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
@@ -250,15 +253,15 @@ def _as_splits(tensor: Any, as_numpy: bool = False, record_stream: bool = False)
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
-def _stand_in() -> None:
-    """Give megatron-core's modules the names that only TransformerEngine would define."""
-    moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
-    # The router's forward uses the name unguarded, and without TransformerEngine nothing binds it.
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
+def _admit_replicated_projections() -> None:
+    """Let latent attention's down-projections be modelopt's Linear without TransformerEngine.
+
+    The module compares their class with a name that it imports with TransformerEngine alone
+    (megatron-core 0.19.2, transformer/multi_latent_attention.py, `if HAVE_TE`).
+    """
+    modelopt: Any = importlib.import_module("megatron.core.post_training.modelopt.layers")
     latent: Any = importlib.import_module("megatron.core.transformer.multi_latent_attention")
-    # The flag is true also where TransformerEngine's classes are mocks.
-    latent.HAVE_TE = isinstance(latent.TELinear, type)
+    latent.Linear = modelopt.Linear
 
 
 def _count_adam_steps_by_group() -> None:

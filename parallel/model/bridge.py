@@ -183,7 +183,7 @@ def uneven_pipeline(layout: LayoutSettings) -> dict[str, int | None]:
     """Return megatron-core's sizes of the first and the last pipeline stage."""
     first_stage, last_stage = layout.first_stage_layers, layout.last_stage_layers
     if layout.pipeline == 2 and first_stage is not None:
-        # Of two stages the second follows from the first. Given both, megatron-core 0.16.1 divides
+        # Of two stages the second follows from the first. Given both, megatron-core 0.19.2 divides
         # by the number of stages in between, 0, if the pipeline is virtual.
         last_stage = None
     return {

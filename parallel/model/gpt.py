@@ -85,7 +85,7 @@ def _build_chunk(bridge: Any, virtual_stage: int | None) -> GPTModel:
     )
     for module in model.modules() if bridge.config.add_bias_linear else ():
         if getattr(module, "is_expert", False) and hasattr(module, "explicit_expert_comm"):
-            # Whole experts reduce nothing. megatron-core 0.16.1 would still pass their output
+            # Whole experts reduce nothing. megatron-core 0.19.2 would still pass their output
             # through a reduction over one rank, whose view the addition of a bias cannot change.
             module.explicit_expert_comm = True
     for name, parameter in model.named_parameters():
@@ -122,7 +122,7 @@ def _block_spec(config: Any, virtual_stage: int | None) -> Any:
         if local:
             submodules.input_layernorm = submodules.pre_mlp_layernorm = RMSNorm
             if config.multi_latent_attention:
-                # Replicated, as with TransformerEngine: if they are split, megatron-core 0.16.1
+                # Replicated, as with TransformerEngine: if they are split, megatron-core 0.19.2
                 # leaves parts of the key's gradient unsummed.
                 attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
             for norm in ("q_layernorm", "k_layernorm", "kv_layernorm"):

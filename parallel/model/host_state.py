@@ -1,6 +1,6 @@
 """Adam's state in host memory, which the device's own kernels read and write.
 
-megatron-core 0.16.1 offloads Adam with HybridDeviceOptimizer, which updates with another Adam on
+megatron-core 0.19.2 offloads Adam with HybridDeviceOptimizer, which updates with another Adam on
 the host: its bits differ from the device's. It also loads a checkpoint by a step on random
 gradients, keeps its moments in fp32, and without precision-aware Adam leaves the master weights on
 the device. Here the tensors alone move: CUDA maps pinned host memory into the device's address

@@ -4,7 +4,7 @@ A model's tensors have three components: weights, gradients, the optimizer's sta
 device by emptying its storages (`resize_(0)`), after a copy to the host; gradients are dropped, as
 every update begins with zeros. The tensors stay the same objects, so all views of them, such as the
 parameters in megatron-core's buffers and the optimizer's shards of them, are valid again once the
-storages have their bytes back. megatron-core 0.16.1 has functions for this too, but its optimizer's
+storages have their bytes back. megatron-core 0.19.2 has functions for this too, but its optimizer's
 replaces `.data`, which separates an fp32 parameter from the buffer it is a view of.
 """
 

@@ -306,3 +306,16 @@ def loop_and_listen(directory: str) -> tuple[str, list[str], str]:
             del os.environ[STATUS_DESCRIPTOR]
         heard.seek(0)
         return ending, left, heard.read().decode()
+
+
+def modules_with_the_real_torch(directory: str) -> list[str]:
+    """Return Megatron's modules that would call CUDA, after a save and a load."""
+    import sys
+
+    from parallel.cpu.megatron import SCOPED_PACKAGES
+
+    policy = KINDS["adam_distributed"].build(SPREAD)
+    save(policy, Path(directory), 1, {})
+    assert load_weights(str(Path(directory) / "step_1")) == ""
+    modules = [name for name in sys.modules if name.split(".")[0] in SCOPED_PACKAGES]
+    return [name for name in modules if getattr(sys.modules[name], "torch", None) is torch]

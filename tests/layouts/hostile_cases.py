@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +52,7 @@ def through_an_allowed_module(checkpoint: Path, marker: Path) -> str:
 
 def in_random_numbers(checkpoint: Path, marker: Path) -> str:
     """Hide the call in an object among the tensors, which torch would unpickle."""
-
-    def point_there(found: Any) -> None:
-        [index] = [each for each in found.storage_data if each.fqn.startswith("random_numbers")]
-        found.storage_data[index] = hidden(checkpoint, marker)
-
-    change_metadata(checkpoint, point_there)
-    return HIDDEN
+    return replace_object(checkpoint, "random_numbers", pickled(Evil(marker)))
 
 
 def in_a_weight(checkpoint: Path, marker: Path) -> str:
@@ -69,7 +64,7 @@ def in_a_weight(checkpoint: Path, marker: Path) -> str:
         disguised: Any = BytesStorageMetadata()
         disguised.size = found.state_dict_metadata[name].size  # which megatron-core compares
         found.state_dict_metadata[name] = disguised
-        found.storage_data[MetadataIndex(name)] = hidden(checkpoint, marker)
+        found.storage_data[MetadataIndex(name)] = hidden(checkpoint, pickled(Evil(marker)))
 
     change_metadata(checkpoint, point_there)
     return HIDDEN
@@ -77,18 +72,39 @@ def in_a_weight(checkpoint: Path, marker: Path) -> str:
 
 def in_common(checkpoint: Path, marker: Path) -> str:
     """Hide the call in the common part: the layout and the number of updates."""
-    import torch
+    return replace_object(checkpoint, "common_state", pickled([{"updates": Evil(marker)}]))
 
-    torch.save({"updates": Evil(marker)}, checkpoint / "common.pt")
+
+def in_old_common(checkpoint: Path, marker: Path) -> str:
+    """Add the call as the common part that megatron-core wrote until 0.18, and still reads."""
+    (checkpoint / "common.pt").write_bytes(pickled({"updates": Evil(marker)}))
     return "common.pt"
 
 
-def hidden(checkpoint: Path, marker: Path) -> Any:
+def replace_object(checkpoint: Path, key: str, content: bytes) -> str:
+    """Replace the object of that key among the tensors; return the name of the new file."""
+
+    def point_there(metadata: Any) -> None:
+        [index] = [index for index in metadata.storage_data if index.fqn.startswith(key)]
+        metadata.storage_data[index] = hidden(checkpoint, content)
+
+    change_metadata(checkpoint, point_there)
+    return HIDDEN
+
+
+def pickled(content: object) -> bytes:
     import torch
+
+    buffer = BytesIO()
+    torch.save(content, buffer)
+    return buffer.getvalue()
+
+
+def hidden(checkpoint: Path, content: bytes) -> Any:
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-    torch.save(Evil(marker), checkpoint / HIDDEN)
-    return _StorageInfo(HIDDEN, 0, (checkpoint / HIDDEN).stat().st_size)
+    (checkpoint / HIDDEN).write_bytes(content)
+    return _StorageInfo(HIDDEN, 0, len(content))
 
 
 def change_metadata(checkpoint: Path, change: Callable[[Any], None]) -> str:

@@ -161,6 +161,12 @@ def test_a_rank_killed_while_writing_leaves_no_named_checkpoint(on: On, tmp_path
     assert on(SPREAD, cases.load_weights, str(tmp_path / "step_1")) == ["", ""]
 
 
+def test_no_module_of_megatron_is_imported_too_late_to_see_no_cuda(
+    on: On, tmp_path: Path
+) -> None:
+    assert on(SPREAD, cases.modules_with_the_real_torch, str(tmp_path)) == [[], []]
+
+
 DAMAGES = ["flip", "truncate", "remove", "no_checksums", "half_checksums"]
 
 
@@ -214,7 +220,7 @@ def test_another_stages_damaged_checkpoint_is_an_error(how: str, on: On, tmp_pat
         assert f"remove {tmp_path / 'step_3'} and resume the run" in message
 
 
-@pytest.mark.parametrize("name", ["checksums.json", "common.pt"])
+@pytest.mark.parametrize("name", ["checksums.json", ".metadata"])
 def test_a_checkpoint_that_cannot_be_read_is_not_damaged(name: str, on: On, tmp_path: Path) -> None:
     on(SPREAD, cases.begin, SPREAD, "sgd", str(tmp_path))
     checkpoint = tmp_path / "step_3"

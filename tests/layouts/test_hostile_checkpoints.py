@@ -62,6 +62,15 @@ def check_refusal(
     assert f"remove {checkpoint} and resume the run" in message
 
 
+def test_a_file_that_older_versions_wrote_is_not_read(on: On, tmp_path: Path) -> None:
+    directory, marker = tmp_path / "checkpoints", tmp_path / "it ran"
+    on(ONE, checkpoint_cases.begin, ONE, "sgd", str(directory))
+    cases.in_old_common(directory / "step_3", marker)
+    cases.seal(directory / "step_3")
+    assert on(ONE, cases.resume_with_unsafe_torch_load, ONE, str(directory)) == [""]
+    assert not marker.exists()
+
+
 @pytest.mark.parametrize("where", ["../elsewhere", "/elsewhere", "below"])
 def test_metadata_that_point_out_of_the_checkpoint_are_refused(
     where: str, on: On, tmp_path: Path
@@ -80,18 +89,22 @@ def test_metadata_that_point_out_of_the_checkpoint_are_refused(
     assert message.startswith(f"{checkpoint / '.metadata'}: names {where}/__0_")
 
 
-@pytest.mark.parametrize("name", [".metadata", "common.pt"])
+@pytest.mark.parametrize("place", [".metadata", "common_state"])
 @pytest.mark.parametrize("content", [b"", b"\x80\x04", b"hello", b"\x80\x04N."])
 def test_files_of_another_format_are_an_error(
-    name: str, content: bytes, on: On, tmp_path: Path
+    place: str, content: bytes, on: On, tmp_path: Path
 ) -> None:
     directory = tmp_path / "checkpoints"
     on(ONE, checkpoint_cases.begin, ONE, "sgd", str(directory))
     checkpoint = directory / "step_3"
-    (checkpoint / name).write_bytes(content)
+    victim = checkpoint / place
+    if place == ".metadata":
+        victim.write_bytes(content)
+    else:
+        victim = checkpoint / cases.replace_object(checkpoint, place, content)
     cases.seal(checkpoint)
     [message] = on(ONE, cases.take_weights, ONE, str(directory))
-    assert message.startswith(f"{checkpoint / name}: ")
+    assert message.startswith(f"{victim}: ")
     assert f"remove {checkpoint} and resume the run" in message
 
 
