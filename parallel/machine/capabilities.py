@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -18,8 +19,9 @@ from parallel.errors import UserError
 from parallel.families import traits
 from parallel.settings import LayoutSettings, ModelSettings, OptimizerSettings
 
-# Modules that megatron-core 0.16.1 recomputes with TransformerEngine alone, and what to use without
-# it: its experts are grouped, and the checkpoint that drops an output asks it for the FP8 state.
+# Modules that megatron-core 0.19.2 recomputes with TransformerEngine alone, and what to use without
+# it: its experts are grouped, and the checkpoint that drops an output asks it for the FP8 state
+# (tensor_parallel/random.py: CheckpointWithoutOutput takes its default, False, for "in FP8").
 OF_TRANSFORMER_ENGINE = {"layernorm": "moe", "mla_up_proj": "full", "moe_act": "moe"}
 
 
@@ -154,6 +156,11 @@ def _missing(machine: Machine, model: ModelSettings, layout: LayoutSettings) -> 
     if lacking and not machine.transformer_engine:
         needs = f"{', '.join(lacking)}: needs TransformerEngine, and so CUDA"
         yield f"layout.recompute_modules: {needs}; use {OF_TRANSFORMER_ENGINE[lacking[0]]}"
+    elif lacking and shutil.which(os.environ.get("CXX", "c++")) is None:
+        # random.py: _get_share_storage, at the first backward pass.
+        needs = f"{', '.join(lacking)}: megatron-core compiles an extension, and there is no c++"
+        fix = f"install a C++ compiler on the nodes, or use {OF_TRANSFORMER_ENGINE[lacking[0]]}"
+        yield f"layout.recompute_modules: {needs}; {fix}"
 
 
 def check_optimizer(machine: Machine, optimizer: OptimizerSettings) -> None:
