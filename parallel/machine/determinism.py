@@ -8,6 +8,9 @@ none of them is read.
 from __future__ import annotations
 
 import os
+import shutil
+import sys
+from pathlib import Path
 
 from parallel.machine.gpus import usable_gpus
 
@@ -29,6 +32,11 @@ ENGINE_ENVIRONMENT = {"VLLM_BATCH_INVARIANT": "1"}
 
 def set_up_rank(deterministic: bool) -> None:
     """Set a rank's variables; call before torch is imported."""
+    if shutil.which("ninja") is None:
+        # torch compiles megatron-core's extension with the one on PATH, and the environment's is
+        # beside the interpreter.
+        beside = str(Path(sys.executable).parent)
+        os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), beside])
     if deterministic:
         os.environ.update(RANK_ENVIRONMENT)
         if os.environ.get("NCCL_ALGO") not in DETERMINISTIC_NCCL:

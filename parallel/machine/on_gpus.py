@@ -33,6 +33,9 @@ CACHES = {
     "CUDA_CACHE_PATH": "cuda",
     "FLASHINFER_WORKSPACE_BASE": "flashinfer",
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    # megatron-core compiles an extension for `layout.recompute_modules`, under a lock that a killed
+    # rank leaves behind (torch/utils/file_baton.py); on the node's disk it holds up no other node.
+    "TORCH_EXTENSIONS_DIR": "extensions",
     "TRITON_CACHE_DIR": "triton",
     "VLLM_CACHE_ROOT": "vllm",
 }

@@ -9,6 +9,7 @@ lines of JSON.
 
 from __future__ import annotations
 
+import ast
 import enum
 import importlib
 import importlib.abc
@@ -24,6 +25,8 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from importlib import util
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -356,7 +359,36 @@ def _adam_tensors(policy: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-ANSWERS = {"ranks": ranks, "bf16_moments_round_trip": bf16_moments_round_trip}
+def missing_names() -> list[str]:
+    """Return the names that megatron-core imports from TransformerEngine and that it lacks.
+
+    megatron-core takes an ImportError for an older version, and falls back without a word.
+    """
+    found = set()
+    for path in Path(importlib.import_module("megatron.core").__path__[0]).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                package, _, inside = node.module.partition(".")
+                if package == "transformer_engine" and inside:
+                    found |= {(node.module, alias.name) for alias in node.names}
+    return sorted(f"{module}.{name}" for module, name in found if not _has(module, name))
+
+
+def _has(module: str, name: str) -> bool:
+    try:
+        return (
+            hasattr(importlib.import_module(module), name)
+            or util.find_spec(f"{module}.{name}") is not None
+        )
+    except ModuleNotFoundError:
+        return False
+
+
+ANSWERS = {
+    "ranks": ranks,
+    "bf16_moments_round_trip": bf16_moments_round_trip,
+    "missing_names": missing_names,
+}
 
 
 def main() -> None:

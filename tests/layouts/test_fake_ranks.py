@@ -179,6 +179,16 @@ def test_the_ranks_write_every_element_of_a_checkpoint_once(family: str, ask: As
     assert {kind for held in found for kind in held["modules"]} >= {"TEGroupedMLP", "Router"}
 
 
+def test_transformer_engine_has_every_name_that_megatron_core_imports(ask: Ask) -> None:
+    """But for spellings of older versions; without the first, torch's split is used."""
+    assert ask("missing_names") == [
+        "transformer_engine.pytorch.attention._SplitAlongDim",
+        "transformer_engine.pytorch.attention.apply_rotary_pos_emb",  # attention.rope has it
+        "transformer_engine.pytorch.cpp_extensions.cast_to_fp8",  # 1.14 and older
+        "transformer_engine.pytorch.module.base.get_workspace",  # general_gemm allocates it now
+    ]
+
+
 def test_a_plan_for_512_ranks_is_computed_for_one_rank_alone() -> None:
     model, layout, _ = CASES["DeepSeek-V3 on 512"]
     plan = Plan(model, layout, EngineSizes((32,) * 4))

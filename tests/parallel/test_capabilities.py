@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -161,6 +162,21 @@ def test_what_the_machine_lacks_is_named(
     with pytest.raises(UserError, match=f"(?m)^{message}"):
         check_capabilities(machine, settings, layout)
     check_capabilities(DEEP_EP, settings, layout)
+
+
+def test_recomputing_dropped_outputs_needs_a_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = LayoutSettings(recompute="selective", recompute_modules=("moe_act", "moe"))
+    check_capabilities(ENGINE, model(precision="bf16"), layout)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(
+        UserError, match=r"moe_act: megatron-core compiles .* no c\+\+; .* use moe$"
+    ):
+        check_capabilities(ENGINE, model(precision="bf16"), layout)
+    whole = layout.model_copy(update={"recompute_modules": ("moe",)})
+    check_capabilities(ENGINE, model(precision="bf16"), whole)
 
 
 def test_collectives_start_in_order_only_where_a_product_waits_for_them() -> None:

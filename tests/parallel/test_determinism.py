@@ -122,3 +122,17 @@ def test_megatron_is_deterministic_on_gpus_only(where: str, deterministic: bool)
     finally:
         torch.use_deterministic_algorithms(before)
     assert built.config.deterministic_mode is (deterministic and where == "cuda")
+
+
+def test_a_rank_finds_the_ninja_beside_its_interpreter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch looks on PATH for it, which has the environment only where that is activated."""
+    environment = tmp_path / "bin"
+    environment.mkdir()
+    (environment / "ninja").touch(mode=0o755)
+    monkeypatch.setattr(sys, "executable", str(environment / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for _ in range(2):
+        determinism.set_up_rank(deterministic=False)
+        assert os.environ["PATH"] == f"{tmp_path}:{environment}"

