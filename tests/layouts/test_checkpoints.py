@@ -161,9 +161,7 @@ def test_a_rank_killed_while_writing_leaves_no_named_checkpoint(on: On, tmp_path
     assert on(SPREAD, cases.load_weights, str(tmp_path / "step_1")) == ["", ""]
 
 
-def test_no_module_of_megatron_is_imported_too_late_to_see_no_cuda(
-    on: On, tmp_path: Path
-) -> None:
+def test_no_module_of_megatron_is_imported_too_late_to_see_no_cuda(on: On, tmp_path: Path) -> None:
     assert on(SPREAD, cases.modules_with_the_real_torch, str(tmp_path)) == [[], []]
 
 
