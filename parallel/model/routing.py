@@ -50,7 +50,11 @@ class WatchedReplay(RouterReplay):
         *groups, select = options
         if self.watched and self.router_replay_action == RouterReplayAction.REPLAY_FORWARD:
             _, self.own_choice = select(scores.detach(), topk, *groups)
-        return super().get_replay_topk(scores, topk, *options)
+        # megatron-core 0.19.2 sorts the experts where gradients are enabled, and only there
+        # (moe_utils.py, `sorted=torch.is_grad_enabled()`). The order is that of the sum which
+        # normalises the gates: a pass without gradients would round them in another way.
+        with torch.enable_grad():
+            return super().get_replay_topk(scores, topk, *options)
 
 
 class Router(TopKRouter):

@@ -34,6 +34,19 @@ def test_vector_9() -> None:
     assert logits.grad[0, 0].tolist() == pytest.approx([slope, 0, -slope], abs=1e-7)
 
 
+def test_gates_have_the_same_bits_with_and_without_gradients() -> None:
+    """A ratio of a step's first update is exactly 1, also where no routes are replayed."""
+    model = MODEL.model_copy(update={"experts": 64, "experts_per_token": 8})
+    [router, *_] = Policy(model, LayoutSettings()).routers
+    router.row = lay_out([512], RankPlace())
+    logits = torch.randn(512, 1, 64, generator=torch.Generator().manual_seed(0))
+    gates, choice = router.routing(logits)
+    with torch.no_grad():
+        gates_without, choice_without = router.routing(logits)
+    assert torch.equal(choice, choice_without)
+    assert torch.equal(gates, gates_without)
+
+
 def test_agreement_is_the_share_of_slots_with_the_routers_own_choice() -> None:
     """Only real tokens of watched passes count; the order of experts does not matter."""
     model = MODEL.model_copy(update={"experts": 3, "experts_per_token": 2})
