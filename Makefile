@@ -46,7 +46,7 @@ endef
 define torch
 	@if $(1)/bin/pip install $(HASHED) -r requirements/torch-cpu.txt 2> $(1)/no-cpu-torch.txt; \
 	  then echo "torch: the CPU build that pip finds"; \
-	  else echo "torch: the package index's CUDA build, 3 GB larger; for a CPU build see README.md; pip: $$(tail -n 1 $(1)/no-cpu-torch.txt)"; \
+	  else echo "torch: the package index's CUDA build, 3 GB larger; for a CPU build see README.md; pip: $$(grep -m 1 ERROR $(1)/no-cpu-torch.txt)"; \
 	       $(1)/bin/uv pip install $(HASHED) --compile-bytecode --python $(1)/bin/python -r requirements/torch-cuda.txt \
 	       || { echo "uv cannot install requirements/torch-cuda.txt, as it says above; trying pip" >&2; \
 	            $(1)/bin/pip install $(HASHED) -r requirements/torch-cuda.txt; }; fi

@@ -30,9 +30,9 @@ TE_PYTHON = ("transformer-engine", "ml-dtypes", "onnx", "onnx-ir", "onnxscript")
 EQUAL = ("torch", "megatron-core", "mbridge", "transformers", "numpy", "safetensors", "msgspec")
 CUDA_OF = re.compile(r"(?:nvidia-(?:cudnn|nccl|nvshmem|cusparselt)|transformer-engine)-cu(\d+)")
 # What the package index's torch requires and its CPU build does not.
-CUDA_LIBRARY = re.compile(r"nvidia-(?!modelopt|ml-py)|cuda-|triton$")
+CUDA_LIBRARY = re.compile(r"nvidia-(?!modelopt|ml-py)|cuda-")
 # Of these, what torch's libraries are not linked with: they load it when a device asks for it.
-UNLINKED = re.compile(r"cuda-|triton$|nvidia-(cusolver|nvtx)$")
+UNLINKED = re.compile(r"cuda-|nvidia-(cusolver|nvtx)$")
 
 Pins = dict[str, str]
 
