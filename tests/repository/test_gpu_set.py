@@ -14,16 +14,10 @@ from tests.parallel.fake_nvidia_smi import GPU_LINES, put_nvidia_smi
 from tests.repository.test_requirements import REPOSITORY, loaded
 from tests.te_python import TE_PYTHON
 
-LOCK = loaded("gpu_lock")
+LOCK = loaded("resolve")
 CONTAINERS = REPOSITORY / "containers"
-# What the extra resolved to while it was `vllm>=0.26` and `transformer-engine[pytorch]>=2.9,<2.12`.
-BEFORE = {
-    "nvidia-cudnn-cu13": "9.20.0.48",
-    "transformer-engine": "2.11.0",
-    "transformer-engine-cu12": "2.11.0",
-    "transformer-engine-torch": "2.11.0",
-    "vllm": "0.32.0",
-}
+# Two of the mistakes that open ranges resolve to: the core of another CUDA, and another vLLM.
+OPEN_RANGES = {"transformer-engine-cu12": "2.20.2", "vllm": "0.33.0"}
 
 
 def test_the_pins_are_one_set() -> None:
@@ -33,16 +27,16 @@ def test_the_pins_are_one_set() -> None:
 @pytest.mark.parametrize(
     ("changed", "found"),
     [
-        (BEFORE, ["CUDA majors differ: nvidia-cudnn-cu13", "vllm 0.32.0 is not the CPU's"]),
-        ({"transformer-engine-cu12": "2.11.0"}, ["CUDA majors differ", "package, core and"]),
-        ({"transformer-engine-torch": "2.12.0"}, ["package, core and extension differ"]),
+        (OPEN_RANGES, ["CUDA majors differ: nvidia-cudnn-cu13", "vllm 0.33.0 is not the CPU's"]),
+        ({"transformer-engine-cu12": "2.20.2"}, ["CUDA majors differ", "package, core and"]),
+        ({"transformer-engine-torch": "2.19.0"}, ["package, core and extension differ"]),
         ({"torch": "2.14.0"}, ["torch 2.14.0 is not the CPU's torch"]),
     ],
-    ids=["before", "both cores", "extension", "torch"],
+    ids=["open ranges", "both cores", "extension", "torch"],
 )
 def test_a_contradiction_is_named(changed: dict[str, str], found: list[str]) -> None:
     pins = LOCK.gpu_pins()
-    if changed is BEFORE:
+    if changed is OPEN_RANGES:
         del pins["transformer-engine-cu13"]
     errors = LOCK.contradictions(pins | changed, LOCK.cpu_pins())
     assert len(errors) == len(found)
@@ -61,6 +55,17 @@ def test_the_pins_are_within_the_ranges_of_the_package() -> None:
             assert requirement.specifier.contains(pins[requirement.name]), requirement
 
 
+def test_torch_for_a_cpu_is_the_gpu_sets() -> None:
+    """The package index's build with its libraries, and the CPU build of the same version."""
+    gpu = LOCK.gpu_pins()
+    cuda = LOCK.pins((LOCK.FOLDER / "torch-cuda.txt").read_text())
+    assert cuda == {name: gpu[name] for name in cuda} and "nvidia-cublas" in cuda
+    cpu = LOCK.pins((LOCK.FOLDER / "torch-cpu.txt").read_text())
+    assert cpu == {"torch": f"{gpu['torch']}+cpu"}
+    other = LOCK.pins((LOCK.FOLDER / "cpu.txt").read_text())
+    assert not [name for name in other if LOCK.CUDA_LIBRARY.match(name)]
+
+
 def test_transformer_engines_python_is_that_of_the_gpu_set() -> None:
     pins, gpu = LOCK.pins((LOCK.FOLDER / "te-python.txt").read_text()), LOCK.gpu_pins()
     assert pins == {name: gpu[name] for name in pins} and "transformer-engine" in pins
@@ -68,8 +73,8 @@ def test_transformer_engines_python_is_that_of_the_gpu_set() -> None:
 
 def test_the_set_is_resolved_for_every_python_that_the_package_admits() -> None:
     setup = (REPOSITORY / "setup.py").read_text()
-    assert 'python_requires=">=3.11,<3.14"' in setup
-    assert set(LOCK.PYTHONS) == {"3.11", "3.12", "3.13"}
+    assert 'python_requires=">=3.12,<3.14"' in setup
+    assert set(LOCK.PYTHONS) == {"3.12", "3.13"}
 
 
 def machine(*, driver: str | None, monkeypatch: pytest.MonkeyPatch, directory: Path) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from hashlib import sha256
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -12,8 +13,8 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 FILES = [
-    *(f"requirements/{name}.txt" for name in ("bootstrap", "cpu", "te-python")),
-    *(f"requirements/{name}.txt" for name in ("gpu-bootstrap", "gpu", "gpu-built")),
+    *(f"requirements/{name}.txt" for name in ("bootstrap", "torch-cpu", "torch-cuda", "cpu")),
+    *(f"requirements/{name}.txt" for name in ("te-python", "gpu", "gpu-built")),
     "benchmarks/trl-requirements.txt",
 ]
 HASHED = re.compile(r"^[\w.-]+==[\w.+!-]+((?: \\\n    --hash=sha256:[0-9a-f]{64})+)$", re.MULTILINE)
@@ -57,25 +58,51 @@ def test_make_installs_with_hashes_and_says_why_pip_stands_in_for_uv() -> None:
 
 def test_what_is_built_here_is_built_by_the_pinned_setuptools() -> None:
     for line in installs():
-        pinned = "-r $(3)" in line or "--no-build-isolation" in line
-        assert pinned or "--target" in line or "--upgrade" in line, line
-    for name in ("bootstrap.txt", "gpu-bootstrap.txt"):
-        assert "setuptools==" in (REPOSITORY / "requirements" / name).read_text()
+        wheels = re.search(r"requirements/(bootstrap|torch-cpu|torch-cuda)\.txt", line)
+        assert wheels or "--no-build-isolation" in line or "--target" in line, line
+    assert "setuptools==" in (REPOSITORY / "requirements" / "bootstrap.txt").read_text()
 
 
-@pytest.mark.parametrize(("version", "kept"), [("2.13.0", True), ("2.12.0", False)])
-def test_the_hashes_of_torch_are_those_of_its_version(
-    version: str, kept: bool, monkeypatch: pytest.MonkeyPatch
+def test_the_cpu_build_that_pip_finds_is_added_to_the_hashes(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lock = loaded("lock")
 
-    def download(command: list[str], check: bool) -> None:
+    def download(command: list[str], **_: Any) -> None:
         folder = Path(command[command.index("--dest") + 1])
-        (folder / "torch-2.13.0+cpu-cp311.whl").write_bytes(b"")
+        (folder / "torch-2.13.0+cpu-cp312.whl").write_bytes(b"")
 
     monkeypatch.setattr(lock.subprocess, "run", download)
-    pin, known, listed = " \\\n    --hash=sha256:", "a" * 64, "b" * 64
-    found = lock._with_torch_builds(f"torch==2.13.0{pin}{listed}", f"torch=={version}{pin}{known}")
-    assert (known in found) == kept
-    assert listed not in found
-    assert sha256(b"").hexdigest() in found
+    pinned = "torch==2.13.0+cpu"
+    hashed = f"# why\n{pinned} \\\n    --hash=sha256:{'a' * 64}\n"
+    locked = lock._with_cpu_builds(hashed)
+    assert lock.PIN.findall(locked) == [pinned]
+    assert set(lock.HASH.findall(locked)) == {"a" * 64, sha256(b"").hexdigest()}
+    monkeypatch.setattr(lock.subprocess, "run", lambda *_, **__: None)
+    assert lock.HASH.findall(lock._with_cpu_builds(hashed)) == ["a" * 64]
+    with pytest.raises(SystemExit, match="pip finds no torch"):
+        lock._with_cpu_builds(f"{pinned}\n")
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_the_cpu_build_of_torch_is_preferred_and_one_line_says_which(
+    found: bool, tmp_path: Path
+) -> None:
+    """The recipe runs with a pip and a uv that only write down what they are asked to install."""
+    binaries = tmp_path / "venv" / "bin"
+    binaries.mkdir(parents=True)
+    status = 0 if found else 1
+    for name, code in (("pip", status), ("uv", 0)):
+        writes = f'echo "{name} $*" >> {tmp_path}/asked\necho "ERROR: none" >&2'
+        (binaries / name).write_text(f"#!/bin/sh\n{writes}\nexit {code}\n")
+        (binaries / name).chmod(0o755)
+    makefile = tmp_path / "Makefile"
+    recipe = f"include {REPOSITORY}/Makefile\ntorch-of:\n\t$(call torch,{tmp_path}/venv)\n"
+    makefile.write_text(recipe)
+    command = ["make", "--no-print-directory", "-f", str(makefile), "torch-of"]
+    made = subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPOSITORY)
+    asked = (tmp_path / "asked").read_text()
+    assert made.stdout.count("torch: ") == 1 and "--require-hashes" in asked
+    assert ("the CPU build" in made.stdout) == found
+    assert ("torch-cuda.txt" in asked) != found
+    assert found or "pip: ERROR: none" in made.stdout
