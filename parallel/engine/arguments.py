@@ -175,11 +175,10 @@ def _prepare_cpu(config: Any, job: EngineJob) -> None:
     """
     if config.device_config.device_type != "cpu":
         return
-    from parallel.cpu import vllm_exchange, vllm_sinks
+    from parallel.cpu import vllm_exchange
     from parallel.cpu import vllm_kernels as cpu_kernels
 
     cpu_kernels.prefer(config.kernel_config)
-    vllm_sinks.provide()
     if job.engine.data > 1:
         vllm_exchange.provide()  # workers are forked from this process
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
