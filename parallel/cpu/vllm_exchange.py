@@ -1,7 +1,7 @@
 """The exchange of tokens between the members of a vLLM engine, which its CPU build lacks.
 
 With data-parallel attention every layer's tokens are gathered before the experts and reduced after
-them. vLLM 0.30 has both for GPUs; its communicator for CPUs inherits methods that raise
+them. vLLM 0.32 has both for GPUs; its communicator for CPUs inherits methods that raise
 NotImplementedError. The members have different numbers of tokens, so gloo gathers them padded.
 """
 

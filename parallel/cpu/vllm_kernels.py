@@ -1,6 +1,6 @@
 """vLLM's fused RMS norms for CPUs.
 
-vLLM 0.30 ships the norms, but registers them as `vllm_c` for GPUs only and composes a CPU's norm
+vLLM 0.32 ships the norms, but registers them as `vllm_c` for GPUs only and composes a CPU's norm
 from five operations, about a fifth of a small model's step (docs/explanation/rollouts.md). This
 module registers them for CPUs through `vllm.ir`; shapes that they do not support use vLLM's
 composition.

@@ -11,6 +11,7 @@ A name in capitals is a constant of a kernel's launch, and `_` what a tensor its
 
 from __future__ import annotations
 
+import ctypes
 from functools import lru_cache
 from typing import Any
 
@@ -22,6 +23,7 @@ INPUT, BUFFERS, TABLES, SAMPLE = (
     f"vllm.v1.worker.gpu.{name}"
     for name in ("input_batch", "buffer_utils", "block_table", "sample")
 )
+HYBRID = "vllm.v1.worker.gpu.model_states.mamba_hybrid"
 
 
 def provide() -> None:
@@ -54,6 +56,9 @@ def provide() -> None:
             f"{SAMPLE}.gumbel._gumbel_sample_kernel": _sample,
             f"{SAMPLE}.logprob._topk_log_softmax_kernel": _log_softmax,
             f"{SAMPLE}.logprob._ranks_kernel": _ranks,
+            "vllm.v1.worker.utils._zero_kv_blocks_kernel": _zero_blocks,
+            f"{HYBRID}._scatter_num_accepted_kernel": _count_accepted,
+            f"{SAMPLE}.output._compact_sampling_mask_kernel": _compact_masks,
         }
     )
     # These kernels take the addresses of tensors.
@@ -302,3 +307,42 @@ def _log_softmax(
 def _ranks(output: Tensor, logits: Tensor, _stride: int, ids: Tensor, *_: Any, **__: Any) -> None:
     """Write the number of logits that are no smaller than the sampled token's."""
     torch.sum(logits >= logits.gather(-1, ids[:, None]), -1, out=output)
+
+
+def _compact_masks(
+    logits: Tensor,
+    _row_stride: int,
+    _column_stride: int,
+    _cu_num_logits: Tensor,
+    num_sampled: Tensor,
+    ids: Tensor,
+    _ids_stride: int,
+    packed: Tensor,
+    _packed_stride: int,
+    counts: Tensor,
+    _vocabulary: int,
+    most: int,
+    **_: Any,
+) -> None:
+    """Write the ids with finite logits: the first `most` of each row, their number, and as bits."""
+    kept = logits.isfinite() & (num_sampled > 0)[:, None]
+    torch.sum(kept, -1, dtype=counts.dtype, out=counts)
+    packed.copy_(torch.from_numpy(np.packbits(kept.numpy(), axis=1, bitorder="little")))
+    for row, mask in enumerate(kept):
+        found = mask.nonzero()[:most, 0]
+        ids[row, : len(found)] = found.to(ids.dtype)
+
+
+def _zero_blocks(
+    addresses: Tensor, strides: Tensor, sizes: Tensor, block_ids: Tensor, **_: Any
+) -> None:
+    """Zero blocks of the cache, at addresses of numbers of 4 bytes."""
+    for address, stride, size in zip(
+        addresses.tolist(), strides.tolist(), sizes.tolist(), strict=True
+    ):
+        for block in block_ids.tolist():
+            ctypes.memset(address + 4 * stride * block, 0, 4 * size)
+
+
+def _count_accepted(idx_mapping: Tensor, num_sampled: Tensor, num_accepted: Tensor) -> None:
+    num_accepted[idx_mapping] = num_sampled.clamp(min=1)

@@ -47,8 +47,8 @@ def engine_arguments(job: EngineJob, directory: str, *, cuda: bool) -> dict[str,
         "max_num_seqs": engine.max_sequences,
         "scheduling_policy": "priority",
         "logprobs_mode": "processed_logprobs",
-        "max_logprobs": -1,
         "enable_return_routed_experts": True,
+        "return_sampling_mask": job.sampling_mask,
         "enable_prefix_caching": True,
         "worker_extension_cls": "parallel.engine.refit_extension.RefitExtension",
         "seed": job.seed,
@@ -81,12 +81,12 @@ def _on_cpu(job: EngineJob) -> dict[str, Any]:
     return {
         "enforce_eager": True,
         "async_scheduling": False,
-        # With chunked prefill vLLM 0.30 rewinds a seeded request's generator after a partial
-        # prefill, which its CPU backend cannot.
+        # Where a prompt is cut would depend on its neighbors.
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(job.engine.max_model_tokens, BATCHED_TOKENS),
         "block_size": CACHE_BLOCK,
-        "enable_prefix_caching": traits(job.model).prefix_caching_on_cpu,
+        "enable_prefix_caching": (cached := traits(job.model).prefix_caching_on_cpu),
+        "enable_return_routed_experts": cached,  # else `_prepare_cpu` does
         "kv_cache_memory_bytes": cache_bytes(job.model, job.engine),
     }
 
@@ -104,14 +104,13 @@ def _on_cuda(job: EngineJob) -> dict[str, Any]:
         "enable_chunked_prefill": True,
         "max_num_batched_tokens": max(engine.max_sequences, BATCHED_TOKENS),
         "block_size": None,  # the attention backend's own: 16, or 64 for latent attention
-        # FlashInfer's fused experts, which vLLM 0.30 prefers on Blackwell, choose the experts
-        # inside one kernel: after a refit the routes would be those of the kernel before it.
+        # FlashInfer's fused experts, which vLLM prefers on Blackwell, choose the experts inside one
+        # kernel. vLLM 0.32 returns their routes after a refit too (`RoutedExpertsSink`); no
+        # Blackwell has shown here that a refit fits the layout of their weights.
         "moe_backend": "triton",
         # Online quantization: the wire, the loaders and their checks see model.precision.
         # Scales per output channel and token need no size to be a multiple of 128.
         "quantization": "fp8_per_channel" if engine.weights == "fp8" else None,
-        # Masks instead of the log-probabilities of all that may be kept.
-        "return_sampling_mask": job.sampling_mask,
         "enable_sleep_mode": engine.sleeps_on("cuda"),
         **_cuda_memory(job),
     }
@@ -175,11 +174,13 @@ def _prepare_cpu(config: Any, job: EngineJob) -> None:
     """
     if config.device_config.device_type != "cpu":
         return
-    from parallel.cpu import vllm_exchange, vllm_sinks
+    from parallel.cpu import vllm_exchange
     from parallel.cpu import vllm_kernels as cpu_kernels
 
     cpu_kernels.prefer(config.kernel_config)
-    vllm_sinks.provide()
+    # vLLM wants prefix caching for routes, since their blocks have the cache's keys. Without keys
+    # it holds a request's blocks until the request ends.
+    config.aux_output_config.enable_return_routed_experts = True
     if job.engine.data > 1:
         vllm_exchange.provide()  # workers are forked from this process
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from math import isfinite
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -77,6 +76,7 @@ class Core:
         # What still reads it is a check that would reject requests without a top_k.
         self._model_config.return_sampling_mask = False
         self.weight_version = 0
+        self._vllm.set_weight_version("0")
         try:
             self.admit(Generate([Prompt(0, [0], 0)], Sampling(1.0, max_tokens=1, end_tokens=(0,))))
             while self._requests:
@@ -103,19 +103,16 @@ class Core:
         continues. After a failure, also of another member, the engine has no weights until the
         next refit.
         """
-        # In this order: tokens of steps in flight belong to the present version, and are noted with
-        # it; a failure below must leave no version, since some weights are then new.
+        # In this order: tokens of steps in flight belong to the present version, with which vLLM
+        # labels them; a failure below must leave no version, since some weights are then new.
         self._meet(Call.REFIT)
         self.drain()
-        scheduled = self._vllm.engine_core.engine_core.scheduler.requests
-        for request in self._requests.values():
-            tokens = scheduled[request.inside].num_output_tokens
-            request.note(tokens, self.weight_version)
         self.weight_version = None
         reports = self._refit_together(msgspec.msgpack.encode(refit))
         # Cached keys and values are of the old weights. vLLM refuses to drop them while a running
         # request has blocks: it preempts all of them, and prefills their tokens again.
         self._vllm.reset_prefix_cache(reset_running_requests=True)
+        self._vllm.set_weight_version(str(refit.version))
         self.weight_version = refit.version
         return Refitted([msgspec.msgpack.decode(report, type=RankReport) for report in reports])
 
@@ -165,8 +162,8 @@ class Core:
                 name = str(self._count)
                 parameters = self._parameters(request.sampling, prompt.seed)
                 tokens = tokens_input(prompt.tokens)
-                inside = self._vllm.add_request(name, tokens, parameters, priority=prompt.priority)
-                self._requests[name] = _RunningRequest(prompt.number, request.sampling, inside)
+                self._vllm.add_request(name, tokens, parameters, priority=prompt.priority)
+                self._requests[name] = _RunningRequest(prompt.number, request.sampling)
                 names.append(name)
         except Exception:
             self.abort(names)
@@ -223,14 +220,12 @@ class Core:
         core = self._vllm.engine_core.engine_core
         if not core.batch_queue:
             return
-        from vllm.v1.core.sched.interface import PauseState
-
-        core.scheduler.set_pause_state(PauseState.PAUSED_ALL)  # steps schedule nothing new
+        core.pause_scheduler("keep", clear_cache=False)  # steps schedule nothing new
         try:
             while core.batch_queue:
                 self._drained += self._ended(self._vllm.step())
         finally:
-            core.scheduler.set_pause_state(PauseState.UNPAUSED)
+            core.resume_scheduler()
 
     def _ended(self, outputs: list[Any]) -> list[tuple[str, Generation]]:
         """Return the responses that a step ended, by name."""
@@ -238,7 +233,6 @@ class Core:
         for output in outputs:
             if output.finished and (request := self._requests.pop(output.request_id, None)):
                 [completion] = output.outputs
-                request.note(len(completion.token_ids), self.weight_version)
                 ended.append((output.request_id, self._generation(request, completion)))
         return ended
 
@@ -259,9 +253,12 @@ class Core:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        top_k, logprobs = kept_limits(sampling.top_k, sampling.top_p, self.model.vocabulary_size)
-        if self._masks:
-            logprobs = 0  # of the sampled token alone
+        if keeps_part(sampling.top_k, sampling.top_p) and not self._masks:
+            raise ValueError(
+                f"top_k = {sampling.top_k} and top_p = {sampling.top_p} keep a part of the"
+                " vocabulary, and this engine was started without sampling_mask; start it with one"
+            )
+        top_k, _ = kept_limits(sampling.top_k, sampling.top_p, self.model.vocabulary_size)
         return SamplingParams(
             seed=seed,
             temperature=sampling.temperature,
@@ -270,7 +267,7 @@ class Core:
             max_tokens=sampling.max_tokens,
             stop_token_ids=list(sampling.end_tokens),
             ignore_eos=True,  # the configuration's end token need not be one of them
-            logprobs=logprobs,
+            logprobs=0,  # of the sampled token alone
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
@@ -290,8 +287,7 @@ class Core:
             routes=routes.tobytes(),
             routes_shape=routes.shape,
             finished=bool(len(tokens)) and int(tokens[-1]) in sampling.end_tokens,
-            # vLLM may have sampled one token more.
-            versions=np.asarray(request.versions[: len(tokens)], np.int32).tobytes(),
+            versions=token_versions(completion).tobytes(),
             kept=b"".join(ids.tobytes() for ids in sets),
             kept_sizes=np.asarray([len(ids) for ids in sets], np.int32).tobytes(),
         )
@@ -299,38 +295,32 @@ class Core:
 
 @dataclass
 class _RunningRequest:
-    """A request in flight, and the weight versions that its tokens were sampled with.
-
-    `inside` is vLLM's name for it.
-    """
+    """A request in flight."""
 
     number: int
     sampling: Sampling
-    inside: str
-    versions: list[int | None] = field(default_factory=list)
 
-    def note(self, tokens: int, version: int | None) -> None:
-        """Record that `tokens` tokens were sampled, the new ones with weights `version`."""
-        self.versions += [version] * (tokens - len(self.versions))
+
+def token_versions(completion: Any) -> np.ndarray:
+    """Return the weight version that sampled each token, int32 [tokens].
+
+    `completion` is a CompletionOutput of vLLM's, which has spans of them.
+    """
+    spans = completion.weight_versions
+    versions = [int(span.version) for span in spans]
+    return np.repeat(np.asarray(versions, np.int32), [span.end - span.start for span in spans])
 
 
 def kept_sets(completion: Any, sampling: Sampling, vocabulary: int) -> list[np.ndarray]:
     """Return the set that each token was sampled from; no sets where all ids are kept.
 
-    `completion` is a CompletionOutput of vLLM's. On a CPU the sets are the ids with finite
-    log-probabilities, which costs an object for each id. Model Runner V2, the runner of GPUs,
-    returns masks instead (`return_sampling_mask`), for all requests of an engine or for none.
+    `completion` is a CompletionOutput of vLLM's, with a mask for each token of an engine that
+    returns masks. The mask of a token that keeps all ids is empty (`empty_whole_masks`).
     """
     if not keeps_part(sampling.top_k, sampling.top_p):
         return []
-    if completion.sampling_mask is not None:
-        masks, whole = completion.sampling_mask.token_ids, range(vocabulary)
-        return [np.asarray(ids or whole, np.int32) for ids in masks]
-    finite = (
-        [t for t, candidate in e.items() if isfinite(candidate.logprob)]
-        for e in completion.logprobs
-    )
-    return [np.asarray(ids, np.int32) for ids in finite]
+    whole = range(vocabulary)
+    return [np.asarray(ids or whole, np.int32) for ids in completion.sampling_mask.token_ids]
 
 
 class LostWorkers(RuntimeError):

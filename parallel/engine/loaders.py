@@ -19,6 +19,7 @@ from parallel.weights.boxes import Box
 VIEWS = {
     Tensor.narrow,
     Tensor.view,
+    Tensor.view_as,
     Tensor.reshape,
     Tensor.__getitem__,
     Tensor.unsqueeze,

@@ -105,7 +105,10 @@ def step_or_join(vllm: Any) -> list[Any]:
         core.execute_dummy_batch()
     outputs = (outputs_by_client or {}).get(0) or EngineCoreOutputs()
     processed = vllm.output_processor.process_outputs(
-        outputs.outputs, engine_core_timestamp=outputs.timestamp, iteration_stats=None
+        outputs.outputs,
+        engine_core_timestamp=outputs.timestamp,
+        iteration_stats=None,
+        weight_version=outputs.weight_version,
     )
     vllm.output_processor.update_scheduler_stats(outputs.scheduler_stats)
     vllm.engine_core.abort_requests(processed.reqs_to_abort)

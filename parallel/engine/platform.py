@@ -35,7 +35,7 @@ COMMON = {
 # On a GPU vLLM compiles the model and captures its steps as CUDA graphs.
 ON_CPU = {"TORCHDYNAMO_DISABLE": "1"}
 
-HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM 0.30's attention
+HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM 0.32's attention
 LINEAR_HEAD_DIMS = (64, 128)  # of its chunked delta rule
 
 

@@ -1,6 +1,6 @@
 """The extension of vLLM's worker that takes the trainer's weights in place, by vLLM's loaders.
 
-In vLLM 0.30 `model.load_weights` fails on a loaded engine, whose weights are already repacked, and
+In vLLM 0.32 `model.load_weights` fails on a loaded engine, whose weights are already repacked, and
 `reload_weights` silently gives wrong experts on a CPU. Here one layerwise reload brackets the whole
 refit, and layers are processed explicitly where vLLM would wait for weights that never come.
 """
@@ -209,7 +209,7 @@ class RefitExtension:
     def _load_sinks(self, names: list[str], copy: Copy) -> None:
         """Load attention sinks by their parameters' loaders, which a reload waits for.
 
-        vLLM 0.30 copies them itself, to the meta device while it reloads.
+        vLLM 0.32's gpt_oss.py copies them itself, to the meta device while it reloads.
         """
         group = get_tp_group()
         for name in (tensor for tensor in names if tensor.endswith(SINKS)):
@@ -290,8 +290,9 @@ def empty_whole_masks() -> None:
 
     original: Callable[[Any], Any] = SamplingMaskTensors.tolists
 
-    def bounded(masks: Any) -> Any:
+    def bounded(masks: Any, num_sampled: Any = None) -> Any:
         counts = masks.counts.cpu()
-        return original(masks._replace(counts=counts.masked_fill(counts == masks.vocab_size, 0)))
+        emptied = masks._replace(counts=counts.masked_fill(counts == masks.vocab_size, 0))
+        return original(emptied, num_sampled)
 
     SamplingMaskTensors.tolists = bounded

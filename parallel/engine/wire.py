@@ -75,10 +75,10 @@ def keeps_part(top_k: int, top_p: float) -> bool:
 
 
 def kept_limits(top_k: int, top_p: float, vocabulary: int) -> tuple[int, int]:
-    """Return the top_k to sample with, and the number of log-probabilities to request per token.
+    """Return the top_k to sample with, and the number of ids that a token's kept set may have.
 
-    The kept ids are those with finite log-probabilities. (0, 0) keeps all ids and requests none.
-    vLLM keeps every id as likely as the k-th, of which bf16 logits have several.
+    (0, 0) keeps all ids. vLLM keeps every id as likely as the k-th, of which bf16 logits have
+    several.
 
     Example: a vocabulary of 150,000 with top_k 20, with top_p alone, and with neither.
 

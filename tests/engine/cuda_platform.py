@@ -94,7 +94,7 @@ def configured(job: EngineJob) -> dict[str, Any]:
         "memory": config.cache_config.gpu_memory_utilization,
         "cache": config.cache_config.kv_cache_memory_bytes,
         "sleeps": config.model_config.enable_sleep_mode,
-        "routes": config.model_config.enable_return_routed_experts,
+        "routes": config.aux_output_config.enable_return_routed_experts,
     } | (_member(config.parallel_config) if job.engine.data > 1 else {})
 
 

@@ -127,16 +127,11 @@ def refit_corrupted(address: Path, model: str, engine: str) -> str:
 
 @torch.no_grad()
 def randomize(trained: Any, seed: int) -> None:
-    """Fill matrices and biases with random values; biases of zero would hide errors.
-
-    vLLM's attention on a CPU rounds sinks to bf16.
-    """
+    """Fill matrices and biases with random values; biases of zero would hide errors."""
     generator = torch.Generator().manual_seed(seed)
     for name, tensor in trained.named_weights().items():
         if tensor.dim() > 1 or "bias" in name or "softmax_offset" in name:
             tensor.normal_(0, SPREAD, generator=generator)
-        if "softmax_offset" in name:
-            tensor.copy_(tensor.bfloat16())
     trained.weights_changed()
 
 

@@ -42,7 +42,13 @@ class Running:
         self.before_refit: str | None = None  # the refusal to sample
         self._servers = servers
         job = EngineJob(
-            model=model, engine=settings, index=0, address=self.address, seed=0, **of_member
+            model=model,
+            engine=settings,
+            index=0,
+            address=self.address,
+            seed=0,
+            sampling_mask=True,
+            **of_member,
         )
         (directory / "engine.json").write_text(job.model_dump_json())
         self.start()

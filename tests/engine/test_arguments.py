@@ -66,7 +66,7 @@ def test_a_cpu_s_arguments_are_what_they_were() -> None:
         "scheduling_policy": "priority",
         "block_size": 32,
         "logprobs_mode": "processed_logprobs",
-        "max_logprobs": -1,
+        "return_sampling_mask": False,
         "enable_return_routed_experts": True,
         "enable_prefix_caching": True,
         "worker_extension_cls": "parallel.engine.refit_extension.RefitExtension",

@@ -59,7 +59,8 @@ def test_limits_of_delta_nets_are_reported() -> None:
 @pytest.mark.parametrize(("name", "cached"), [("gpt_oss", True), ("qwen3_5_moe_text", False)])
 def test_only_what_a_prefix_leaves_in_full_is_continued(name: str, cached: bool) -> None:
     job = EngineJob(model=MODELS[name], engine=ENGINE, index=0, address=Path("unused"), seed=0)
-    assert engine_arguments(job, "directory", cuda=False)["enable_prefix_caching"] is cached
+    found = engine_arguments(job, "directory", cuda=False)
+    assert (found["enable_prefix_caching"], found["enable_return_routed_experts"]) == (cached,) * 2
 
 
 def test_the_first_stage_reports_a_limit_at_its_start(capfd: pytest.CaptureFixture[str]) -> None:

@@ -40,13 +40,13 @@ def tensors() -> SamplingMaskTensors:
     return SamplingMaskTensors(ids, packed, counts, VOCABULARY)
 
 
-def completion(mask: SamplingMask | None, count: int) -> CompletionOutput:
+def completion(mask: SamplingMask, count: int) -> CompletionOutput:
     return CompletionOutput(0, "", [0] * count, None, [], sampling_mask=mask)
 
 
 def test_masks_become_kept_sets_and_whole_ones_cost_nothing() -> None:
     """Also a set wider than the compact row, which vLLM unpacks from its bits."""
-    found = tensors().tolists()
+    found = tensors().tolists(np.ones(len(KEPT), np.int32))  # as vLLM's runner calls it
     rows = [found.slice_request(row, 1).token_ids.tolist() for row in range(len(KEPT))]
     assert rows == [[] if len(kept) == VOCABULARY else kept for kept in KEPT]
     output = completion(SamplingMask([rows[row] for row in (0, 1, 2)]), 3)

@@ -1,7 +1,7 @@
 """The names of vLLM that Braid uses, compared with the source of a vLLM, without importing either.
 
-A GPU takes other paths through vLLM than a CPU: another model runner, other workers. So the names
-are read off Braid's engine code and looked up in vLLM's source; both sides are parsed only.
+A GPU takes other paths through vLLM than a CPU: other kernels, other workers. So the names are read
+off Braid's engine code and looked up in vLLM's source; both sides are parsed only.
 """
 
 from __future__ import annotations
@@ -12,11 +12,8 @@ from functools import cache
 from pathlib import Path
 
 ENGINE = ("parallel/engine", "parallel/cpu/vllm_kernels.py")
-# The classes of both model runners: of CPUs, and of GPUs, which have Triton.
-RUNNERS = (
-    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner"),
-    ("vllm.v1.worker.gpu.model_runner", "GPUModelRunner"),
-)
+# The model runner of GPUs, and of CPUs a subclass.
+RUNNER = ("vllm.v1.worker.gpu.model_runner", "GPUModelRunner")
 LAYERWISE = "vllm.model_executor.model_loader.reload.layerwise"
 # What the attributes of an object on the way from LLMEngine are.
 ENGINE_CLASSES = {
@@ -41,8 +38,11 @@ WRITTEN = {
         ("vllm.model_executor.model_loader.reload.meta", "e_score_correction_bias"),
     ),
     "routed_experts": (("vllm.outputs", "routed_experts"),),
-    "num_output_tokens": (("vllm.v1.request", "def num_output_tokens"),),
     "sampling_mask": (("vllm.outputs", "sampling_mask"),),
+    "weight_versions": (
+        ("vllm.outputs", "weight_versions"),
+        ("vllm.v1.engine.core", "eco.weight_version = self._weight_version"),
+    ),
     "is_failed": (("vllm.v1.executor.multiproc_executor", "is_failed"),),
     "worker_extension_cls": (("vllm.v1.worker.worker_base", "worker_extension_cls"),),
 }
@@ -227,11 +227,9 @@ def _missing_in_chain(vllm: Source, chain: list[str], keywords: list[str]) -> se
     if not names:
         return set()
     if root == "model_runner":
-        return {
-            f"{module}.{name}.{names[0]}"
-            for module, name in RUNNERS
-            if names[0] not in vllm.attributes(module, name)
-        }
+        module, name = RUNNER
+        lacks = names[0] not in vllm.attributes(module, name)
+        return {f"{module}.{name}.{names[0]}"} if lacks else set()
     path = ".".join(names[:-1])
     if path not in ENGINE_CLASSES:
         return set()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.vllm_contract import ENGINE_CLASSES, RUNNERS, WRITTEN, Source, missing
+from tests.engine.vllm_contract import ENGINE_CLASSES, RUNNER, WRITTEN, Source, missing
 from tests.runs import REPOSITORY
 
 INSTALLED = Source(Path(sysconfig.get_path("purelib")))
@@ -49,7 +49,7 @@ def test_the_installed_vllm_has_every_name_on_both_devices() -> None:
 
 
 def test_the_classes_that_names_are_looked_up_in_exist() -> None:
-    for module, name in (*ENGINE_CLASSES.values(), *RUNNERS):
+    for module, name in (*ENGINE_CLASSES.values(), RUNNER):
         assert INSTALLED.attributes(module, name), (module, name)
 
 
@@ -73,7 +73,7 @@ def test_an_engine_of_known_names_lacks_nothing(tmp_path: Path) -> None:
             "vllm.inputs.token_prompts",
         ),
         ({"further": "; layerwise.reload_all()"}, "layerwise.reload_all"),
-        # The runner of GPUs has no table of requests: what CPU engines read of it would fail there.
+        # The first runner had a table of requests.
         ({"runner": "requests"}, "vllm.v1.worker.gpu.model_runner.GPUModelRunner.requests"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
