@@ -334,7 +334,7 @@ def test_a_packed_row_trains_as_its_sequences_do(family: str, on: On) -> None:
 def test_gradients_are_those_of_transformers(
     family: str, on: On, exported: dict[str, Path]
 ) -> None:
-    """Of a packed row: attention, delta nets, sinks, norms, routers, embeddings and the head."""
+    """Compare a packed row's: attention, delta nets, sinks, norms, routers, embeddings, head."""
     [errors] = on(LayoutSettings(), errors_of_gradients, family, str(exported[family]))
     own = {"gpt_oss": "sinks", "qwen3_5_moe_text": "A_log", "deepseek_v3": "kv_b_proj.weight"}
     assert any(name.endswith(own.get(family, "q_proj.weight")) for name in errors)
