@@ -61,7 +61,7 @@ def test_without_a_temperature_the_likeliest_token_is_sampled() -> None:
 
 @pytest.mark.parametrize("most", [2, 5])
 def test_masks_hold_ids_bits_and_counts(most: int) -> None:
-    """Of a request that sampled nothing, in prefill, none."""
+    """A request in prefill has none."""
     ids, counts = torch.zeros(2, most, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     packed = torch.zeros(2, 1, dtype=torch.uint8)
     vllm_runner._compact_masks(
