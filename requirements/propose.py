@@ -3,9 +3,9 @@
     .venv/bin/python requirements/propose.py
 
 `make lock` runs this; it changes nothing and exits 0. Of each held package it prints the version
-that is pinned and the newest of the package index for this Python. Of a newer wheel it lists the names
-that this repository imports and the wheel lacks, by file and line, and what it requires of the
-other held packages. The wheels are unpacked and parsed, not installed: 50 MB of downloads, since
+that is pinned and the newest of the package index for this Python. Of a newer wheel it lists the
+names that this repository imports and the wheel lacks, by file and line, and what it requires of
+the other held packages. Wheels are unpacked and parsed, not installed: 50 MB of downloads, since
 vLLM, whose wheel is the largest, has a contract for both devices (tests/engine/vllm_wheels.py).
 """
 
