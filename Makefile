@@ -180,10 +180,11 @@ style: $(INSTALLED)
 lint: style  ## style and types
 	$(BIN)/mypy
 
-lock: $(INSTALLED)  ## resolve setup.py's ranges again into requirements/, hash every pin, and check both sets
+lock: $(INSTALLED)  ## resolve setup.py's ranges again into requirements/, hash every pin, propose newer versions
 	$(BIN)/python requirements/resolve.py
 	$(BIN)/python requirements/lock.py
 	$(BIN)/python -W ignore -m tools.reasoning_gym_datasets
+	$(BIN)/python requirements/propose.py
 	$(BIN)/python -m tests.engine.vllm_wheels
 
 clean:  ## remove .venv, .venv-gpu, .venv-trl and caches; runs/ stays

@@ -13,8 +13,8 @@ LOGIN_NODE = [
 STAGES = [
     "torch==2.13.*",  # tensors and torch.distributed
     "megatron-core==0.19.2",  # the policy: tensor, pipeline and expert parallel
-    # megatron-core 0.19's transformer/moe/ops/paged_stash.py imports it on CPUs too. torch's CPU build
-    # does not require it; its CUDA build requires this version.
+    # megatron-core 0.19's transformer/moe/ops/paged_stash.py imports it on CPUs too. torch's CPU
+    # build does not require it; its CUDA build requires this version.
     "triton==3.7.*",
     "mbridge==0.15.1",  # a family's megatron-core configuration; the oracle of our weights' names
     "transformers==5.19.*",  # configurations, tokenizers, and loading what we export

@@ -106,3 +106,18 @@ def test_the_cpu_build_of_torch_is_preferred_and_one_line_says_which(
     assert ("the CPU build" in made.stdout) == found
     assert ("torch-cuda.txt" in asked) != found
     assert found or "pip: ERROR: none" in made.stdout
+
+
+def test_an_import_that_a_newer_wheel_lacks_is_named_by_file_and_line(tmp_path: Path) -> None:
+    propose = loaded("propose")
+    sources, repository = tmp_path / "sources", tmp_path / "repository"
+    for directory in (sources / "core" / "deep", repository / "parallel"):
+        directory.mkdir(parents=True)
+    (sources / "core" / "__init__.py").write_text("")
+    (sources / "core" / "deep" / "lazy.py").write_text("class Lazy: ...")
+    (sources / "core" / "optimizer.py").write_text("class Adam: ...")
+    (repository / "parallel" / "user.py").write_text(
+        "from core import Lazy, deep\nfrom core.optimizer import Adam, AdamW\nimport other\n"
+    )
+    lacks = [*propose.lacks(sources, "core", repository)]
+    assert lacks == ["lacks core.optimizer.AdamW: parallel/user.py:2"]
