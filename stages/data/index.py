@@ -9,7 +9,7 @@ from functools import cache
 from hashlib import sha256
 from math import ceil
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +25,6 @@ Parse = Callable[[Row], tuple[Any, str, str]]
 
 
 PROBED = 32  # rows that are rendered before training begins
-Content = TypeVar("Content")
 
 
 class UnusableRow(DataError):
@@ -121,7 +120,7 @@ def optional_columns(settings: ToolFileSettings) -> tuple[str, ...]:
     return () if settings.tools is None else (settings.tools,)
 
 
-def usable(read: Callable[[int], Content], row: int, key: str) -> Content | None:
+def usable[Content](read: Callable[[int], Content], row: int, key: str) -> Content | None:
     """Return what `read` makes of a row; None, with a notice, where it is unusable and skipped."""
     try:
         return read(row)
@@ -130,7 +129,9 @@ def usable(read: Callable[[int], Content], row: int, key: str) -> Content | None
         return None
 
 
-def probed(read: Callable[[int], Content], rows: Sequence[int], key: str) -> Iterator[Content]:
+def probed[Content](
+    read: Callable[[int], Content], rows: Sequence[int], key: str
+) -> Iterator[Content]:
     """Yield what `read` makes of the first rows, before training depends on it.
 
     Raises UnusableRow where none of them is usable, as with an unusable chat template.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 from parallel.batch import MicroBatch
 from parallel.distributed import is_main
@@ -25,11 +25,12 @@ from stages.sampling.recording import record
 from stages.sampling.sample_files import samples_file
 from stages.settings import StageJob
 
-Drawn = TypeVar("Drawn", covariant=True)  # what a source gives: a sample, or a pair of them
 
+class SourceStream[Drawn](Protocol):
+    """An endless stream of samples or of pairs of them.
 
-class SourceStream(Protocol[Drawn]):
-    """An endless stream; `cursor` is its whole state, `too_long` counts what it skipped."""
+    `cursor` is its whole state, `too_long` counts what it skipped.
+    """
 
     cursor: int
     too_long: int
@@ -38,7 +39,7 @@ class SourceStream(Protocol[Drawn]):
         """Return the next `count` of its sequences or pairs, for a step."""
 
 
-class MixtureStage(Generic[Drawn]):
+class MixtureStage[Drawn]:
     """A stage whose main rank draws every step from `sources`, dealt by the weights in `data`.
 
     A subclass opens the sources on the main rank and builds the policy.

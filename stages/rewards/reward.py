@@ -15,7 +15,7 @@ from math import isfinite
 from numbers import Real
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
@@ -188,11 +188,10 @@ class RewardKind:
 
 
 REGISTERED: dict[str, RewardKind] = {}
-KindSettings = TypeVar("KindSettings", bound=RewardBase)
-Make = Callable[[KindSettings, Path], Reward]
+type Make[KindSettings: RewardBase] = Callable[[KindSettings, Path], Reward]
 
 
-def register(
+def register[KindSettings: RewardBase](
     settings: type[KindSettings], imports: tuple[str, ...] = ()
 ) -> Callable[[Make[KindSettings]], Make[KindSettings]]:
     """Return a decorator that registers a function as the maker of rewards of these settings.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import ClassVar, Generic, TypeVar
+from typing import ClassVar
 
 from rich.text import Text
 from textual.app import App, ComposeResult
@@ -24,7 +24,6 @@ from pipeline.tables import Cell
 from pipeline.text import visible
 
 SECONDS = 2.0  # between two looks at a run's files
-Content = TypeVar("Content")
 METRIC_HEADINGS = ("metric", "curve", "first → last", "healthy")
 
 
@@ -72,7 +71,7 @@ def text_of(cell: str | Cell) -> Text:
     return Text(visible(text), style=style)
 
 
-class FollowingScreen(Screen[None], Generic[Content]):
+class FollowingScreen[Content](Screen[None]):
     """A table that follows a run: `read` gives what `show` shows, again every few seconds.
 
     It reads in a thread: the files of a long run take a second, in which keys must not wait.
