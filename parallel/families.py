@@ -170,10 +170,10 @@ class Family:
 
     # vLLM 0.32: the class is in a module that imports the family's vision model too.
     beside_vision: bool = False
-    # vLLM 0.30 on a CPU: a cached prefix may be continued. Not the states of delta nets, which are
+    # vLLM 0.32 on a CPU: a cached prefix may be continued. Not the states of delta nets, which are
     # cached at the chunks of a prefill alone.
     prefix_caching_on_cpu: bool = True
-    # vLLM 0.30 on a CPU: an expert's width on a rank must be a multiple; elsewhere vLLM pads it.
+    # vLLM 0.32 on a CPU: an expert's width on a rank must be a multiple; elsewhere vLLM pads it.
     expert_multiple_on_cpu: int = 1
 
 

@@ -151,7 +151,7 @@ def configuration(job: EngineJob) -> Iterator[Any]:
     from vllm import EngineArgs
     from vllm.platforms import current_platform
 
-    from parallel.cpu import vllm_runner, vllm_vision
+    from parallel.cpu import vllm_delta_net, vllm_runner, vllm_vision
     from parallel.hugging_face.config import hugging_face_config
 
     with tempfile.TemporaryDirectory(prefix="braid-engine-") as directory:
@@ -161,6 +161,8 @@ def configuration(job: EngineJob) -> Iterator[Any]:
             vllm_runner.provide()
             if traits(job.model).beside_vision:
                 vllm_vision.provide()
+            if traits(job.model).delta_nets:
+                vllm_delta_net.provide()
         arguments = engine_arguments(job, directory, cuda=cuda)
         config = EngineArgs(**arguments).create_engine_config()
         _prepare_cpu(config, job)

@@ -370,7 +370,7 @@ def _experts(model: ModelSettings) -> Iterator[Weight]:
         yield _whole("mlp.router.expert_bias", bias, model.experts)
         width = further.n_shared_experts * model.expert_hidden_size
         units = Units("model.architecture.n_shared_experts x model.expert_hidden_size", width)
-        # In vLLM 0.30 DeepSeek-V3's take their rank's part of the tokens, as the experts do, and
+        # In vLLM 0.32 DeepSeek-V3's take their rank's part of the tokens, as the experts do, and
         # GLM-4's a slice of all tokens.
         together = model.family == "deepseek_v3"
         for weight in _perceptron(model, "mlp.shared_experts.", "mlp.shared_experts.", units):

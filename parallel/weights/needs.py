@@ -1,6 +1,6 @@
 """The slices of the Hugging Face tensors that each rank of an engine needs; never imports torch.
 
-They equal what vLLM 0.30's weight loaders copy on a tensor-parallel rank.
+They equal what vLLM 0.32's weight loaders copy on a tensor-parallel rank.
 """
 
 from __future__ import annotations

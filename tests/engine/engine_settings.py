@@ -19,7 +19,7 @@ MODELS = {
     "mixtral": MODEL.model_copy(update={"family": "mixtral"}),
     "bf16": MODEL.model_copy(update={"precision": "bf16"}),
     "bf16_head": MODEL.model_copy(update={"precision": "bf16", "head_precision": "fp32"}),
-    # vLLM 0.30's delta net has no fp32 kernel for a CPU.
+    # vLLM 0.32's delta net has no fp32 kernel for a CPU.
     "qwen3_5_moe_text": MODEL.model_copy(
         update={
             "family": "qwen3_5_moe_text",
