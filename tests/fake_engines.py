@@ -60,7 +60,8 @@ def answer(prompt: Prompt, sampling: Sampling, first: int, last: int | None = No
         number=prompt.number,
         tokens=tokens.tobytes(),
         logprobs=(-draw.random(length, np.float32)).tobytes(),
-        routes=np.zeros(shape, np.uint16).tobytes(),
+        # A router never chooses an expert twice: megatron-core counts tokens x experts_per_token.
+        routes=np.broadcast_to(np.arange(shape[-1], dtype=np.uint16), shape).tobytes(),
         routes_shape=shape,
         finished=finished,
         versions=np.array(
