@@ -225,8 +225,9 @@ def test_an_engine_of_its_own_waits_a_little_for_the_process_before_it(
         return False  # its start says what is missing
 
     monkeypatch.setattr(server, "wait_for_memory", wait)
+    monkeypatch.setattr(server, "built_for_cpu", lambda: True)
     server.wait_for_room(engine_job(None, OWN))
-    assert waits == []  # torch is built for the CPU
+    assert waits == []
     monkeypatch.setattr(server, "built_for_cpu", lambda: False)
     server.wait_for_room(engine_job(None, OWN.model_copy(update={"start_timeout_seconds": 1800})))
     assert waits == [60.0]
