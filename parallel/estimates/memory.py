@@ -147,8 +147,9 @@ def _buffers(chunk: Tensors, layout: LayoutSettings) -> tuple[int, int]:
     """Return the elements of a chunk's gradient buffers, and of the optimizer state on this rank.
 
     Of a sharded optimizer both are padded, as are the weights, and the rank has a share of the
-    state. Each chunk has one buffer of dense weights and one of experts: without overlapped
-    reduction megatron-core does not cut them into buckets.
+    state. Each chunk has one buffer of dense weights and one of experts. Where megatron-core cuts
+    them into buckets, to overlap reduction, the end of each is padded as well: this is not counted,
+    since it is at most 254 bytes a bucket, and 0 for tensors of multiples of 128 elements.
     """
     if not layout.distributed_optimizer:
         return chunk.elements, chunk.elements

@@ -124,8 +124,9 @@ def check_ranks(model: ModelSettings, layout: LayoutSettings, ranks: list[int], 
         assert not held["errors"], rank
         assert "TEDotProductAttention" in held["modules"]
         expected = planned[rank * layout.pipeline // layout.ranks]
-        assert held["bytes"]["parameters"] == expected.parameters, rank
-        assert held["bytes"]["gradients"] == expected.gradients, rank
+        # Buckets of gpt-oss, whose biases are no multiples of 128 elements, are padded by 1 KiB.
+        assert held["bytes"]["parameters"] == pytest.approx(expected.parameters, rel=2e-7), rank
+        assert held["bytes"]["gradients"] == pytest.approx(expected.gradients, rel=2e-7), rank
         # The last ranks that share a buffer hold its padding.
         assert held["bytes"]["optimizer"] == pytest.approx(expected.optimizer, rel=0.02), rank
 
