@@ -171,7 +171,7 @@ class Family:
     # vLLM 0.32: the class is in a module that imports the family's vision model too.
     beside_vision: bool = False
     # vLLM 0.32 on a CPU: a cached prefix may be continued. Not the states of delta nets, which are
-    # cached at the chunks of a prefill alone.
+    # cached at the chunks of a prefill alone, and not the keys of CPU_MLA (vllm/platforms/cpu.py).
     prefix_caching_on_cpu: bool = True
     # vLLM 0.32 on a CPU: an expert's width on a rank must be a multiple; elsewhere vLLM pads it.
     expert_multiple_on_cpu: int = 1
@@ -233,6 +233,7 @@ FAMILIES = {
         # vLLM and megatron-core with it.
         epsilon=(1e-6, "must be 1e-06, which transformers hard-codes in some norms of this family"),
         fuses_rope=False,
+        prefix_caching_on_cpu=False,
     ),
     "gpt_oss": Family(
         names={**EVERY, "num_local_experts": "experts", "intermediate_size": "expert_hidden_size"},
