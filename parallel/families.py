@@ -84,6 +84,19 @@ class DeepseekV3Architecture(Settings):
     rope_scaling: RopeScaling | None = None
 
 
+class Glm4MoeLiteArchitecture(DeepseekV3Architecture):
+    """GLM-4.7-Flash: DeepSeek-V3's layers in other sizes. Defaults are transformers'."""
+
+    first_k_dense_replace: Natural = 1
+    intermediate_size: Count = 10240
+    n_group: Experts = 1
+    topk_group: Experts = 1
+    routed_scaling_factor: Positive = 1.8
+    q_lora_rank: Count | None = 768
+    qk_nope_head_dim: Count = 192
+    v_head_dim: Count = 256
+
+
 class GptOssArchitecture(Settings):
     """gpt-oss: every other layer attends to a window of tokens. Defaults are the published ones."""
 
@@ -171,7 +184,7 @@ class Family:
     # vLLM 0.32: the class is in a module that imports the family's vision model too.
     beside_vision: bool = False
     # vLLM 0.32 on a CPU: a cached prefix may be continued. Not the states of delta nets, which are
-    # cached at the chunks of a prefill alone.
+    # cached at the chunks of a prefill alone, and not the keys of CPU_MLA (vllm/platforms/cpu.py).
     prefix_caching_on_cpu: bool = True
     # vLLM 0.32 on a CPU: an expert's width on a rank must be a multiple; elsewhere vLLM pads it.
     expert_multiple_on_cpu: int = 1
@@ -233,6 +246,22 @@ FAMILIES = {
         # vLLM and megatron-core with it.
         epsilon=(1e-6, "must be 1e-06, which transformers hard-codes in some norms of this family"),
         fuses_rope=False,
+        prefix_caching_on_cpu=False,
+    ),
+    "glm4_moe_lite": Family(
+        names={**ATTENTION, **ROUTED, "qk_rope_head_dim": "head_dim"},
+        fixed={**NORMALISED, "attention_bias": False, "rope_interleave": True},
+        further=Glm4MoeLiteArchitecture,
+        transformers="5.0",
+        drafts=True,
+        latent_attention=True,
+        dense_layers=True,
+        shared_experts=True,
+        correction_bias=True,
+        # No `epsilon`: the published one is 1e-5, which vLLM and megatron-core compute with
+        # everywhere. transformers alone hard-codes 1e-6 in the norms that DeepSeek-V3's has it in.
+        fuses_rope=False,
+        prefix_caching_on_cpu=False,
     ),
     "gpt_oss": Family(
         names={**EVERY, "num_local_experts": "experts", "intermediate_size": "expert_hidden_size"},
@@ -362,6 +391,11 @@ def configuration(settings: ModelSettings) -> dict[str, Any]:
         linear = [is_linear(further, layer) for layer in range(settings.layers)]
         kinds = ("full_attention", "linear_attention")
         config["layer_types"] = [kinds[is_delta_net] for is_delta_net in linear]
+    if isinstance(further, Glm4MoeLiteArchitecture):
+        # transformers reads this list alone, and vLLM the number of dense layers.
+        kinds = ("dense", "sparse")
+        routed = routed_layers(settings)
+        config["mlp_layer_types"] = [kinds[layer in routed] for layer in range(settings.layers)]
     if windows := windowed_layers(settings):
         kinds = ("full_attention", "sliding_attention")
         config["layer_types"] = [kinds[layer in windows] for layer in range(settings.layers)]

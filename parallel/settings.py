@@ -73,7 +73,13 @@ class ModelSettings(Settings):
     """
 
     family: Literal[
-        "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "qwen3_5_moe_text", "gpt_oss"
+        "qwen3_moe",
+        "mixtral",
+        "deepseek_v3",
+        "glm4_moe",
+        "glm4_moe_lite",
+        "qwen3_5_moe_text",
+        "gpt_oss",
     ] = Field(
         "qwen3_moe",
         description="the architecture, with its tensor names in import, export and weight sync",

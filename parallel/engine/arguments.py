@@ -22,8 +22,9 @@ from parallel.families import traits
 from parallel.machine.determinism import engine_environment
 from parallel.machine.gpus import Gpu, visible_gpus
 from parallel.machine.network import address_of
-from parallel.settings import EngineJob
+from parallel.settings import EngineJob, ModelSettings
 
+LATENT_CACHE_BLOCK = 16  # the only one of vLLM 0.32's CPU_MLA
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 PRECISE_HEAD = {"head_dtype": "float32"}  # of the Hugging Face configuration, as vLLM reads it
 
@@ -75,8 +76,10 @@ def _on_cpu(job: EngineJob) -> dict[str, Any]:
         raise UserError(
             "engine.expert_parallel needs a GPU, and this engine runs on a CPU; set it to false"
         )
-    # Of a delta net vLLM would only miss the kernel at the first prompt of several tokens.
-    if traits(job.model).delta_nets and (why := unsupported(job.model)) is not None:
+    # vLLM would only miss these kernels once it samples.
+    family = traits(job.model)
+    late = family.delta_nets or family.latent_attention
+    if late and (why := unsupported(job.model)) is not None:
         raise UserError(why)
     return {
         "enforce_eager": True,
@@ -84,10 +87,26 @@ def _on_cpu(job: EngineJob) -> dict[str, Any]:
         # Where a prompt is cut would depend on its neighbors.
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(job.engine.max_model_tokens, BATCHED_TOKENS),
-        "block_size": CACHE_BLOCK,
-        "enable_prefix_caching": (cached := traits(job.model).prefix_caching_on_cpu),
+        "enable_prefix_caching": (cached := family.prefix_caching_on_cpu),
         "enable_return_routed_experts": cached,  # else `_prepare_cpu` does
         "kv_cache_memory_bytes": cache_bytes(job.model, job.engine),
+        **_attention_on_cpu(job.model),
+    }
+
+
+def _attention_on_cpu(model: ModelSettings) -> dict[str, Any]:
+    """Return the keywords of vLLM's attention on a CPU, with the tokens of a block of its cache."""
+    if not traits(model).latent_attention:
+        return {"block_size": CACHE_BLOCK}
+    return {
+        # vLLM prefers AMX_MLA where a CPU has AMX: it takes bf16 alone, and gives other bits.
+        "attention_backend": "CPU_MLA",
+        "block_size": LATENT_CACHE_BLOCK,
+        # vLLM 0.32's rotary kernel for CPUs (csrc/cpu/pos_encoding.cpp) takes the stride of a head
+        # for that of a token where queries are [tokens, heads, width], as latent attention's are.
+        # torch rotates them until that kernel reads both strides, as vllm-project/vllm#18046 made
+        # the one for GPUs do.
+        "compilation_config": {"custom_ops": ["-rotary_embedding"]},
     }
 
 

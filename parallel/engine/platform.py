@@ -36,6 +36,8 @@ COMMON = {
 ON_CPU = {"TORCHDYNAMO_DISABLE": "1"}
 
 HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM 0.32's attention
+# Of its latent attention: the compressed keys and values, and the key's rotated part.
+LATENT_WIDTHS = (512, 64)
 LINEAR_HEAD_DIMS = (64, 128)  # of its chunked delta rule
 
 
@@ -67,8 +69,13 @@ def unsupported(model: ModelSettings) -> str | None:
         return why
     family = traits(model)
     if family.latent_attention:
-        if model.precision == "fp32":
-            return "model.family: vLLM's latent attention has no kernel for fp32"
+        widths = architecture(model).kv_lora_rank, model.head_dim
+        if widths != LATENT_WIDTHS:
+            rank, rotated = LATENT_WIDTHS
+            return (
+                f"model.architecture.kv_lora_rank = {widths[0]} and model.head_dim = {widths[1]}:"
+                f" vLLM's latent attention has a kernel for {rank} and {rotated} alone"
+            )
     elif model.head_dim not in HEAD_DIMS:
         supported = ", ".join(map(str, HEAD_DIMS))
         return (

@@ -94,7 +94,12 @@ def build_bridge(settings: ModelSettings, layout: LayoutSettings) -> Any:
     machine = this_machine()
     check_capabilities(machine, settings, layout)
     config = hugging_face_config(settings)
-    bridges = {"deepseek_v3": _DeepseekV3, "gpt_oss": _GptOss, "qwen3_5_moe_text": _Qwen35Moe}
+    bridges = {
+        "deepseek_v3": _DeepseekV3,
+        "glm4_moe_lite": _DeepseekV3,  # of which mbridge 0.15.1 has none
+        "gpt_oss": _GptOss,
+        "qwen3_5_moe_text": _Qwen35Moe,
+    }
     kind = bridges.get(settings.family, AutoBridge.from_config)
     bridge = kind(config, dtype=DTYPES[settings.precision])
     deterministic = device().type == "cuda" and torch.are_deterministic_algorithms_enabled()

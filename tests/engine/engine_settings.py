@@ -13,7 +13,25 @@ MODEL = ModelSettings(
     experts_per_token=2,
     expert_hidden_size=32,
 )
-# DeepSeek-V3 is not among them: vLLM 0.30's latent attention has no fp32 kernel for a CPU.
+_LATENT = MODEL.model_copy(
+    update={
+        "family": "deepseek_v3",
+        "key_value_heads": MODEL.attention_heads,
+        "head_dim": 64,  # this, and kv_lora_rank, as vLLM 0.32's only kernel for a CPU has them
+        "architecture": {
+            "first_k_dense_replace": 1,
+            "intermediate_size": 48,
+            "n_shared_experts": 2,
+            "n_group": 2,
+            "topk_group": 1,
+            "routed_scaling_factor": 1.5,
+            "q_lora_rank": 24,
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 12,
+            "v_head_dim": 20,
+        },
+    }
+)
 MODELS = {
     "qwen3_moe": MODEL,
     "mixtral": MODEL.model_copy(update={"family": "mixtral"}),
@@ -49,6 +67,8 @@ MODELS = {
             },
         }
     ),
+    "deepseek_v3": _LATENT,
+    "glm4_moe_lite": _LATENT.model_copy(update={"family": "glm4_moe_lite", "norm_epsilon": 1e-5}),
     "gpt_oss": MODEL.model_copy(
         update={
             "family": "gpt_oss",

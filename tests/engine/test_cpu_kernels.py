@@ -1,11 +1,13 @@
-"""vLLM's fused CPU norms equal the compositions that they replace; experts' kernels in a refit."""
+"""vLLM's fused norms for CPUs equal their compositions; rotary embeddings; experts in a refit."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
 from vllm import ir
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.config.kernel import KernelConfig
+from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.model_loader.reload import layerwise
 
 from parallel.cpu import vllm_kernels as cpu_kernels
@@ -45,6 +47,19 @@ def test_a_norm_after_a_residual_leaves_the_sum(preferred):
     assert ir.ops.fused_add_rms_norm.dispatch(*operands).provider == cpu_kernels.NAME
     found = ir.ops.fused_add_rms_norm.maybe_inplace(*operands)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_the_rotary_kernel_still_misreads_queries_of_several_heads():
+    """Once this fails, `engine_arguments` need not turn it off for latent attention."""
+    with set_current_vllm_config(VllmConfig()):
+        parameters = {"rope_type": "default", "rope_theta": 1e4}
+        rotary = get_rope(64, 256, is_neox_style=False, rope_parameters=parameters)
+    positions, query, key = torch.arange(5), torch.randn(5, 3, 64), torch.randn(5, 1, 64)
+    expected, _ = rotary.forward_native(positions, query.clone(), key.clone())
+    joined, _ = rotary.forward_cpu(positions, query.flatten(1).clone(), key.flatten(1).clone())
+    torch.testing.assert_close(joined.view_as(query), expected, rtol=1e-6, atol=1e-6)
+    separate, _ = rotary.forward_cpu(positions, query.clone(), key.clone())
+    assert (separate - expected).abs().max() > 0.1
 
 
 @pytest.mark.parametrize(("device", "kept"), [("cpu", False), ("cuda", True)])

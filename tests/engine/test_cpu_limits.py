@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
+import torch
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
 
-from parallel.engine.arguments import engine_arguments
-from parallel.engine.platform import HEAD_DIMS, check_cpu_engine, unsupported
+from parallel.engine.arguments import LATENT_CACHE_BLOCK, engine_arguments
+from parallel.engine.platform import HEAD_DIMS, LATENT_WIDTHS, check_cpu_engine, unsupported
 from parallel.errors import UserError
 from parallel.settings import EngineJob
 from pipeline.launch.placement import ForkServers
@@ -26,9 +29,6 @@ def test_known_limits_are_reported() -> None:
     narrow = unsupported(MODEL.model_copy(update={"head_dim": 16}))
     assert narrow is not None
     assert narrow.startswith("model.head_dim = 16: vLLM's attention has kernels for 32, 64, ")
-    latent = MODEL.model_copy(update={"family": "deepseek_v3", "head_dim": 16})
-    assert unsupported(latent) == "model.family: vLLM's latent attention has no kernel for fp32"
-    assert unsupported(latent.model_copy(update={"precision": "bf16"})) is None
     biased = MODEL.model_copy(update={"family": "gpt_oss"})
     assert unsupported(biased) is None
     odd = unsupported(biased.model_copy(update={"expert_hidden_size": 48}))
@@ -44,6 +44,22 @@ def test_a_run_that_samples_on_a_cpu_is_refused() -> None:
         check_cpu_engine(narrow)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_latent_attention_needs_the_published_widths(precision: Literal["fp32", "bf16"]) -> None:
+    latent = MODELS["deepseek_v3"].model_copy(update={"precision": precision})
+    assert unsupported(latent) is None
+    for changes in ({"head_dim": 32}, {"architecture": {"kv_lora_rank": 256}}):
+        refused = unsupported(latent.model_copy(update=changes))
+        assert refused is not None
+        assert refused.endswith("vLLM's latent attention has a kernel for 512 and 64 alone")
+
+
+def test_widths_of_latent_attention_are_those_of_vllm() -> None:
+    assert [sum(LATENT_WIDTHS)] == CPUMLABackend.get_supported_head_sizes()
+    assert CPUMLABackend.get_supported_kernel_block_sizes() == [LATENT_CACHE_BLOCK]
+    assert {torch.float32, torch.bfloat16} <= set(CPUMLABackend.supported_dtypes)
+
+
 def test_limits_of_delta_nets_are_reported() -> None:
     hybrid = MODELS["qwen3_5_moe_text"]
     assert unsupported(hybrid) is None
@@ -56,7 +72,10 @@ def test_limits_of_delta_nets_are_reported() -> None:
     )
 
 
-@pytest.mark.parametrize(("name", "cached"), [("gpt_oss", True), ("qwen3_5_moe_text", False)])
+@pytest.mark.parametrize(
+    ("name", "cached"),
+    [("gpt_oss", True), ("qwen3_5_moe_text", False), ("deepseek_v3", False)],
+)
 def test_only_what_a_prefix_leaves_in_full_is_continued(name: str, cached: bool) -> None:
     job = EngineJob(model=MODELS[name], engine=ENGINE, index=0, address=Path("unused"), seed=0)
     found = engine_arguments(job, "directory", cuda=False)

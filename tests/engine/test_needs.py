@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+from parallel.families import FAMILIES
 from parallel.hugging_face.config import hugging_face_config
 from parallel.settings import ModelSettings
 from parallel.weights.boxes import Box
@@ -39,6 +40,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v3",
         {**DENSE_AND_SHARED, **LATENT, "q_lora_rank": None},
     ),
+    "glm4_moe_lite": ("glm4_moe_lite", {**DENSE_AND_SHARED, **LATENT}),
     "gpt_oss": ("gpt_oss", {}),
     "qwen3_5_moe_text": ("qwen3_5_moe_text", DELTA_NET),
 }
@@ -115,7 +117,7 @@ def model(name: str) -> ModelSettings:
         hidden_size=64,
         layers=2,
         attention_heads=8,
-        key_value_heads=4 if family not in ("deepseek_v3", "gpt_oss") else 8,
+        key_value_heads=8 if FAMILIES[family].latent_attention or family == "gpt_oss" else 4,
         head_dim=32,
         experts=20,  # which 8 ranks share unevenly
         experts_per_token=4,

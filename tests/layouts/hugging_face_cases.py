@@ -55,6 +55,21 @@ FAMILIES = {
             },
         }
     ),
+    "glm4_moe_lite": MODEL.model_copy(
+        update={
+            "family": "glm4_moe_lite",
+            "norm_epsilon": 1e-6,  # the only one that transformers takes everywhere
+            "key_value_heads": MODEL.attention_heads,
+            "architecture": {
+                **DENSE_AND_SHARED,
+                "first_k_dense_replace": 2,  # which transformers reads from a list
+                "q_lora_rank": 24,
+                "kv_lora_rank": 16,
+                "qk_nope_head_dim": 12,
+                "v_head_dim": 20,
+            },
+        }
+    ),
     "gpt_oss": MODEL.model_copy(
         update={
             "family": "gpt_oss",

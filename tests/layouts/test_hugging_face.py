@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
+from parallel.families import families_with
 from parallel.files import WEIGHTS_INDEX
 from parallel.hugging_face.files import WeightFiles
 from parallel.machine.device import DTYPES
@@ -336,7 +337,8 @@ def test_gradients_are_those_of_transformers(
 ) -> None:
     """Compare a packed row's: attention, delta nets, sinks, norms, routers, embeddings, head."""
     [errors] = on(LayoutSettings(), errors_of_gradients, family, str(exported[family]))
-    own = {"gpt_oss": "sinks", "qwen3_5_moe_text": "A_log", "deepseek_v3": "kv_b_proj.weight"}
+    own = {"gpt_oss": "sinks", "qwen3_5_moe_text": "A_log"}
+    own |= dict.fromkeys(families_with("latent_attention"), "kv_b_proj.weight")
     assert any(name.endswith(own.get(family, "q_proj.weight")) for name in errors)
     name = max(errors, key=errors.__getitem__)
     assert errors[name] < 1e-5, name

@@ -181,6 +181,20 @@ MUTANTS = [
         "tests/engine/test_arguments.py::test_only_an_fp32_head_of_a_bf16_model_overrides_vllm_s",
     ),
     Mutant(
+        "latent attention of any width is admitted on a CPU",
+        "parallel/engine/platform.py",
+        "if widths != LATENT_WIDTHS:",
+        "if sum(widths) > sum(LATENT_WIDTHS):",
+        "tests/engine/test_cpu_limits.py::test_latent_attention_needs_the_published_widths",
+    ),
+    Mutant(
+        "latent attention takes vLLM's rotary kernel for CPUs",
+        "parallel/engine/arguments.py",
+        '"compilation_config": {"custom_ops": ["-rotary_embedding"]},',
+        '"compilation_config": {},',
+        "tests/engine/test_families.py",
+    ),
+    Mutant(
         "the warning ignores the chance of a small sample",
         "parallel/mismatch.py",
         "if not _more_than_chance(share, WARNED_SHARE, tokens):",

@@ -42,7 +42,7 @@ GROUPS = {"first_k_dense_replace": 1, "n_group": 4, "topk_group": 2}
 
 
 def model(family: str, **changes: object) -> ModelSettings:
-    further = GROUPS if family in ("glm4_moe", "deepseek_v3") else {}
+    further = GROUPS if FAMILIES[family].dense_layers else {}
     return ModelSettings.model_validate(
         {**BASE, "family": family, "architecture": further, **changes}
     )
@@ -58,6 +58,8 @@ def test_defaults_are_those_of_transformers(family: str) -> None:
         else None
     )
     theirs.full_attention_interval = 4  # transformers makes its layer_types of it
+    if family == "glm4_moe_lite":
+        theirs.first_k_dense_replace = theirs.mlp_layer_types.index("sparse")
     further = FAMILIES[family].further()
     assert further.model_dump() == {name: getattr(theirs, name) for name in further.model_dump()}
 
@@ -109,6 +111,21 @@ def test_a_published_configuration_of_a_vision_language_model_agrees() -> None:
     inner["full_attention_interval"] = 5
     [found] = contradictions(settings, given)
     assert found.startswith("config.json: layer_types is ['linear_attention', ")
+
+
+def test_a_published_configuration_of_glm_4_7_flash_agrees() -> None:
+    """It states the number of dense layers; transformers reads a list, or makes it of one."""
+    settings = model("glm4_moe_lite", norm_epsilon=1e-5)
+    given = hugging_face_config(settings).to_dict()
+    assert given["first_k_dense_replace"] == 1
+    del given["mlp_layer_types"]
+    assert contradictions(settings, given) == []
+    assert list(family_violations(settings, LayoutSettings())) == []
+    two = model(
+        "glm4_moe_lite", norm_epsilon=1e-5, architecture={**GROUPS, "first_k_dense_replace": 2}
+    )
+    [error] = contradictions(two, {**given, "first_k_dense_replace": 2})
+    assert error.startswith("config.json: mlp_layer_types is ['dense', 'sparse', 'sparse', ")
 
 
 @pytest.mark.parametrize(

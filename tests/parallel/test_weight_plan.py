@@ -38,6 +38,7 @@ FURTHER: dict[str, list[dict[str, Any]]] = {
     "mixtral": [{}],
     "glm4_moe": [{}, {"attention_bias": True, "use_qk_norm": True, "n_shared_experts": 2}],
     "deepseek_v3": [{"q_lora_rank": 24}, {"q_lora_rank": None}],
+    "glm4_moe_lite": [{"q_lora_rank": 24}],
     "gpt_oss": [{}],
     "qwen3_5_moe_text": [{"full_attention_interval": 3}, {"linear_num_value_heads": 8}],
 }
@@ -55,9 +56,9 @@ DELTA_NET = {
 def model(family: str, variant: int = 0, **changes: Any) -> ModelSettings:
     """Return a tiny model of 5 layers (no pipeline divides them), 1 dense if the family has any."""
     further = dict(FURTHER[family][variant])
-    if family in ("glm4_moe", "deepseek_v3"):
+    if FAMILIES[family].dense_layers:
         further |= {"first_k_dense_replace": 1, "intermediate_size": 48}
-    if family == "deepseek_v3":
+    if FAMILIES[family].latent_attention:
         further |= LATENT
     if family == "qwen3_5_moe_text":
         further = {**DELTA_NET, **further}
@@ -67,7 +68,7 @@ def model(family: str, variant: int = 0, **changes: Any) -> ModelSettings:
         "hidden_size": 12,
         "layers": 5,
         "attention_heads": 8,
-        "key_value_heads": 4 if family not in ("deepseek_v3", "gpt_oss") else 8,
+        "key_value_heads": 8 if FAMILIES[family].latent_attention or family == "gpt_oss" else 4,
         "head_dim": 4,
         "experts": 8,
         "experts_per_token": 4,
