@@ -81,6 +81,7 @@ $(TESTS_INSTALLED): $(INSTALLED) requirements/te-python.txt
 # TransformerEngine's extension is compiled last, against the torch that is installed by then and with the
 # headers and the nvcc (asked only for its version) of NVIDIA's wheels, so that no CUDA toolkit is needed.
 # It would otherwise download an unhashed build. Ninja, of the environment, compiles several files at once.
+# TransformerEngine's libraries are linked with NCCL, which only torch finds: torch is imported before them.
 define transformer_engine
 	@nvidia=$$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib") + "/nvidia")') \
 	  && echo "compiling TransformerEngine's extension for this torch, 2 to 12 minutes" \
@@ -89,7 +90,7 @@ define transformer_engine
 	  && { $(1)/bin/uv pip install $(BUILT_HERE) --python $(1)/bin/python -r $(2) \
 	       || { echo "uv cannot install $(2), as it says above; trying pip" >&2; \
 	            $(1)/bin/pip install $(BUILT_HERE) -r $(2); }; }
-	@$(1)/bin/python -c 'import transformer_engine.pytorch'
+	@$(1)/bin/python -c 'import torch, transformer_engine.pytorch'
 endef
 
 $(GPU_INSTALLED): requirements/bootstrap.txt requirements/gpu.txt requirements/gpu-built.txt setup.py

@@ -191,6 +191,23 @@ def test_what_works_is_used_with_cuda(
     assert output(LAYERS_ONLY, "cpu", tmp_path) == "local False []"
 
 
+def test_torch_finds_the_libraries_of_transformer_engine_before_it_is_imported(
+    tmp_path: Path,
+) -> None:
+    """Those of version 2.20 are linked with NCCL, which lies where torch alone looks."""
+    linked = "import sys\nif 'torch' not in sys.modules: raise OSError('libnccl.so.2: cannot open shared')"
+    plant(tmp_path, {**WORKING, "transformer_engine/__init__.py": linked})
+    program = "from parallel.machine import cuda_packages as p; print(p.transformer_engine_error())"
+    found = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert found.stdout == "None\n"
+
+
 def test_a_stage_says_all_of_it_in_one_notice(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
