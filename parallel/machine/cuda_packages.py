@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 # What megatron-core and Braid's model use of TransformerEngine; its top-level import hides errors.
-# torch is imported before it, and finds the NCCL that the libraries of version 2.20 are linked with.
+# torch is imported before it: it finds the NCCL that version 2.20's libraries are linked with.
 TRANSFORMER_ENGINE = (
     "torch",
     "transformer_engine.pytorch",
