@@ -36,7 +36,7 @@ elif "--require-hashes" in sys.argv:
 """
 
 
-class Machine:
+class InstallingMachine:
     """A copy of the Makefile and of what it reads, and the stand-ins of Pythons."""
 
     def __init__(self, directory: Path) -> None:
@@ -70,13 +70,13 @@ class Machine:
 
 
 @pytest.fixture
-def machine(tmp_path: Path) -> Machine:
-    return Machine(tmp_path)
+def machine(tmp_path: Path) -> InstallingMachine:
+    return InstallingMachine(tmp_path)
 
 
 @pytest.mark.parametrize("minor", range(9, 17))
 def test_a_python_that_the_package_does_not_admit_ends_in_one_message(
-    minor: int, machine: Machine
+    minor: int, machine: InstallingMachine
 ) -> None:
     [requires] = [
         line.split('"')[1]
@@ -96,13 +96,13 @@ def test_a_python_that_the_package_does_not_admit_ends_in_one_message(
     assert ended.stdout == "" and not machine.environments()
 
 
-def test_a_python_that_is_missing_ends_in_the_same_message(machine: Machine) -> None:
+def test_a_python_that_is_missing_ends_in_the_same_message(machine: InstallingMachine) -> None:
     ended = machine.make(Path("python3.12-of-nobody"), {})
     assert "and python3.12-of-nobody is missing; install one" in ended.stderr
     assert ended.stdout == "" and not machine.environment.exists()
 
 
-def test_the_environment_of_another_python_is_not_filled(machine: Machine) -> None:
+def test_the_environment_of_another_python_is_not_filled(machine: InstallingMachine) -> None:
     machine.install("3.12")
     (machine.directory / "setup.py").touch()
     ended = machine.install("3.13")
@@ -113,7 +113,9 @@ def test_the_environment_of_another_python_is_not_filled(machine: Machine) -> No
     assert "make: .venv has Python that is gone, and " in machine.install("3.13").stderr
 
 
-def test_an_environment_whose_installation_was_cut_off_is_cleared(machine: Machine) -> None:
+def test_an_environment_whose_installation_was_cut_off_is_cleared(
+    machine: InstallingMachine,
+) -> None:
     assert machine.install(fail=True).returncode == 2
     (half := machine.environment / "half").touch()
     ended = machine.install()
