@@ -28,8 +28,13 @@ install-gpu: $(GPU_INSTALLED)  ## the same for GPUs with CUDA 13, in .venv-gpu (
 # for pip alone.
 HASHED := --quiet --require-hashes --no-deps
 BUILT_HERE := $(HASHED) --no-build-isolation
+# uv counts a package as installed of which it linked no more than the metadata before it was killed: an
+# environment whose installation was cut off is cleared.
+CUT_OFF = $(1)/.installing
 define bootstrap
-	@$(PYTHON) -m venv $(1)
+	@if [ -e $(CUT_OFF) ]; then echo "the last installation into $(1) was cut off; clearing it"; fi
+	@$(PYTHON) -m venv $$([ ! -e $(CUT_OFF) ] || echo --clear) $(1)
+	@touch $(CUT_OFF)
 	@$(1)/bin/pip install $(HASHED) --disable-pip-version-check -r requirements/bootstrap.txt
 endef
 define packages
@@ -39,6 +44,24 @@ define packages
 endef
 define braid
 	@$(1)/bin/pip install --quiet --no-deps --no-build-isolation --editable .
+endef
+
+# $(call complete,DIRECTORY) is the last step.
+define complete
+	@rm $(CUT_OFF)
+	@touch $@
+endef
+
+# $(call check_python,DIRECTORY) exits before anything is downloaded. `venv` would leave the interpreter that
+# a directory has, and the packages of two Pythons in it.
+VERSION := -c 'import sys; print("%d.%d" % sys.version_info[:2])'
+define check_python
+	@version=$$($(PYTHON) $(VERSION) 2> /dev/null || echo missing); case $$version in 3.12|3.13) ;; \
+	  *) echo "make: Braid needs Python 3.12 or 3.13, and $(PYTHON) is $$version; install one and name it:" \
+	          "make $(or $(MAKECMDGOALS),install) PYTHON=python3.13" >&2; exit 1;; esac; \
+	 old=$$($(1)/bin/python $(VERSION) 2> /dev/null); [ ! -L $(1)/bin/python ] || [ "$$old" = $$version ] \
+	  || { echo "make: $(1) has Python $${old:-that is gone}, and $(PYTHON) is $$version;" \
+	            "remove it first: rm -rf $(1)" >&2; exit 1; }
 endef
 
 # $(call torch,DIRECTORY): pip alone finds the CPU build, since uv reads none of pip's configuration. Where
@@ -62,13 +85,14 @@ endef
 TORCH := requirements/torch-cpu.txt requirements/torch-cuda.txt
 
 $(INSTALLED): requirements/bootstrap.txt $(TORCH) requirements/cpu.txt setup.py tools/vendor.py
+	$(call check_python,$(VENV))
 	@echo "installing into $(VENV): downloads 1 to 3 GB, which takes some minutes"
 	$(call bootstrap,$(VENV))
 	$(call torch,$(VENV))
 	$(call packages,$(VENV),requirements/cpu.txt)
 	$(call braid,$(VENV))
 	$(call vendor,$(VENV))
-	@touch $@
+	$(call complete,$(VENV))
 
 # Beside the environment's packages, not among them: see tests/te_python.py.
 $(TESTS_INSTALLED): $(INSTALLED) requirements/te-python.txt
@@ -94,6 +118,7 @@ define transformer_engine
 endef
 
 $(GPU_INSTALLED): requirements/bootstrap.txt requirements/gpu.txt requirements/gpu-built.txt setup.py
+	$(call check_python,$(GPU_VENV))
 	@$(PYTHON) requirements/gpu_machine.py
 	@echo "installing into $(GPU_VENV): downloads about 5 GB, which takes some minutes"
 	$(call bootstrap,$(GPU_VENV))
@@ -101,7 +126,7 @@ $(GPU_INSTALLED): requirements/bootstrap.txt requirements/gpu.txt requirements/g
 	$(call braid,$(GPU_VENV))
 	$(call transformer_engine,$(GPU_VENV),requirements/gpu-built.txt)
 	$(call vendor,$(GPU_VENV))
-	@touch $@
+	$(call complete,$(GPU_VENV))
 
 quickstart: $(INSTALLED)  ## cold start, three experts, merge, evaluation and export, on this machine
 	$(BIN)/braid run configs/quickstart.yaml
@@ -132,12 +157,13 @@ bench-trl: $(TRL_INSTALLED)  ## GRPO steps a minute of TRL's trainer, in a separ
 	$(TRL_VENV)/bin/python -W ignore benchmarks/trl_steps.py --size b --steps 3
 
 $(TRL_INSTALLED): requirements/bootstrap.txt $(TORCH) benchmarks/trl-requirements.txt setup.py
+	$(call check_python,$(TRL_VENV))
 	@echo "installing into $(TRL_VENV), which takes some minutes"
 	$(call bootstrap,$(TRL_VENV))
 	$(call torch,$(TRL_VENV))
 	$(call packages,$(TRL_VENV),benchmarks/trl-requirements.txt)
 	$(call braid,$(TRL_VENV))
-	@touch $@
+	$(call complete,$(TRL_VENV))
 
 chaos: $(INSTALLED)  ## kill -9 at 50 random moments of a deterministic run: the same bits each time? (30 minutes at most)
 	$(BIN)/python -W ignore benchmarks/chaos.py

@@ -49,9 +49,6 @@ def _obstacles() -> Iterator[str]:
         yield f"the set has wheels for Linux on x86-64, not for {here}"
     if find_spec("ensurepip") is None:
         yield "no ensurepip, which a virtual environment needs; install python3-venv"
-    if not (3, 12) <= sys.version_info < (3, 14):
-        version = ".".join(map(str, sys.version_info[:2]))
-        yield f"Python {version} is not 3.12 or 3.13; run `make install-gpu PYTHON=python3.12`"
     if shutil.which("c++") is None and shutil.which("g++") is None:
         yield "no C++ compiler, which TransformerEngine's extension needs; install g++"
     if not (Path(sysconfig.get_path("include")) / "Python.h").exists():

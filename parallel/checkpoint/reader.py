@@ -1,9 +1,10 @@
 """The reading of megatron-core's checkpoints as data, and the patches of megatron-core 0.19.2.
 
 torch unpickles two things of a checkpoint: `.metadata`, and the objects among the tensors
-(`*.distcp`), one of which, `common_state`, holds what has no shards. A pickle may call any
-function, and checksums.json does not help: whoever changed a file can update its checksum. So both
-are read here by unpicklers that accept only what they need: nothing in the files is called.
+(`*.distcp`), one of which, `common_state`, holds what has no shards; megatron-core before 0.19 kept
+that in `common.pt`. A pickle may call any function, and checksums.json does not help: whoever
+changed a file can update its checksum. So all are read here by unpicklers that accept only what
+they need: nothing in the files is called.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torch.futures import Future
 from parallel.files import CheckpointRefused
 
 METADATA_FILE = ".metadata"
+OLD_COMMON_FILE = "common.pt"
 MEGATRON = "megatron.core.dist_checkpointing"
 # The classes in `.metadata`: torch's dataclasses and enums, which hold data and call nothing.
 NEEDED = {
@@ -63,15 +65,8 @@ class CheckpointReader(FileSystemReader):
     def _data(self, item: ReadItem, content: BytesIO) -> BytesIO:
         """Return an object as a new pickle, of the data alone that the file's pickle holds."""
         path = Path(self.path) / self.storage_data[item.storage_index].relative_path
-        try:
-            # weights_only is explicit: its default depends on an environment variable.
-            loaded = torch.load(content, map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError as error:
-            raise _refusal(path, _holds(_global_in(error))) from error
-        except Exception as error:  # a damaged pickle may raise anything
-            raise _refusal(path, _damage(error)) from error
         data = BytesIO()
-        torch.save(loaded, data)
+        torch.save(_data_in(path, content), data)
         data.seek(0)
         return data
 
@@ -136,6 +131,25 @@ def _read_metadata(checkpoint: Path) -> Any:
     return metadata
 
 
+def _data_in(path: Path, content: IO[bytes]) -> Any:
+    """Return what a pickle in a file holds; raise CheckpointRefused if it is not data."""
+    try:
+        # weights_only is explicit: its default depends on an environment variable.
+        return torch.load(content, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise _refusal(path, _holds(_global_in(error))) from error
+    except OSError:
+        raise
+    except Exception as error:  # a damaged pickle may raise anything
+        raise _refusal(path, _damage(error)) from error
+
+
+def _load_common(checkpoint: str | Path) -> Any:
+    path = Path(checkpoint) / OLD_COMMON_FILE
+    with path.open("rb") as file:
+        return _data_in(path, file)
+
+
 def _global_in(error: pickle.UnpicklingError) -> str:
     """Return the name that torch's unpickler refused, from its message."""
     match = re.search(r"GLOBAL ([\w.]+)", str(error))
@@ -167,11 +181,11 @@ def patch_megatron() -> None:
     """
     strategy: Any = importlib.import_module(f"{MEGATRON}.strategies.torch")
     strategy._get_filesystem_reader = lambda directory, **_: CheckpointReader(directory)
-    # A common.pt, which older versions wrote, would be read by a torch.load that unpickles anything
-    # where TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD is set (strategies/common.py: load_common).
+    # megatron-core reads an old common.pt by a torch.load that unpickles anything where
+    # TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD is set (strategies/common.py: load_common).
     serialization: Any = importlib.import_module(f"{MEGATRON}.serialization")
     serialization._get_filesystem_reader = strategy._get_filesystem_reader
-    serialization._legacy_common_state_exists = lambda _: False
+    serialization.load_common = _load_common
     module: Any = importlib.import_module(f"{MEGATRON}.strategies.filesystem_async")
     writer = module.FileSystemWriterAsync
 

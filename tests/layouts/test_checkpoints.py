@@ -13,6 +13,7 @@ import pytest
 from parallel.errors import NOTICE_MARK
 from parallel.settings import LayoutSettings
 from tests.layouts import checkpoint_cases as cases
+from tests.layouts import hostile_cases
 from tests.layouts.cases import SPREAD
 from tests.ranks import On, Ranks
 from tests.tiers import tiered
@@ -101,6 +102,18 @@ def test_training_continues_with_the_optimizer_sharded_or_not(
     on(EXPERTS, cases.begin, EXPERTS, saved, directories[0])
     check(on(DATA, cases.continue_training, DATA, resumed, *directories, expected[resumed]))
     assert on(ONE, cases.equal_contents, directories) == [True]
+
+
+def test_training_continues_from_a_checkpoint_of_megatron_core_before_019(
+    expected: dict[str, Any], on: On, tmp_path: Path
+) -> None:
+    kind, directories = "adam_distributed", [str(tmp_path / name) for name in ("saved", "again")]
+    on(DATA, cases.begin, DATA, kind, directories[0])
+    checkpoint = tmp_path / "saved" / "step_3"
+    on(ONE, hostile_cases.in_the_form_before_019, ONE, str(checkpoint))
+    assert (checkpoint / "common.pt").exists()
+    check(on(DATA, cases.continue_training, DATA, kind, *directories, expected[kind]))
+    assert not (tmp_path / "again" / "step_3" / "common.pt").exists()
 
 
 def check(found: list[dict[str, float]]) -> None:

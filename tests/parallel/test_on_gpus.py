@@ -74,9 +74,12 @@ def test_a_task_on_gpus_needs_a_torch_for_them(
         installed = tmp_path / version / f"torch-{version}.dist-info"
         installed.mkdir(parents=True)
         (installed / "METADATA").write_text(f"Name: torch\nVersion: {version}\n")
+        vllm = installed.with_name("vllm-0.32.0.dist-info")
+        vllm.mkdir()
+        (vllm / "METADATA").write_text("Name: vllm\nVersion: 0.32.0\n")
         monkeypatch.setenv("PYTHONPATH", f"{installed.parent}:{source}")
         _, said = task("rank", code=code, **bound)
-        error = "has a torch for CPUs, and this task is to run on GPUs; submit from the env"
+        error = "has packages for CPUs, and this task is to run on GPUs; submit from the env"
         assert (error in said) == (code == 1)
 
 

