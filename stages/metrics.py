@@ -19,7 +19,7 @@ import numpy as np
 
 from parallel.batch import MicroBatch, token_counts
 from parallel.distributed import sum_over_data
-from parallel.engine.wire import keeps_part, kept_limits
+from parallel.engine.wire import keeps_part, largest_kept_set
 from parallel.errors import UserError
 from parallel.files import naming, open_in_place, touch
 from parallel.sample import Sample
@@ -192,7 +192,7 @@ def saturated(
     """
     if not keeps_part(sampling.top_k, sampling.top_p):
         return {}
-    _, most = kept_limits(sampling.top_k, sampling.top_p, vocabulary)
+    most = largest_kept_set(sampling.top_k, sampling.top_p, vocabulary)
     sizes = [len(kept_ids) for sample in samples for kept_ids in sample.kept or []]
     full = sum(size >= most for size in sizes) if most < vocabulary else 0
     return {"kept_saturated": full / max(len(sizes), 1)}

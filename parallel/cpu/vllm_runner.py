@@ -1,28 +1,28 @@
 """vLLM's Model Runner V2 on a CPU, without Triton.
 
 vLLM 0.32 returns routed experts and sampling masks from its second model runner only, and runs that
-one on a CPU by triton-cpu, of which no registry has a build. Here its Triton kernels are torch
-functions, registered as vllm-project/vllm#55847 ("Torch fallbacks for Model Runner V2 kernels")
-proposes; a vLLM with that change needs none of this. Drafts, padding and context parallelism, which
-the kernels know as well, do not occur in Braid's engines on a CPU.
+one on a CPU by triton-cpu, of which no registry has a build. Here and in `vllm_sampling` its Triton
+kernels are functions of torch and numpy, registered as vllm-project/vllm#55847 ("Torch fallbacks
+for Model Runner V2 kernels") proposes; a vLLM with that change needs none of this. Drafts, padding
+and context parallelism, which the kernels know as well, do not occur in Braid's engines on a CPU.
 
-A name in capitals is a constant of a kernel's launch, and `_` what a tensor itself knows.
+Integers are computed in numpy: of a few hundred numbers an operation of torch takes five times as
+long. A name in capitals is a constant of a kernel's launch, and `_` what a tensor itself knows.
 """
 
 from __future__ import annotations
 
 import ctypes
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-INPUT, BUFFERS, TABLES, SAMPLE = (
-    f"vllm.v1.worker.gpu.{name}"
-    for name in ("input_batch", "buffer_utils", "block_table", "sample")
-)
+from parallel.cpu import vllm_sampling
+
+INPUT = "vllm.v1.worker.gpu.input_batch"
+BUFFERS = "vllm.v1.worker.gpu.buffer_utils"
 HYBRID = "vllm.v1.worker.gpu.model_states.mamba_hybrid"
 
 
@@ -35,6 +35,7 @@ def provide() -> None:
     import vllm.v1.worker.cpu.shm  # noqa: F401  isort: skip
     from vllm import triton_utils
     from vllm.config import vllm as configuration
+    from vllm.platforms import current_platform
     from vllm.triton_utils.dispatcher import register_kernels
     from vllm.utils.math_utils import next_power_of_2
     from vllm.v1.worker.gpu.block_table import BlockTables
@@ -46,21 +47,20 @@ def provide() -> None:
     triton_utils.triton.next_power_of_2 = next_power_of_2
     register_kernels(
         {
+            **vllm_sampling.KERNELS,
             f"{BUFFERS}._apply_write_kernel": _apply_writes,
             f"{INPUT}._prepare_prefill_inputs_kernel": _prepare_prefill_inputs,
             f"{INPUT}._prepare_pos_seq_lens_kernel": _prepare_positions,
             f"{INPUT}._combine_sampled_and_draft_tokens_kernel": _take_sampled_tokens,
             f"{INPUT}._get_num_sampled_and_rejected_kernel": _count_sampled,
             f"{INPUT}._post_update_kernel": _note_sampled,
-            f"{SAMPLE}.gumbel._temperature_kernel": _divide_by_temperature,
-            f"{SAMPLE}.gumbel._gumbel_sample_kernel": _sample,
-            f"{SAMPLE}.logprob._topk_log_softmax_kernel": _log_softmax,
-            f"{SAMPLE}.logprob._ranks_kernel": _ranks,
             "vllm.v1.worker.utils._zero_kv_blocks_kernel": _zero_blocks,
             f"{HYBRID}._scatter_num_accepted_kernel": _count_accepted,
-            f"{SAMPLE}.output._compact_sampling_mask_kernel": _compact_masks,
         }
     )
+    # Each worker would register the kernels of vLLM's first runner, by a scan of all modules.
+    current_platform.register_triton_kernel_overrides()
+    current_platform.register_triton_kernel_overrides = lambda: None
     # These kernels take the addresses of tensors.
     FusedStagedWriter.apply = _apply_all_writes
     BlockTables.gather_block_tables = _gather_block_tables
@@ -110,16 +110,18 @@ def _compute_slot_mappings(
     out: Tensor | None = None,
 ) -> Tensor:
     """Return where in the cache the batch's tokens are written, [groups, tokens]."""
-    slots = tables.slot_mappings[:, :num_tokens_padded]
-    requests = idx_mapping.repeat_interleave(query_start_loc[: len(idx_mapping) + 1].diff())
-    tokens = positions[: len(requests)]
+    requests, bounds = idx_mapping.numpy(), query_start_loc.numpy()
+    rows = requests.repeat(np.diff(bounds[: len(requests) + 1]))
+    tokens = positions.numpy()[: len(rows)]
     for group, size in enumerate(tables.block_sizes):
+        slots = tables.slot_mappings[group].numpy()[:num_tokens_padded]
         if tables._slot_mapping_enabled[group]:
-            blocks = tables.block_tables[group].gpu[requests, tokens // size]
-            slots[group, : len(requests)] = blocks * size + tokens % size
+            blocks, offsets = np.divmod(tokens, size)
+            slots[: len(rows)] = tables.block_tables[group].gpu.numpy()[rows, blocks] * size
+            slots[: len(rows)] += offsets
         else:
-            slots[group] = -1
-    return slots
+            slots[:] = -1
+    return tables.slot_mappings[:, :num_tokens_padded]
 
 
 def _prepare_prefill_inputs(
@@ -155,11 +157,13 @@ def _prepare_positions(
     **__: Any,
 ) -> None:
     """Write each token's position, and each request's length with this step's tokens."""
-    bounds = query_start_loc[: len(idx_mapping) + 1]
-    computed, lengths = num_computed[idx_mapping], bounds.diff()
-    seq_lens.zero_()[: len(idx_mapping)] = computed + lengths
-    offsets = (computed - bounds[:-1]).repeat_interleave(lengths)
-    torch.add(torch.arange(len(offsets)), offsets, out=positions[: len(offsets)])
+    requests, bounds = idx_mapping.numpy(), query_start_loc.numpy()[: len(idx_mapping) + 1]
+    computed, lengths = num_computed.numpy()[requests], np.diff(bounds)
+    totals = seq_lens.numpy()
+    totals[: len(requests)] = computed + lengths
+    totals[len(requests) :] = 0
+    offsets = (computed - bounds[:-1]).repeat(lengths)
+    np.add(np.arange(len(offsets)), offsets, out=positions.numpy()[: len(offsets)])
 
 
 def _take_sampled_tokens(
@@ -176,10 +180,10 @@ def _take_sampled_tokens(
     **_: Any,
 ) -> None:
     """Make the token sampled last the input of each request after its prefill."""
-    count = len(idx_mapping)
-    torch.sub(query_start_loc[1 : count + 1], 1, out=logits_indices)
-    after = seq_lens[:count] > prefill_lens[idx_mapping]
-    input_ids[logits_indices[after]] = last_sampled[idx_mapping[after], 0].to(input_ids.dtype)
+    requests, ends = idx_mapping.numpy(), logits_indices.numpy()
+    np.subtract(query_start_loc.numpy()[1 : len(requests) + 1], 1, out=ends)
+    after = seq_lens.numpy()[: len(requests)] > prefill_lens.numpy()[requests]
+    input_ids.numpy()[ends[after]] = last_sampled.numpy()[requests[after], 0]
 
 
 def _count_sampled(
@@ -191,7 +195,9 @@ def _count_sampled(
     prefill_lens: Tensor,
 ) -> None:
     """Count no token of a request that is still in prefill."""
-    num_sampled.masked_fill_(seq_lens[: len(idx_mapping)] < prefill_lens[idx_mapping], 0)
+    requests = idx_mapping.numpy()
+    in_prefill = seq_lens.numpy()[: len(requests)] < prefill_lens.numpy()[requests]
+    num_sampled.numpy()[in_prefill] = 0
     num_rejected.zero_()
 
 
@@ -212,125 +218,13 @@ def _note_sampled(
     **_: Any,
 ) -> None:
     """Append the sampled tokens, one a request, and count the computed ones."""
-    after = num_sampled > 0
-    requests, tokens = idx_mapping[after], sampled[after, 0]
-    last_sampled[requests, 0] = tokens
-    all_token_ids[requests, total_len[requests].long()] = tokens.to(all_token_ids.dtype)
-    total_len[requests] += 1
-    num_computed[idx_mapping] += query_start_loc[: len(idx_mapping) + 1].diff()
-
-
-def _divide_by_temperature(
-    logits: Tensor, _stride: int, idx_mapping: Tensor, temperature: Tensor, *_: Any, **__: Any
-) -> None:
-    """Divide the logits of requests that are not greedy."""
-    divisors = temperature[idx_mapping]
-    logits.div_(divisors.masked_fill(divisors == 0, 1.0)[:, None])
-
-
-def _sample(
-    local_argmax: Tensor,
-    _argmax_stride: int,
-    local_max: Tensor,
-    _max_stride: int,
-    _cache: None,  # this and what follows: of draft models
-    _cache_stride_0: int,
-    _cache_stride_1: int,
-    _cache_column: None,
-    _cache_source: None,
-    _cache_source_stride: int,
-    logits: Tensor,
-    _stride: int,
-    idx_mapping: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-    temperature: Tensor,
-    _vocabulary: int,
-    **_: Any,
-) -> None:
-    """Sample by Gumbel noise, which depends on a request's seed, the position and the token alone.
-
-    The kernel leaves the best token of each block of the vocabulary: here the first block's is that
-    of the whole.
-    """
-    greedy = temperature[idx_mapping] == 0
-    uniform = _uniform(seeds[idx_mapping].numpy(), positions.numpy(), logits.shape[1])
-    # Of the tail near 0, which decides who wins, fp32 has the fine resolution.
-    noise = torch.from_numpy(uniform).neg_().log1p_().neg_().log_().neg_()
-    noised = logits + noise.masked_fill_(greedy[:, None], 0.0)
-    local_max.fill_(-torch.inf)
-    best = noised.max(-1)
-    local_max[:, 0], local_argmax[:, 0] = best.values, best.indices
-
-
-def _uniform(seeds: np.ndarray, positions: np.ndarray, vocabulary: int) -> np.ndarray:
-    """Return vLLM's uniform random numbers, fp32 [requests, vocabulary] in (0, 1).
-
-    They are MurmurHash3 of a seed, a position and a token, as in `murmur3_uniform32`.
-    """
-    state = np.zeros(len(seeds), np.uint32)
-    for words in (seeds, seeds >> 32, positions):
-        state = _mix(state, _scrambled((words & 0xFFFFFFFF).astype(np.uint32)))
-    bits = _mix(state[:, None], _scrambled_tokens(vocabulary)) ^ np.uint32(16)
-    bits ^= bits >> 16
-    bits *= np.uint32(0x85EBCA6B)
-    bits ^= bits >> 13
-    bits *= np.uint32(0xC2B2AE35)
-    bits ^= bits >> 16
-    return ((bits + 0.5) * 2.0**-32).astype(np.float32)
-
-
-def _mix(state: np.ndarray, scrambled: np.ndarray) -> np.ndarray:
-    return _rotated(state ^ scrambled, 13) * np.uint32(5) + np.uint32(0xE6546B64)
-
-
-def _scrambled(words: np.ndarray) -> np.ndarray:
-    return _rotated(words * np.uint32(0xCC9E2D51), 15) * np.uint32(0x1B873593)
-
-
-def _rotated(words: np.ndarray, shift: int) -> np.ndarray:
-    return words << np.uint32(shift) | words >> np.uint32(32 - shift)
-
-
-@lru_cache(maxsize=1)
-def _scrambled_tokens(vocabulary: int) -> np.ndarray:
-    return _scrambled(np.arange(vocabulary, dtype=np.uint32))
-
-
-def _log_softmax(
-    output: Tensor, logits: Tensor, _stride: int, ids: Tensor, *_: Any, **__: Any
-) -> None:
-    """Write the log-probabilities of tokens, [requests, tokens] of ids."""
-    torch.gather(logits.log_softmax(-1, torch.float32), -1, ids, out=output)
-
-
-def _ranks(output: Tensor, logits: Tensor, _stride: int, ids: Tensor, *_: Any, **__: Any) -> None:
-    """Write the number of logits that are no smaller than the sampled token's."""
-    torch.sum(logits >= logits.gather(-1, ids[:, None]), -1, out=output)
-
-
-def _compact_masks(
-    logits: Tensor,
-    _row_stride: int,
-    _column_stride: int,
-    _cu_num_logits: Tensor,
-    num_sampled: Tensor,
-    ids: Tensor,
-    _ids_stride: int,
-    packed: Tensor,
-    _packed_stride: int,
-    counts: Tensor,
-    _vocabulary: int,
-    most: int,
-    **_: Any,
-) -> None:
-    """Write the ids with finite logits: the first `most` of each row, their number, and as bits."""
-    kept = logits.isfinite() & (num_sampled > 0)[:, None]
-    torch.sum(kept, -1, dtype=counts.dtype, out=counts)
-    packed.copy_(torch.from_numpy(np.packbits(kept.numpy(), axis=1, bitorder="little")))
-    for row, mask in enumerate(kept):
-        found = mask.nonzero()[:most, 0]
-        ids[row, : len(found)] = found.to(ids.dtype)
+    requests, after = idx_mapping.numpy(), num_sampled.numpy() > 0
+    sampling, tokens = requests[after], sampled.numpy()[after, 0]
+    last_sampled.numpy()[sampling, 0] = tokens
+    lengths = total_len.numpy()
+    all_token_ids.numpy()[sampling, lengths[sampling]] = tokens
+    lengths[sampling] += 1
+    num_computed.numpy()[requests] += np.diff(query_start_loc.numpy()[: len(requests) + 1])
 
 
 def _zero_blocks(

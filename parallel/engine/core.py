@@ -23,8 +23,8 @@ from parallel.engine.wire import (
     Refitted,
     Sampling,
     Wake,
+    effective_top_k,
     keeps_part,
-    kept_limits,
 )
 from parallel.families import routed_layers
 from parallel.settings import EngineJob
@@ -258,12 +258,11 @@ class Core:
                 f"top_k = {sampling.top_k} and top_p = {sampling.top_p} keep a part of the"
                 " vocabulary, and this engine was started without sampling_mask; start it with one"
             )
-        top_k, _ = kept_limits(sampling.top_k, sampling.top_p, self.model.vocabulary_size)
         return SamplingParams(
             seed=seed,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
-            top_k=top_k,
+            top_k=effective_top_k(sampling.top_k, sampling.top_p, self.model.vocabulary_size),
             max_tokens=sampling.max_tokens,
             stop_token_ids=list(sampling.end_tokens),
             ignore_eos=True,  # the configuration's end token need not be one of them

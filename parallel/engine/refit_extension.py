@@ -239,6 +239,7 @@ class RefitExtension:
             try:
                 yield
             finally:  # also after an error, so that the next refit finds the usual state
+                place_buffers(model)
                 layerwise.finalize_layerwise_reload(model, self.model_config)
         for method, kernel in kernels:
             if method.moe_kernel is None:
@@ -277,6 +278,22 @@ class RefitExtension:
                     info.reset()
                 model._do_torchao_reload = model._original_do_torchao_reload
         return boxes
+
+
+def place_buffers(model: torch.nn.Module) -> None:
+    """Put back the layers that have buffers alone, as the table of rotary positions.
+
+    No refit brings them. vLLM 0.32 would put them back too, but log that their weights failed to
+    load (reload/layerwise.py counts buffers among them).
+    """
+    for module in model.modules():
+        info = layerwise.get_layerwise_info(module)
+        parameters = any(True for _ in module.parameters(recurse=False))
+        if parameters or not info.can_load() or layerwise.is_deferred_attention_layer(module):
+            continue
+        if info.load_numel <= 0:
+            layerwise._place_kernel_tensors(module, info)
+            info.reset()
 
 
 def empty_whole_masks() -> None:

@@ -74,21 +74,31 @@ def keeps_part(top_k: int, top_p: float) -> bool:
     return top_p < 1.0 or top_k > 0
 
 
-def kept_limits(top_k: int, top_p: float, vocabulary: int) -> tuple[int, int]:
-    """Return the top_k to sample with, and the number of ids that a token's kept set may have.
-
-    (0, 0) keeps all ids. vLLM keeps every id as likely as the k-th, of which bf16 logits have
-    several.
+def effective_top_k(top_k: int, top_p: float, vocabulary: int) -> int:
+    """Return the top_k to sample with; 0 keeps all ids.
 
     Example: a vocabulary of 150,000 with top_k 20, with top_p alone, and with neither.
 
-        >>> [kept_limits(top_k, top_p, 150_000) for top_k, top_p in ((20, 1.0), (0, 0.9), (0, 1.0))]
-        [(20, 84), (4096, 4160), (0, 0)]
+        >>> [effective_top_k(top_k, top_p, 150_000) for top_k, top_p in ((20, 1), (0, 0.9), (0, 1))]
+        [20, 4096, 0]
     """
     if not keeps_part(top_k, top_p):
-        return 0, 0
-    top_k = top_k or (MOST_KEPT if vocabulary > MOST_KEPT else 0)
-    return top_k, min(top_k + TIES, vocabulary) if top_k else vocabulary
+        return 0
+    return top_k or (MOST_KEPT if vocabulary > MOST_KEPT else 0)
+
+
+def largest_kept_set(top_k: int, top_p: float, vocabulary: int) -> int:
+    """Return the number of ids that a token's kept set may have.
+
+    vLLM keeps every id as likely as the k-th, of which bf16 logits have several.
+
+    Example: a vocabulary of 150,000 with top_k 20, and with top_p alone.
+
+        >>> [largest_kept_set(top_k, top_p, 150_000) for top_k, top_p in ((20, 1.0), (0, 0.9))]
+        [84, 4160]
+    """
+    limit = effective_top_k(top_k, top_p, vocabulary)
+    return min(limit + TIES, vocabulary) if limit else vocabulary
 
 
 class Sampling(msgspec.Struct, frozen=True):

@@ -65,13 +65,18 @@ class Running:
         self.process = Child("engine", command, log, {}, request_fork=request_fork)
 
     def wait(self, beside: Sequence[Running] = ()) -> None:
-        """Wait until the process has written its address or ended; those beside it start too."""
+        """Wait until the process has written its address; those beside it start too.
+
+        Raises:
+            AssertionError: it has ended, or one beside it that it would wait for; with the log.
+        """
         log = self.directory / "engine.log"
         deadline = time.monotonic() + START_SECONDS
         try:
-            while self.process.status() is None and not self.address.exists():
-                for other in beside:
-                    other.process.status()  # which completes a fork
+            while not self.address.exists():
+                for engine in (self, *beside):  # `status` also completes a fork
+                    ended = engine.process.status() is not None and not engine.address.exists()
+                    assert not ended, (engine.directory / "engine.log").read_text()
                 assert time.monotonic() < deadline, log.read_text()
                 time.sleep(0.05)
         except BaseException:

@@ -1,12 +1,17 @@
-"""The torch functions that run vLLM's second model runner on a CPU compute what its kernels do."""
+"""The functions that run vLLM's second model runner on a CPU compute what its kernels do."""
 
 from __future__ import annotations
+
+from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
-from parallel.cpu import vllm_runner
+from parallel.cpu import vllm_runner, vllm_sampling
+from pipeline.launch.placement import ForkServers
+from tests.engine.engine_process import call
 
 LOGITS = torch.tensor([0.5, -1.0, 2.0, -torch.inf, 0.0])
 DRAWS = 20_000
@@ -32,16 +37,40 @@ def sampled(seeds: torch.Tensor, temperature: float) -> torch.Tensor:
     count = len(seeds)
     best, values = torch.zeros(count, 2, dtype=torch.int64), torch.zeros(count, 2)
     unused = (None, 0, 0, None, None, 0)
-    vllm_runner._sample(
+    vllm_sampling._sample(
         best, 2, values, 2, *unused, LOGITS.expand(count, -1), 5, torch.arange(count), seeds,
         torch.full((count,), 7), torch.full((count,), temperature), 5,
     )  # fmt: skip
     return best.gather(1, values.argmax(1, keepdim=True))[:, 0]
 
 
+def scans_of_a_worker() -> int:
+    """Return how often an engine's start scans the names of all modules."""
+    from vllm.platforms import current_platform
+    from vllm.triton_utils import dispatcher
+
+    with mock.patch.object(dispatcher, "_rebind_kernels") as scan:
+        vllm_runner.provide()
+        current_platform.register_triton_kernel_overrides()  # as vLLM's worker does
+    return scan.call_count
+
+
+def test_a_forked_engine_finds_the_kernels_registered(
+    fork_servers: ForkServers, tmp_path: Path
+) -> None:
+    assert call(fork_servers, scans_of_a_worker, tmp_path) == 0
+
+
+def test_random_numbers_do_not_depend_on_how_they_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds, positions = np.arange(7), np.arange(7) * 3
+    whole = vllm_sampling._uniform(seeds, positions, 10)
+    monkeypatch.setattr(vllm_sampling, "CACHED", 20)
+    assert np.array_equal(vllm_sampling._uniform(seeds, positions, 10), whole)
+
+
 def test_random_numbers_are_the_hashes_of_seed_position_and_token() -> None:
     seeds, positions = np.array([3, -5, 1 << 40 | 9]), np.array([0, 11, 1 << 20])
-    found = vllm_runner._uniform(seeds, positions, 4)
+    found = vllm_sampling._uniform(seeds, positions, 4)
     for row, (seed, position) in enumerate(zip(seeds.tolist(), positions.tolist(), strict=True)):
         words = [seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, position]
         hashes = [murmur([*words, token]) for token in range(4)]
@@ -64,7 +93,7 @@ def test_masks_hold_ids_bits_and_counts(most: int) -> None:
     """A request in prefill has none."""
     ids, counts = torch.zeros(2, most, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     packed = torch.zeros(2, 1, dtype=torch.uint8)
-    vllm_runner._compact_masks(
+    vllm_sampling._compact_masks(
         LOGITS.expand(2, -1), 5, 1, torch.arange(3), torch.tensor([1, 0]), ids, most, packed, 1,
         counts, 5, most,
     )  # fmt: skip

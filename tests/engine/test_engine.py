@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from parallel.engine.client import EngineClient, EngineError, EngineRefused
 from parallel.engine.wire import Generate, Prompt
 from parallel.files import RESTART_REQUEST
+from pipeline.launch.placement import ForkServers
 from tests.awaiting import PATIENCE_SECONDS
 from tests.engine import engine_cases
 from tests.engine.drawing import (
@@ -54,6 +55,19 @@ def refit(on: On, engine: Running) -> Refit:
         return DrawingReference(MODEL, weights)
 
     return run
+
+
+def test_an_engine_that_fails_at_its_start_is_reported_at_once(
+    fork_servers: ForkServers, tmp_path: Path
+) -> None:
+    with pytest.raises(AssertionError, match="No module named"):
+        Running(fork_servers, MODEL, tmp_path, program="tests.engine.missing")
+
+
+def test_a_refit_logs_no_warning_of_weights(engine: Running, refit: Refit) -> None:
+    """vLLM would log one of a layer that has buffers alone, as rotary positions."""
+    refit(1)
+    assert "Failed to load weights" not in (engine.directory / "engine.log").read_text()
 
 
 def test_an_engine_without_weights_refuses_to_sample(engine: Running) -> None:

@@ -7,6 +7,7 @@ import json
 import multiprocessing
 from io import FileIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -98,7 +99,8 @@ def test_a_full_disk_names_the_ledger(ledger: Ledger, monkeypatch: pytest.Monkey
         ledger.append("merge", "done", "finished", 1)
 
 
-def append_many(path: Path, writer: int) -> None:
+def append_many(path: Path, writer: int, together: Any) -> None:
+    together.wait()
     for number in range(50):
         Ledger(path).append(f"stage_{writer}", "running", "x" * number, number)
         if number % 10 == writer:  # as one that is killed in the middle of a line
@@ -108,9 +110,11 @@ def append_many(path: Path, writer: int) -> None:
 
 
 def test_writers_of_several_processes_never_mix_their_lines(ledger: Ledger) -> None:
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("spawn")  # the tests' workers have threads
+    together = context.Barrier(4)
     writers = [
-        context.Process(target=append_many, args=(ledger.path, writer)) for writer in range(4)
+        context.Process(target=append_many, args=(ledger.path, writer, together))
+        for writer in range(4)
     ]
     for writer in writers:
         writer.start()

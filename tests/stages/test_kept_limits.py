@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from parallel.batch import MicroBatch, RankPlace, Responses, collate
-from parallel.engine.wire import kept_limits
+from parallel.engine.wire import effective_top_k, largest_kept_set
 from parallel.model.vocabulary import HeadLogits
 from parallel.sample import Sample
 from stages.domains import SamplingSettings
@@ -94,19 +94,20 @@ def test_an_expert_reads_and_records_entropies_over_kept_sets(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("top_k", "top_p", "vocabulary", "expected"),
+    ("top_k", "top_p", "vocabulary", "expected"),  # the top_k, and the largest set
     [
         (20, 1.0, 151_936, (20, 84)),  # bf16 logits have ties, all of which vLLM keeps
         (20, 0.9, 80, (20, 80)),
         (0, 0.9, 151_936, (4096, 4160)),
         (0, 0.9, 80, (0, 80)),
-        (0, 1.0, 151_936, (0, 0)),
+        (0, 1.0, 151_936, (0, 151_936)),
     ],
 )
 def test_log_probabilities_are_requested_for_every_token_that_may_be_kept(
     top_k: int, top_p: float, vocabulary: int, expected: tuple[int, int]
 ) -> None:
-    assert kept_limits(top_k, top_p, vocabulary) == expected
+    limits = effective_top_k(top_k, top_p, vocabulary), largest_kept_set(top_k, top_p, vocabulary)
+    assert limits == expected
 
 
 def test_sets_of_the_requested_size_are_counted() -> None:
