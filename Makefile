@@ -56,11 +56,11 @@ endef
 # a directory has, and the packages of two Pythons in it.
 VERSION := -c 'import sys; print("%d.%d" % sys.version_info[:2])'
 define check_python
-	@version=$$($(PYTHON) $(VERSION) 2> /dev/null || echo missing); case $$version in 3.12|3.13) ;; \
-	  *) echo "make: Braid needs Python 3.12 or 3.13, and $(PYTHON) is $$version; install one and name it:" \
+	@python='$(PYTHON)'; version=$$($$python $(VERSION) 2> /dev/null || echo missing); case $$version in 3.12|3.13) ;; \
+	  *) echo "make: Braid needs Python 3.12 or 3.13, and $$python is $$version; install one and name it:" \
 	          "make $(or $(MAKECMDGOALS),install) PYTHON=python3.13" >&2; exit 1;; esac; \
 	 old=$$($(1)/bin/python $(VERSION) 2> /dev/null); [ ! -L $(1)/bin/python ] || [ "$$old" = $$version ] \
-	  || { echo "make: $(1) has Python $${old:-that is gone}, and $(PYTHON) is $$version;" \
+	  || { echo "make: $(1) has Python $${old:-that is gone}, and $$python is $$version;" \
 	            "remove it first: rm -rf $(1)" >&2; exit 1; }
 endef
 

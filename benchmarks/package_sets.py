@@ -7,7 +7,7 @@ and take turns, so that whatever else the machine does falls on both. An engine'
 of a server that has imported everything, as the launcher's, until it has sampled a token. A step is
 one of `grpo_steps.py` of the checkout itself, on one rank and one engine with cores of their own:
 the run that has no turn is stopped (SIGSTOP) between two steps. Seconds of processor time are those
-of all of a side's processes; they bear a busy machine better than the seconds of the clock. Each
+of all of a side's processes; a busy machine changes them less than the seconds of the clock. Each
 number is a median over the turns. Prints JSON.
 """
 
@@ -189,7 +189,7 @@ class Run:
             )
 
     def go(self, lines: int) -> None:
-        """Run until so many steps are logged, then stop."""
+        """Run until the log has this number of lines, then stop."""
         self._signal(signal.SIGCONT)
         while len(self._lines()) < lines:
             if self._process.poll() is not None:

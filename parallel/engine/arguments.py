@@ -25,6 +25,10 @@ from parallel.machine.network import address_of
 from parallel.settings import EngineJob, ModelSettings
 
 LATENT_CACHE_BLOCK = 16  # the only one of vLLM 0.32's CPU_MLA
+# vLLM 0.32's rotary kernel for CPUs (csrc/cpu/pos_encoding.cpp) takes the stride of a head for that
+# of a token where queries are [tokens, heads, width], as latent attention's are. torch rotates them
+# until that kernel reads both strides, as vllm-project/vllm#18046 made the one for GPUs do.
+TORCH_ROTATES = {"custom_ops": ["-rotary_embedding"]}
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 PRECISE_HEAD = {"head_dtype": "float32"}  # of the Hugging Face configuration, as vLLM reads it
 
@@ -102,11 +106,7 @@ def _attention_on_cpu(model: ModelSettings) -> dict[str, Any]:
         # vLLM prefers AMX_MLA where a CPU has AMX: it takes bf16 alone, and gives other bits.
         "attention_backend": "CPU_MLA",
         "block_size": LATENT_CACHE_BLOCK,
-        # vLLM 0.32's rotary kernel for CPUs (csrc/cpu/pos_encoding.cpp) takes the stride of a head
-        # for that of a token where queries are [tokens, heads, width], as latent attention's are.
-        # torch rotates them until that kernel reads both strides, as vllm-project/vllm#18046 made
-        # the one for GPUs do.
-        "compilation_config": {"custom_ops": ["-rotary_embedding"]},
+        "compilation_config": TORCH_ROTATES,
     }
 
 

@@ -190,7 +190,7 @@ MUTANTS = [
     Mutant(
         "latent attention takes vLLM's rotary kernel for CPUs",
         "parallel/engine/arguments.py",
-        '"compilation_config": {"custom_ops": ["-rotary_embedding"]},',
+        '"compilation_config": TORCH_ROTATES,',
         '"compilation_config": {},',
         "tests/engine/test_families.py",
     ),

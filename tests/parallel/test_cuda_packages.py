@@ -194,7 +194,7 @@ def test_what_works_is_used_with_cuda(
 def test_torch_finds_the_libraries_of_transformer_engine_before_it_is_imported(
     tmp_path: Path,
 ) -> None:
-    """Those of version 2.20 are linked with NCCL, which lies where torch alone looks."""
+    """Version 2.20's are linked with NCCL, in a directory where torch alone looks."""
     linked = "import sys\nif 'torch' not in sys.modules: raise OSError('libnccl.so.2')"
     plant(tmp_path, {**WORKING, "transformer_engine/__init__.py": linked})
     program = "from parallel.machine import cuda_packages as p; print(p.transformer_engine_error())"
