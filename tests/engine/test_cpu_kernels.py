@@ -11,6 +11,7 @@ from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.model_loader.reload import layerwise
 
 from parallel.cpu import vllm_kernels as cpu_kernels
+from parallel.engine import refit_extension
 from parallel.engine.refit_extension import RefitExtension
 
 
@@ -79,6 +80,7 @@ def test_a_refit_lets_go_of_the_experts_kernel_on_a_cpu_alone(
     extension._device = torch.device(device)
     monkeypatch.setattr(layerwise, "initialize_layerwise_reload", lambda model: None)
     monkeypatch.setattr(layerwise, "finalize_layerwise_reload", lambda model, config: None)
+    monkeypatch.setattr(refit_extension, "place_buffers", lambda model: None)
     with extension._bracket():
         seen.append(experts.quant_method.moe_kernel)
     assert seen == [kernel if kept else None]
