@@ -50,8 +50,9 @@ def test_a_norm_after_a_residual_leaves_the_sum(preferred):
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
-def test_the_rotary_kernel_still_misreads_queries_of_several_heads():
+def test_the_rotary_kernel_still_misreads_queries_of_several_heads(monkeypatch):
     """Once this fails, `engine_arguments` need not turn it off for latent attention."""
+    monkeypatch.setenv("LD_PRELOAD", "")  # which vLLM sets, for all that this process starts
     with set_current_vllm_config(VllmConfig()):
         parameters = {"rope_type": "default", "rope_theta": 1e4}
         rotary = get_rope(64, 256, is_neox_style=False, rope_parameters=parameters)
