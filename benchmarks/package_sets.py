@@ -53,8 +53,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="braid-sets-") as directory:
         scratch = Path(directory)
         report: dict[str, Any] = {
+            **describe(checkouts["new"]),
+            "old": describe(checkouts["old"]),
             "pairs": arguments.pairs,
-            **{side: describe(checkout) for side, checkout in checkouts.items()},
             "engine_start": summary(starts(checkouts, arguments.pairs, scratch)),
         }
         for size in arguments.sizes:
