@@ -38,10 +38,13 @@ def forget(worker: Any) -> int:
     for module in runner.model.modules():
         found = {name: each for name, each in vars(module).items() if name not in STAYS}
         lost += [each for each in tensors(found) if id(each) not in kept]
+    bits = [each for each in lost if each.dtype is torch.int8]  # a delta net's states, as bytes
     floating = [each for each in lost if each.is_floating_point()]
     with torch.no_grad():
         for each in floating:
             each.fill_(torch.nan)
+        for each in bits:
+            each.fill_(-1)  # a NaN in every floating type
     return len(floating)
 
 

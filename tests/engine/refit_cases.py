@@ -21,9 +21,11 @@ SHORT = Sampling(temperature=1.0, max_tokens=4, end_tokens=(1,))  # ranks of an 
 def policy(model: str, layout: str) -> Any:
     from parallel.model.policy import Policy
 
-    return Policy(
+    trained = Policy(
         ModelSettings.model_validate_json(model), LayoutSettings.model_validate_json(layout)
     )
+    trained.start_fresh(0)  # what cases leave as it is would else be whatever the memory held
+    return trained
 
 
 @functools.lru_cache(maxsize=1)
