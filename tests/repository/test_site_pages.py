@@ -18,6 +18,16 @@ PAGES = REPOSITORY / "docs"
 NAVIGATION = re.findall(r"(\S+\.md)$", (REPOSITORY / "mkdocs.yml").read_text(), re.M)
 FIRST = ("index", "install", "tutorial", "how-to/start-a-run", "troubleshooting", "faq")
 WORDS = 20  # of a sentence
+# What troubleshooting.md says that a command prints.
+PRINTED = (
+    "(out of memory?)",
+    "engines and rewards",
+    "gave no sign of life for",
+    "log-probabilities differ from the trainer's",
+    "more memory than a GPU has",
+    "no stage is running",
+    "where a step's seconds go",
+)
 SIZES = re.findall(
     r"^\| `([\w.-]+)` \| (\d+) \| `({.*?})`(?: and `(.*?)`)? \| `({.*?})`"
     r" \| ([\d,]+) \| (\d+) \| ([\d,]+) \|$",
@@ -45,6 +55,16 @@ def test_the_home_page_names_every_page() -> None:
 @pytest.mark.parametrize("page", FIRST)
 def test_a_beginners_page_has_short_sentences(page: str) -> None:
     assert [each for each in sentences(page) if len(each.split()) > WORDS] == []
+
+
+def test_what_troubleshooting_says_is_printed() -> None:
+    text = " ".join((PAGES / "troubleshooting.md").read_text().split())
+    source = "".join(
+        path.read_text()
+        for floor in ("pipeline", "stages", "parallel")
+        for path in (REPOSITORY / floor).rglob("*.py")
+    )
+    assert [each for each in PRINTED if each not in text or each not in source] == []
 
 
 def test_every_command_has_a_task() -> None:
