@@ -22,7 +22,9 @@ import pytest
 from tests.runs import REPOSITORY
 
 PAGES = ("command", "objective", "reward", "stage-kind")
-BLOCK = re.compile(r"^( *)```(python|diff)\n *# ((?:[\w-]+/)+[\w-]+\.(?:py|md))\n(.*?)^ *```$", re.M | re.S)
+BLOCK = re.compile(
+    r"^( *)```(python|diff)\n *# ((?:[\w-]+/)+[\w-]+\.(?:py|md))\n(.*?)^ *```$", re.M | re.S
+)
 # After them the pages name no further step but `make docs` and `make golden`.
 WRITERS = (
     "tools.docs",

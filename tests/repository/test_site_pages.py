@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 from tools import docs
 
 from pipeline import cli
+from pipeline.config.validate import load
+from pipeline.run.graph import compile_graph
 from tests.repository.test_coming_from import ROWS
 from tests.runs import REPOSITORY
 from tests.tiers import tiered
@@ -72,6 +75,15 @@ def test_every_command_has_a_task() -> None:
     commands = [words for words, _, _ in docs._all_commands(docs.command_parser(), "braid")]
     groups = {words for words in commands for each in commands if each.startswith(f"{words} ")}
     assert [words for words in commands if words not in groups and f"`{words}" not in text] == []
+
+
+def test_the_run_of_a_test_set_is_one(tmp_path: Path) -> None:
+    shutil.copytree(REPOSITORY / "configs", tmp_path / "configs")
+    [text] = re.findall(r"```yaml\n(.*?)```", (PAGES / "faq.md").read_text(), re.S)
+    path = tmp_path / text.split()[1]
+    path.write_text(text)
+    [stage] = compile_graph(load(path, to_start=False))  # neither model nor rows are here
+    assert stage.kind == "evaluate"
 
 
 @pytest.mark.parametrize(
