@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import pytest
 
@@ -38,6 +38,7 @@ SEARCHES = {
     "TRL": "coming-from/trl/",
     "how many GPUs": "how-to/size-a-run/",
 }
+Look = Literal["light", "dark"]
 WIDTH = "document.documentElement.scrollWidth"
 FOUND = "/matching/.test(document.querySelector('.md-search-result__meta').innerText)"
 # The blocks of code whose lines do not fit.
@@ -67,7 +68,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         server.shutdown()
 
 
-def opened(browser: Browser, width: int, look: str) -> Page:
+def opened(browser: Browser, width: int, look: Look) -> Page:
     """Return a new page of this width, whose system is light or dark."""
     context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=look)
     return context.new_page()
@@ -104,7 +105,7 @@ def test_a_search_finds_the_page_that_a_new_user_means(site: str, browser: Brows
 @pytest.mark.parametrize("look", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
 def test_a_page_has_its_look_its_neighbours_and_its_source(
-    look: str, width: int, site: str, browser: Browser
+    look: Look, width: int, site: str, browser: Browser
 ) -> None:
     page = opened(browser, width, look)
     for name in PICTURED:
