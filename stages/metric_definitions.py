@@ -94,7 +94,9 @@ _TABLE = {
         " near 0, sample from a better model, or relax `keep`",
         "dropped/NAME": "responses that `keep` dropped for the reason NAME, the first that applied"
         " | mostly `reward`",
-        "seconds_refit": "time to bring the weights to the engine",
+        "seconds_refit": "time to bring the weights to the engine, `seconds_start` included",
+        "seconds_start": "part of `seconds_refit` in which the trainer waits for engines that"
+        " start | in the first step of an attempt, and after a lost engine",
         "seconds_offload": "time to move models between their GPU and the host; where engines share"
         " the GPUs, in any of the other times",
         "seconds_wake": "time of engines to fall asleep and to wake; where they share the GPUs, in"
@@ -249,7 +251,7 @@ PANELS = {
     "engines": "staleness_mean staleness_max staleness_N dropped_stale replayed requeued duplicates"
     " engine_restarts refit_bytes refit_staging_bytes",
     "cost": "sampled_tokens trained_tokens token_efficiency seconds_rollout seconds_train"
-    " seconds_refit seconds_wait seconds_wake seconds_offload",
+    " seconds_refit seconds_start seconds_wait seconds_wake seconds_offload",
 }
 PANEL_OF = {metric: panel for panel, metrics in PANELS.items() for metric in metrics.split()}
 # Names before "/NAME": of a metric of every domain, or of every reward.

@@ -62,6 +62,13 @@ def test_a_healthy_run_has_a_curve_for_each_stage(braid: Braid) -> None:
     assert "rollout 75 % · train 25 %" in row
 
 
+def test_the_start_of_the_engines_is_no_weight_sync(small: Path, braid: Braid) -> None:
+    started = {**HEALTHY, "seconds_refit": 50.0, "seconds_start": 48.0}
+    log(small, [started] + [{**HEALTHY, "seconds_refit": 0.0}] * 29)
+    [row] = [row for row in printed(braid).splitlines() if STAGE in row]
+    assert "rollout 53 % · engine start 28 % · train 18 %" in row  # refit is 1 %
+
+
 FAULTS: dict[str, tuple[Line, str]] = {
     "nothing right": (
         {"all_wrong": 1.0, "zero_variance": 1.0, "all_right": 0.0},

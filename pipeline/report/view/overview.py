@@ -28,7 +28,15 @@ WIDTH = 16  # bars of a curve
 ACCURACY = "accuracy"
 # The first that a stage logs is its curve.
 CURVES = (ACCURACY, "teacher_kl", "reward", "kept", "loss")
-SECONDS = ("rollout", "train", "refit", "offload", "wake")  # parts of a step, in metrics
+# Parts of a step, by the metric of their seconds.
+SECONDS = {
+    "rollout": "seconds_rollout",
+    "train": "seconds_train",
+    "refit": "seconds_refit",
+    "engine start": "seconds_start",
+    "offload": "seconds_offload",
+    "wake": "seconds_wake",
+}
 HEADINGS = ("stage", "state", "steps", "curve", "", "tokens/s", "where a step's seconds go", "left")
 
 
@@ -197,7 +205,10 @@ def _speed(lines: Sequence[Line]) -> str:
 
 def _split(lines: Sequence[Line]) -> str:
     """Return which parts of a step take which share of its seconds, the largest first."""
-    seconds = {name: sum(line.get(f"seconds_{name}", 0.0) for line in lines) for name in SECONDS}
+    seconds = {
+        name: sum(line.get(metric, 0.0) for line in lines) for name, metric in SECONDS.items()
+    }
+    seconds["refit"] -= seconds["engine start"]  # which is logged as a part of it
     total = sum(seconds.values())
     if not total:
         return ""
