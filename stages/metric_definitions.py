@@ -19,8 +19,8 @@ class Metric(NamedTuple):
     healthy: str = ""
 
 
-# By denominator: name: "meaning | healthy values". RANGE stands for the metric's own in RANGES, which
-# is followed by the bound of an alarm where that is another one.
+# By denominator: name: "meaning | healthy values". RANGE stands for the metric's range in RANGES,
+# and the bound of an alarm follows where that is another one.
 _TABLE = {
     "step": {
         "loss": "the objective, normalised once by the step's global count | SFT, DPO, merge:"
