@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 
+from pipeline.report.view.findings import Health
 from pipeline.run.directory import RunDirectory
 from pipeline.run.graph import Stage
 from pipeline.text import shown
@@ -46,3 +47,15 @@ def problems_lost(run: RunDirectory, stage: Stage, start: str, domain: str) -> s
     """Return the command that shows the problems that the start solved and a stage's model not."""
     models = f"--model {shlex.quote(start)} --versus {shlex.quote(stage.name)}"
     return f"braid look {run_argument(run)} {models} --domain {shlex.quote(domain)}"
+
+
+def next_three(run: RunDirectory, health: Health, measured: bool) -> list[str]:
+    """Return three commands for who has run it: the causes of alarms first, then where to read.
+
+    `measured` says that several models were, which can then be compared.
+    """
+    name = run_argument(run)
+    causes = [symptom.command for symptom in health.symptoms if symptom.alarm]
+    compare = f"braid compare {name}" if measured else f"braid status {name}"
+    commands = [*causes, f"braid look {name}", f"braid report {name}", compare]
+    return [*dict.fromkeys(commands)][:3]
