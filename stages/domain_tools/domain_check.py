@@ -132,8 +132,8 @@ def checked(job: DomainCheckJob) -> dict[str, Any]:
         ]
     shown = demonstration_report(settings, tokenizer, job.domain, job.max_positions)
     limit = settings.sampling.max_response_tokens
-    texts = references(settings, tokenizer, job.domain)
-    right = response_lengths(encoded_lengths(texts, tokenizer), limit)
+    right_texts = references(settings, tokenizer, job.domain)
+    right = response_lengths(encoded_lengths(right_texts, tokenizer), limit)
     report = {"lengths": asdict(lengths), "answers": asdict(answers), "prompts": prompts}
     return {
         **report,

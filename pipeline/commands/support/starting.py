@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from argparse import Namespace
 from collections.abc import Collection
 
@@ -14,7 +13,7 @@ from pipeline.launch.runner import run_stages
 from pipeline.report import status as report
 from pipeline.report.compare.comparison import held_out_gains
 from pipeline.report.view.health import judged
-from pipeline.report.view.next_commands import next_three
+from pipeline.report.view.next_commands import next_three, serve_command
 from pipeline.report.view.overview import Overview, health_lines
 from pipeline.run.directory import TRUST_OPTION, RunDirectory
 from pipeline.run.gates import GateStopped
@@ -94,8 +93,8 @@ def _show_results(run: Run, models: Models) -> None:
         exports = stage.declared.exports or stage.declared.exports_itself
         if exports and run.states[stage.name].state == "done":
             model = stage.parent if stage.declared.exports else stage.name
-            directory = shown(run.stage(stage.name).exported)
-            say(f"model of {model}: {directory}", f"  vllm serve {shlex.quote(directory)}")
+            directory = run.stage(stage.name).exported
+            say(f"model of {model}: {shown(directory)}", f"  {serve_command(directory)}")
 
 
 def _show_end(run: Run, measured: bool) -> None:

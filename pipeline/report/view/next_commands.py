@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 
 from pipeline.report.view.findings import Health
 from pipeline.run.directory import RunDirectory
@@ -47,6 +48,11 @@ def problems_lost(run: RunDirectory, stage: Stage, start: str, domain: str) -> s
     """Return the command that shows the problems that the start solved and a stage's model not."""
     models = f"--model {shlex.quote(start)} --versus {shlex.quote(stage.name)}"
     return f"braid look {run_argument(run)} {models} --domain {shlex.quote(domain)}"
+
+
+def serve_command(model: Path) -> str:
+    """Return the command that serves an exported model."""
+    return f"vllm serve {shlex.quote(shown(model))}"
 
 
 def next_three(run: RunDirectory, health: Health, measured: bool) -> list[str]:
