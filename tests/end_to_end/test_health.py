@@ -179,7 +179,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_healthy_run_has_no_symptom(directory: Path) -> None:
-    """Of its expert's 24 steps a trend may be invisible: that alone may be said."""
+    """In its expert's 24 steps a trend may be invisible: that alone may be said."""
     symptoms = [line for line in look(directory, HEALTHY) if line[0] in "!·"]
     assert [line for line in symptoms if f"{EXPERT}: does not learn: " not in line] == []
 

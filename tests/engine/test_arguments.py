@@ -208,8 +208,11 @@ def test_compilation_is_off_on_a_cpu_alone(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 def test_vllm_serves_a_model_by_the_command_that_a_run_ends_with(tmp_path: Path) -> None:
-    """Its own parser takes `vllm serve PATH`, and finds the model that is there."""
+    """The parser of vLLM takes `vllm serve PATH`, and finds the model that is there."""
     weights = published(tmp_path / "hugging face", TINY)
+    config = json.loads((weights / "config.json").read_text())
+    exported = {**config, "architectures": ["Qwen3MoeForCausalLM"]}  # as an export has it
+    (weights / "config.json").write_text(json.dumps(exported))
     program = (
         "import sys\n"
         "from vllm.engine.arg_utils import AsyncEngineArgs\n"

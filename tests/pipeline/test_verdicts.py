@@ -226,7 +226,7 @@ def test_a_trouble_is_said_with_the_command_to_run_next(name: str, small: Path) 
 
 @pytest.mark.parametrize("metric", ["reward", "teacher_kl", "loss"])
 def test_a_gain_that_is_not_significant_is_never_called_healthy(metric: str, small: Path) -> None:
-    """Of 40 runs whose metric is noise alone, as many may rise by chance as the interval says."""
+    """Noise alone rises in 40 runs no more often than chance has it."""
     run, well = read_run(RunDirectory(small)), 0
     for seed in range(40):
         noise = Random(seed)

@@ -11,10 +11,7 @@ from pipeline.launch.placement import Programs
 from pipeline.launch.processes import Stopped
 from pipeline.launch.runner import run_stages
 from pipeline.report import status as report
-from pipeline.report.compare.comparison import held_out_gains
-from pipeline.report.view.health import judged
 from pipeline.report.view.next_commands import next_three, serve_command
-from pipeline.report.view.overview import Overview, health_lines
 from pipeline.run.directory import TRUST_OPTION, RunDirectory
 from pipeline.run.gates import GateStopped
 from pipeline.run.metrics import Models
@@ -99,6 +96,11 @@ def _show_results(run: Run, models: Models) -> None:
 
 def _show_end(run: Run, measured: bool) -> None:
     """Print the verdict on each stage that trained, and what to run next."""
+    # Commands that start nothing, such as --dry-run, need none of these.
+    from pipeline.report.compare.comparison import held_out_gains
+    from pipeline.report.view.health import judged
+    from pipeline.report.view.overview import Overview, health_lines
+
     overview = Overview.of(run)
     gains = held_out_gains(run, overview.states)
     health = judged(run, overview.states, overview.lines, gains)

@@ -1,4 +1,4 @@
-"""What `braid look`, the report and the end of a run say of a run's health."""
+"""Findings on a run's health, as `braid look`, the report and the end of a run show them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Symptom:
 
 @dataclass(frozen=True)
 class StageVerdict:
-    """What a stage's steps did to its model, in a word, and the evidence for it."""
+    """The verdict on a stage's training: its effect on the model in a word, and the evidence."""
 
     stage: str
     word: Word

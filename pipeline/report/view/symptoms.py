@@ -1,4 +1,4 @@
-"""What is out of its range in a run's stages, what to try first, and the command to run next."""
+"""Symptoms: metrics of a stage out of their range, a remedy, and the command to run next."""
 
 from __future__ import annotations
 
