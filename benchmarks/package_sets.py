@@ -159,12 +159,12 @@ def start_engine(address: Path) -> None:
 def steps(checkouts: dict[str, Path], size: str, pairs: int, scratch: Path) -> Turns:
     """Return the steps of two runs, which take turns after their warm-up."""
     arguments = ["--size", size, "--placement", "own", "--engines", "1", "--steps", str(pairs + 1)]
-    runs: dict[str, Run] = {}
+    runs: dict[str, PausedRun] = {}
     try:
         for side, checkout in checkouts.items():
             directory = scratch / f"{size}-{side}"
             directory.mkdir()
-            runs[side] = Run(checkout, directory, arguments)
+            runs[side] = PausedRun(checkout, directory, arguments)
             runs[side].go(WARM_UP_STEPS)
         turns: Turns = {side: [] for side in runs}
         for _ in range(pairs):
@@ -176,7 +176,7 @@ def steps(checkouts: dict[str, Path], size: str, pairs: int, scratch: Path) -> T
             run.end()
 
 
-class Run:
+class PausedRun:
     """A run of `grpo_steps.py` of a checkout, stopped but for its turns."""
 
     def __init__(self, checkout: Path, directory: Path, arguments: list[str]) -> None:

@@ -321,8 +321,14 @@ def _host() -> dict[str, Any]:
     python = Path(sys.base_prefix, "bin", "python{}.{}".format(*sys.version_info))
     if not python.exists():
         raise SandboxError(f"sandbox: no interpreter at {python}")
+    # Programs get no LD_PRELOAD, as vLLM sets one: its libraries would be files of the host.
+    environment = {name: text for name, text in os.environ.items() if name != "LD_PRELOAD"}
     listing = subprocess.run(
-        [python, "-I", "-S", "-c", LIST_LIBRARIES], capture_output=True, text=True, cwd="/"
+        [python, "-I", "-S", "-c", LIST_LIBRARIES],
+        capture_output=True,
+        text=True,
+        cwd="/",
+        env=environment,
     )
     if listing.returncode:
         raise SandboxError(f"sandbox: cannot list the interpreter's libraries: {listing.stderr}")

@@ -11,6 +11,7 @@ from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.model_loader.reload import layerwise
 
 from parallel.cpu import vllm_kernels as cpu_kernels
+from parallel.engine import refit_extension
 from parallel.engine.refit_extension import RefitExtension
 
 
@@ -49,8 +50,9 @@ def test_a_norm_after_a_residual_leaves_the_sum(preferred):
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
-def test_the_rotary_kernel_still_misreads_queries_of_several_heads():
+def test_the_rotary_kernel_still_misreads_queries_of_several_heads(monkeypatch):
     """Once this fails, `engine_arguments` need not turn it off for latent attention."""
+    monkeypatch.setenv("LD_PRELOAD", "")  # which vLLM sets, for all that this process starts
     with set_current_vllm_config(VllmConfig()):
         parameters = {"rope_type": "default", "rope_theta": 1e4}
         rotary = get_rope(64, 256, is_neox_style=False, rope_parameters=parameters)
@@ -79,6 +81,7 @@ def test_a_refit_lets_go_of_the_experts_kernel_on_a_cpu_alone(
     extension._device = torch.device(device)
     monkeypatch.setattr(layerwise, "initialize_layerwise_reload", lambda model: None)
     monkeypatch.setattr(layerwise, "finalize_layerwise_reload", lambda model, config: None)
+    monkeypatch.setattr(refit_extension, "place_buffers", lambda model: None)
     with extension._bracket():
         seen.append(experts.quant_method.moe_kernel)
     assert seen == [kernel if kept else None]

@@ -412,6 +412,16 @@ def test_this_machine_can_contain_programs() -> None:
     sandbox.check()
 
 
+def test_a_preloaded_library_is_no_file_of_a_program(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """vLLM sets LD_PRELOAD on a CPU, to a library of the environment that may be in /home."""
+    [usual] = [real for _, real in sandbox._host()["files"] if "libgcc_s" in real]
+    library = shutil.copy(usual, tmp_path / "libpreloaded.so")
+    monkeypatch.setenv("LD_PRELOAD", str(library))
+    assert str(library) not in dict(sandbox._host.__wrapped__()["files"])
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 def test_root_needs_no_user_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
     refusing = """
