@@ -284,7 +284,7 @@ class Reader:
 
     def _extended(self, node: yaml_core.Node, place: SourceLocation, key: Key) -> Mapping:
         key_here = (*key, "extends")
-        if not isinstance(node, ScalarNode) or not node.text:
+        if not isinstance(node, ScalarNode) or not node.text or "\0" in node.text:
             return self._unreadable(
                 place, key_here, "must be the path of a file, or a list of paths"
             )
@@ -298,7 +298,7 @@ class Reader:
             resolved, is_file = path.resolve(), path.is_file()
             missing = "not a file" if path.exists() else "no such file"
             shipped = _shipped(node.text)
-        except (OSError, RuntimeError, ValueError) as error:  # not a path, or a symlink loop
+        except (OSError, RuntimeError) as error:  # too long a name, or a symlink loop
             return self._unreadable(place, key_here, f"cannot be followed: {error}")
         if resolved in self._open:
             message = f"{SourceLocation(path)} extends itself through this line"

@@ -178,13 +178,13 @@ def test_thoughts_may_be_required_or_forbidden(
         (problem(calls=None), "the problem has no field 'calls'; calls_field: null wants none"),
         (problem(calls=["weather"]), "field 'calls' must be a list of calls: name and arguments"),
         (problem(({"name": "rain", "arguments": {}},)), "the expected call of 'rain' has no such"),
-        (problem("[" * 5000), "JSON nested too deeply"),
+        (problem("[" * 100_000), "JSON nested too deeply"),
         (problem("[1"), "Expecting ',' delimiter"),
         (problem((DEEP,)), "field 'calls' has arguments nested more than 50 deep"),
-        (problem(tools="[" * 5000), "JSON nested too deeply"),
+        (problem(tools="[" * 100_000), "JSON nested too deeply"),
         (problem(tools=[DEEP["arguments"]]), "field 'tools' has a tool without a name"),
         (
-            problem(tools=[{"name": "now", "parameters": "[" * 5000}]),
+            problem(tools=[{"name": "now", "parameters": "[" * 100_000}]),
             "field 'tools': parameters of 'now': JSON nested too deeply",
         ),
         (
