@@ -196,9 +196,12 @@ golden: $(INSTALLED)  ## rewrite the messages and pipelines of tests/pipeline/go
 	$(BIN)/python -m tests.pipeline.test_golden_messages
 	$(BIN)/python -m tests.pipeline.test_shipped_pipelines
 
+# Where the clone came from, as a browser opens it; the site links there.
+ORIGIN = $(shell git remote get-url origin 2> /dev/null | sed 's,^git@\([^:]*\):,https://\1/,; s,\.git$$,,')
+
 docs: $(INSTALLED)  ## write docs/reference from the declarations, and build the site into site/
 	$(BIN)/python -m tools.docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 REPOSITORY_URL=$(ORIGIN) $(BIN)/mkdocs build --strict --quiet
 
 style: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+from stages.metric_ranges import RANGES
+
 
 class Metric(NamedTuple):
     """A metric of metrics.jsonl; `denominator` is what its sum is divided by."""
@@ -17,7 +19,8 @@ class Metric(NamedTuple):
     healthy: str = ""
 
 
-# By denominator: name: "meaning | healthy values".
+# By denominator: name: "meaning | healthy values". RANGE stands for the metric's range in RANGES,
+# and the bound of an alarm follows where that is another one.
 _TABLE = {
     "step": {
         "loss": "the objective, normalised once by the step's global count | SFT, DPO, merge:"
@@ -94,7 +97,9 @@ _TABLE = {
         " near 0, sample from a better model, or relax `keep`",
         "dropped/NAME": "responses that `keep` dropped for the reason NAME, the first that applied"
         " | mostly `reward`",
-        "seconds_refit": "time to bring the weights to the engine",
+        "seconds_refit": "time to bring the weights to the engine, `seconds_start` included",
+        "seconds_start": "part of `seconds_refit` in which the trainer waits for engines that"
+        " start | in the first step of an attempt, and after a lost engine",
         "seconds_offload": "time to move models between their GPU and the host; where engines share"
         " the GPUs, in any of the other times",
         "seconds_wake": "time of engines to fall asleep and to wake; where they share the GPUs, in"
@@ -109,7 +114,7 @@ _TABLE = {
         " noisily",
         "reward/NAME": "mean reward NAME, before its weight, of graded responses of the domains"
         " that have it | rises; falling while `reward` rises, it is being traded away",
-        "unfinished": "share of responses truncated before their end token | below 0.05; else"
+        "unfinished": "share of responses truncated before their end token | RANGE; else"
         " raise `max_response_tokens`. Guard `truncation`",
         "response_tokens": "mean response length, end token included | no steady growth without"
         " reward",
@@ -122,7 +127,7 @@ _TABLE = {
         "identical_responses": "share of all but the first responses to a prompt that equal an"
         " earlier one, token by token | below 1; short answers of a solved domain repeat",
         "similar_responses": "share of all but the first responses to a prompt with 0.8 of their"
-        " trigrams in an earlier one (Jaccard) | below 0.9. Guard `similar_responses`",
+        " trigrams in an earlier one (Jaccard) | RANGE. Guard `similar_responses`",
         "ratio": "mean policy ratio | 1 with one update a rollout; near 1 otherwise",
         "clip_fraction": "mean share of a response that is clipped | 0 with one update a rollout",
         "correction": "mean weight of a response's tokens by `objective.correction`; 1 for samples"
@@ -140,14 +145,14 @@ _TABLE = {
     },
     "groups": {
         "zero_variance": "share of the sampled prompts, also replaced ones, without any advantage;"
-        " not with `gae` | below 0.5; else see `all_right` and `all_wrong`. Guard `zero_variance`",
+        " not with `gae` | RANGE; else see `all_right` and `all_wrong`. Guard `zero_variance`",
         "all_right": "share of the sampled prompts, also replaced ones, whose graded samples all"
-        " solve them, as evaluation counts it | below 0.5; near 1 the domain is solved",
+        " solve them, as evaluation counts it | RANGE; near 1 the domain is solved",
         "all_wrong": "share of the sampled prompts, also replaced ones, whose graded samples all"
-        " fail | below 0.5; else easier prompts, a better start, `curriculum.name: frontier`; at"
+        " fail | RANGE; else easier prompts, a better start, `curriculum.name: frontier`; at"
         " 1 the reward may be wrong",
         "reward_spread": "mean population standard deviation of a prompt's rewards, where two"
-        " samples are graded | above 0.1; near 0 advantages are noise. Guard `reward_spread`",
+        " samples are graded | RANGE; near 0 advantages are noise. Guard `reward_spread`",
     },
     "tokens": {
         "kept_saturated": "share of tokens whose kept set (`top_k`, `top_p`) has the engine's"
@@ -156,12 +161,12 @@ _TABLE = {
         " with `rspo` | 0 in a rollout's first update; above 0.2 the floor of `rspo` holds",
         "value_loss": "mean clipped value loss of the critic, half a square of rewards; with the"
         " advantage `gae` | falls, then steady",
-        "entropy": "mean -log pi of the sampled tokens, nats | falls slowly; near 0 nothing is"
-        " explored any more. Guard `entropy_collapse`",
+        "entropy": "mean -log pi of the sampled tokens, nats | falls slowly; RANGE:"
+        " below, nothing is explored any more. Guard `entropy_collapse`",
         "full_entropy": "mean entropy over the ids that a token is sampled from, nats; with"
         " `objective.entropy_bonus` above 0 | near `entropy`; it is what the bonus holds up",
         "kl": "mean of the domain's KL estimator to its reference, nats; with a coefficient above"
-        " 0, over the tokens of all domains that have one | grows slowly",
+        " 0, over the tokens of all domains that have one | grows slowly; RANGE",
         "kl/NAME": "`kl` over the tokens of domain NAME, by its own estimator; in a stage on"
         " several domains | grows slowly; near its `objective.kl.target`, if any",
         "teacher_kl/NAME": "mean full-vocabulary KL(student ‖ its teacher) over domain NAME's"
@@ -180,24 +185,24 @@ _TABLE = {
         " `data_share` | falls",
         "mismatch_mean": "mean |log mu - log pi| of the tokens of `mismatch_max`, nats | a few"
         " 1e-7 in fp32",
-        "high_ratio": "share of the tokens of `mismatch_max` with pi / mu or mu / pi above 2 | 0."
-        " Guard `mismatch`",
+        "high_ratio": "share of the tokens of `mismatch_max` with pi / mu or mu / pi above 2 |"
+        " RANGE. Guard `mismatch`",
         "router_agreement_N": "share of routed layer N's top-k slots that the trainer's router"
         " fills with the engine's experts | one layer below the others: its weights or bias",
         "drift_mean": "mean |log mu - log pi| of a batch of `drift_max`, nats | below 0.05; steady",
         "drift_high_ratio": "share of the tokens of `drift_max` with pi / mu or mu / pi above 2 |"
-        " below 1e-3; above 0.1 it precedes collapse. Guard `drift`",
+        " RANGE; growth precedes collapse. Guard `drift`",
         "drift_router_agreement_N": "`router_agreement_N` of a batch of `drift_max` | above 0.9",
     },
     "layers": {
         "load_balance": "E * sum over experts of (share of slots) * (mean score), before"
         " `routing.load_balance` | near 1; near E / experts_per_token, few experts work",
         "idle_experts": "share of experts that no token chose, of the samples recorded with"
-        " `logging.tokens`; with `routing.replay: r3` | near 0; 0.4 and more, few experts work",
+        " `logging.tokens`; with `routing.replay: r3` | near 0; far above, few experts work",
         "z_loss": "mean squared logsumexp of the routers' logits, before its coefficient"
         " `routing.z_loss` | steady; growth precedes overflow",
         "router_agreement": "mean `router_agreement_N` of all layers; with `routing.replay: r3` |"
-        " 1 in fp32, 0.95 to 1 in bf16; lower, the engine computes a router otherwise",
+        " 1 in fp32, RANGE in bf16; lower, the engine computes a router otherwise",
         "drift_router_agreement": "`router_agreement` of a batch of `drift_max` | above 0.9; the"
         " replay makes up for the rest",
     },
@@ -223,8 +228,18 @@ _TABLE = {
     },
 }
 
+
+def _metric(name: str, denominator: str, text: str) -> Metric:
+    meaning, _, healthy = text.partition(" | ")
+    if (bounds := RANGES.get(name)) is not None:
+        healthy = healthy.replace("RANGE", str(bounds))
+        if bounds.alarm != bounds.healthy:
+            healthy += f". Alarm {bounds.side} {bounds.alarm:g}"
+    return Metric(denominator, meaning, healthy)
+
+
 METRICS = {
-    name: Metric(denominator, *text.split(" | "))
+    name: _metric(name, denominator, text)
     for denominator, metrics in _TABLE.items()
     for name, text in metrics.items()
 }
@@ -249,7 +264,7 @@ PANELS = {
     "engines": "staleness_mean staleness_max staleness_N dropped_stale replayed requeued duplicates"
     " engine_restarts refit_bytes refit_staging_bytes",
     "cost": "sampled_tokens trained_tokens token_efficiency seconds_rollout seconds_train"
-    " seconds_refit seconds_wait seconds_wake seconds_offload",
+    " seconds_refit seconds_start seconds_wait seconds_wake seconds_offload",
 }
 PANEL_OF = {metric: panel for panel, metrics in PANELS.items() for metric in metrics.split()}
 # Names before "/NAME": of a metric of every domain, or of every reward.

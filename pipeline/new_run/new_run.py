@@ -18,7 +18,15 @@ from pipeline.config.validate import load
 from pipeline.estimate.budget import steps_within, walltimes
 from pipeline.estimate.fit import FittedRun, fitted, gpus_that_fit
 from pipeline.estimate.simulation import SimulatedStage, simulated
-from pipeline.new_run.run_blocks import THINKING, Blocks, RunRequest, check_size, first_blocks, put
+from pipeline.new_run.run_blocks import (
+    THINKING,
+    Blocks,
+    RunRequest,
+    check_size,
+    first_blocks,
+    make_room,
+    put,
+)
 from pipeline.new_run.run_file import NewDomain, NewRun
 from pipeline.new_run.starting_data import StartingData, estimated_data, read_rows, scored_data
 from pipeline.run.graph import compile_graph
@@ -87,6 +95,8 @@ def prepare(request: RunRequest, announce: Callable[[str], None]) -> Prepared:
     else:
         notes.append(f"answers are not scored, and uses of rows are estimates: {problem}")
         data = _estimated(request, blocks, dict(zip(draft.domains, counts, strict=True)), fraction)
+    make_room(request, blocks, {name: rows.right[1] for name, rows in data.items() if rows.right})
+    draft = _load(_new_run(request, blocks), request.output, to_start=False)
     notes += _notes_on_data(draft, data, chats, request)
     blocks["evaluation"] = {"problems": _problems(data, most)}
     if on_gpus:
@@ -157,6 +167,13 @@ def _notes_on_data(
             notes.append(
                 f"domains.{name}: its longest prompt has {domain_data.longest} tokens; those "
                 f"above {room} are skipped (engine.max_model_tokens)"
+            )
+        limit = draft.domains[name].sampling.max_response_tokens
+        if domain_data.right is not None and domain_data.right[0] > limit:
+            notes.append(
+                f"domains.{name}.sampling.max_response_tokens = {limit}: more than 5 % of the right"
+                f" answers are longer, up to {domain_data.right[1]} tokens; such responses are"
+                " truncated and earn nothing"
             )
     if request.thinks and request.gpus is not None:
         longest = max(domain.sampling.max_response_tokens for domain in draft.domains.values())

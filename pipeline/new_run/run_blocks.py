@@ -139,6 +139,22 @@ def _shorten(request: RunRequest, blocks: Blocks, most: int) -> None:
             put(blocks, f"{key}.sampling.max_response_tokens", most)
 
 
+def make_room(request: RunRequest, blocks: Blocks, longest: Mapping[str, int]) -> None:
+    """Let responses on CPU cores be twice as long as right answers, as far as positions allow.
+
+    `longest` has the tokens of each domain's longest right answer, where it has one.
+    """
+    if request.gpus is not None:
+        return
+    most = floor(RESPONSE_SHARE * blocks["engine"]["max_model_tokens"])
+    rooms = {name: min(most, max(CPU_RESPONSE, 2 * tokens)) for name, tokens in longest.items()}
+    for name, tokens in rooms.items():
+        put(blocks, f"domains.{name}.sampling.max_response_tokens", tokens)
+    if "merge" in blocks["stages"]:
+        room = max(rooms.values(), default=CPU_RESPONSE)
+        put(blocks, "stages.merge.sampling.max_response_tokens", room)
+
+
 def _stated(file: Path, *key: str) -> Any:
     """Return the value of a key in a file and those that it extends, None where none states it."""
     node = find(Reader().file(file), key)

@@ -28,10 +28,12 @@ LONGEST = 60  # characters of a text in a message
 
 @dataclass(frozen=True)
 class StartingData:
-    """A domain's rows by their use, and the tokens of its longest prompt.
+    """A domain's rows by their use, the tokens of its longest prompt and of its right answers.
 
-    `repeated` rows have the prompt of an earlier one. `passes` are how often the domain's own
-    stage samples each row that is `trained`, once its steps are known.
+    `right` has the tokens of all but the longest 5 % of these with an end token, and of the
+    longest; None where no reference answer or no tokenizer is there. `repeated` rows have the
+    prompt of an earlier one. `passes` are how often the domain's own stage samples each row that is
+    `trained`, once its steps are known.
     """
 
     rows: int
@@ -41,6 +43,7 @@ class StartingData:
     repeated: int
     unusable: int
     longest: int
+    right: tuple[int, int] | None = None
     passes: float | None = None
 
     def described(self) -> str:
@@ -129,6 +132,8 @@ def scored_data(
         )
     held_out, gates = lengths["held_out"], lengths["for_gates"]
     trained = lengths["prompts"] - held_out - gates
+    references = checked["references"]
+    right = references and (references["tokens"]["95"], references["tokens"]["100"])
     return StartingData(
         rows=lengths["rows"],
         trained=trained,
@@ -137,6 +142,7 @@ def scored_data(
         repeated=lengths["duplicates"],
         unusable=lengths["bad"],
         longest=lengths["tokens"]["100"],
+        right=right,
     )
 
 

@@ -14,17 +14,23 @@ from stages.data.settings import (
     ReasoningGymPromptSettings,
 )
 from stages.domains import DomainSettings
+from stages.metric_ranges import RANGES
 
 WRONG = ("empty", "garbage")
 EXAMPLES, MOST = 5, 60  # responses shown, and the most characters of each
-RANGES = 10  # of a distribution with more values than this
+BINS = 10  # of a distribution with more values than this
+MOST_DEMONSTRATIONS = 0.5  # that may exceed the limit of responses
 Prompts = Sequence[dict[str, Any]]
+Lengths = Mapping[str, Any] | None  # a ResponseLengths, as JSON
 
 
 def described(
-    settings: DomainSettings, lengths: dict[str, Any], unit: str = "tokens"
+    settings: DomainSettings,
+    lengths: dict[str, Any],
+    unit: str = "tokens",
+    references: Lengths = None,
 ) -> Iterator[str]:
-    """Yield the source of the prompts, their counts and their lengths.
+    """Yield the source of the prompts, their counts and the lengths of prompts and references.
 
     `unit` is "characters" where the model's tokenizer is not known.
     """
@@ -45,6 +51,8 @@ def described(
     if unit != "tokens":
         yield "  its tokens are counted with the model's tokenizer: --tokenizer DIRECTORY"
         return
+    if references is not None:
+        yield f"  {unit} of a reference answer, by percentile: {_spread(references['tokens'])}"
     yield (
         f"  the longest prompt and sampling.max_response_tokens = {response} are "
         f"{lengths['tokens']['100'] + response} tokens; engine.max_model_tokens must allow them"
@@ -75,9 +83,36 @@ def demonstrated(
     else:
         yield f"  {report['too_long']} of these are too long: more than {report['limit']} tokens"
     yield f"  {unit} of a demonstration, by percentile: {_spread(report['tokens'])}"
+    if unit == "tokens" and report["turns"] is not None:
+        yield f"  {unit} of its longest answer, by percentile: {_spread(report['turns']['tokens'])}"
     yield f"  {100 * report['learned']:.0f} % of {unit} are trained on: the assistant's"
     for prompt, response in report["examples"]:
         yield f"  {short(prompt)} is answered {short(response)}"
+
+
+def cut_off(
+    domain: str, references: Lengths, demonstrations: Lengths
+) -> Iterator[tuple[str, bool]]:
+    """Yield what `sampling.max_response_tokens` cuts off, and whether nothing can then be learned.
+
+    That is so where more references than RANGES has of healthy `unfinished` are longer, or most
+    demonstrations, of which a shorter one may be right. `references` and `demonstrations` are those
+    of `stages.domain_tools.response_lengths`, None where there are none.
+    """
+    most = RANGES["unfinished"].healthy
+    for what, lengths, bearable in (
+        ("reference answers", references, most),
+        ("demonstrated answers", demonstrations, MOST_DEMONSTRATIONS),
+    ):
+        if lengths is None or (share := lengths["too_long"] / lengths["checked"]) <= most:
+            continue
+        longest = lengths["tokens"]["100"]
+        yield (
+            f"domains.{domain}.sampling.max_response_tokens = {lengths['limit']}: {share:.0%} of"
+            f" the {what} are longer, up to {longest} tokens with the end token; such responses"
+            f" are truncated and earn nothing: raise it to {longest} or more",
+            share > bearable,
+        )
 
 
 def unreadable(domain: str, report: dict[str, Any]) -> Iterator[str]:
@@ -211,13 +246,13 @@ def previewed(results: Mapping[str, Any]) -> Iterator[str]:
 
 
 def binned(values: list[float]) -> dict[str, int]:
-    """Return the counts of values, lowest first; by `RANGES` equal ranges if there are more."""
-    if len(single := Counter(values)) <= RANGES:
+    """Return the counts of values, lowest first; by `BINS` equal ranges if there are more."""
+    if len(single := Counter(values)) <= BINS:
         return {f"{value:g}": single[value] for value in sorted(single)}
-    lowest, width = min(values), (max(values) - min(values)) / RANGES
-    counts = Counter(min(int((value - lowest) / width), RANGES - 1) for value in values)
-    edges = [lowest + width * place for place in range(RANGES + 1)]
-    return {f"{edges[b]:.3g} to {edges[b + 1]:.3g}": counts[b] for b in range(RANGES)}
+    lowest, width = min(values), (max(values) - min(values)) / BINS
+    counts = Counter(min(int((value - lowest) / width), BINS - 1) for value in values)
+    edges = [lowest + width * place for place in range(BINS + 1)]
+    return {f"{edges[b]:.3g} to {edges[b + 1]:.3g}": counts[b] for b in range(BINS)}
 
 
 def short(text: str) -> str:

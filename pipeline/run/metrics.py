@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +100,11 @@ def _read(line: bytes) -> Line:
     if not math.isfinite(values["time"]):
         raise ValueError("time must be finite")
     return values
+
+
+def series(lines: Sequence[Line], metric: str) -> list[float]:
+    """Return a metric's finite values, by step."""
+    return [line[metric] for line in lines if metric in line and math.isfinite(line[metric])]
 
 
 def read_models(path: Path) -> Models | None:

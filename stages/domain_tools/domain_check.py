@@ -13,7 +13,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -48,6 +48,13 @@ from stages.data.tokenizer import (
     import_without_torch,
     tokenizer_named,
 )
+from stages.domain_tools.response_lengths import (
+    ResponseLengths,
+    encoded_lengths,
+    longest_turn,
+    response_lengths,
+    spread,
+)
 from stages.domain_tools.row_check import MOST_SLOW, answer_report
 from stages.domains import DomainSettings
 from stages.rewards.kinds.math import MathReward
@@ -61,7 +68,7 @@ DRAWN = 2000  # generated problems or demonstrations: some seconds,
 DRAWING_SECONDS = 20.0  # except of puzzles that are searched for
 GARBAGE = "I do not know"
 PURPOSE = "domain check"
-PERCENTILES = (0, 50, 90, 95, 99, 100)
+REFERENCES = 64  # generated problems whose references are measured
 EXAMPLES = 2
 
 
@@ -124,8 +131,15 @@ def checked(job: DomainCheckJob) -> dict[str, Any]:
             for problem, graded in pending
         ]
     shown = demonstration_report(settings, tokenizer, job.domain, job.max_positions)
+    limit = settings.sampling.max_response_tokens
+    right_texts = references(settings, tokenizer, job.domain)
+    right = response_lengths(encoded_lengths(right_texts, tokenizer), limit)
     report = {"lengths": asdict(lengths), "answers": asdict(answers), "prompts": prompts}
-    return {**report, "demonstrations": shown and asdict(shown)}
+    return {
+        **report,
+        "references": right and asdict(right),
+        "demonstrations": shown and asdict(shown),
+    }
 
 
 def _await_grades(pool: RewardPool, futures: Iterable[Future[Grade]]) -> None:
@@ -161,6 +175,22 @@ def reference(problem: Problem, settings: DomainSettings) -> str | None:
     return problem.answer or None
 
 
+def references(settings: DomainSettings, tokenizer: Tokenizer, domain: str) -> Iterator[str]:
+    """Yield the reference responses of at most DRAWN rows of files, or REFERENCES problems."""
+    problems: Iterable[Problem]
+    if isinstance(settings.prompts, ReasoningGymPromptSettings):
+        source = ReasoningGymSource(settings.prompts, tokenizer, domain, seed=0)
+        problems = map(source.problem, range(REFERENCES))
+    else:
+        index = prompt_index(settings.prompts, domain)
+        rows = range(min(len(index.keys), DRAWN))
+        problems = (problem for problem, _ in usable_problems(index, tokenizer, rows))
+    for problem in problems:
+        with suppress(Exception):  # a library may raise anything; the check of the answers says it
+            if text := _responding(problem, reference(problem, settings), settings):
+                yield text
+
+
 def garbage(problem: Problem, settings: DomainSettings) -> str:
     """Return a response without an answer, in the form that the scorer reads."""
     chat = settings.prompts.source == "reasoning_gym" and not is_compact(problem)
@@ -191,7 +221,7 @@ def _response(
 
 @dataclass(frozen=True)
 class LengthReport:
-    """Counts of rows and of the distinct usable prompts; tokens of a prompt by PERCENTILES."""
+    """Counts of rows and of the distinct usable prompts; tokens of a prompt by `spread`."""
 
     rows: int
     bad: int
@@ -232,7 +262,7 @@ def length_report(
     counts, count = np.array(lengths), len(lengths)
     too_long = 0 if limit is None else int((counts > limit).sum())
     apart = splits["held_out"], splits["gate"]
-    return LengthReport(rows, bad, rows - bad - count, count, *apart, too_long, _spread(counts))
+    return LengthReport(rows, bad, rows - bad - count, count, *apart, too_long, spread(counts))
 
 
 @dataclass(frozen=True)
@@ -240,7 +270,7 @@ class DemonstrationReport:
     """Counts of rows and of the distinct usable demonstrations that are not held out.
 
     `too_long` of these have more than `limit` tokens, where there is one; `tokens` are a
-    demonstration's by PERCENTILES. `examples` are a prompt and the assistant's first turn each.
+    demonstration's by `spread`. `examples` are a prompt and the assistant's first turn each.
     """
 
     rows: int
@@ -253,6 +283,7 @@ class DemonstrationReport:
     tokens: dict[int, int]
     learned: float  # share of all tokens
     examples: list[tuple[str, str]]
+    turns: ResponseLengths | None  # the longest assistant turn of each
 
 
 def demonstration_report(
@@ -282,9 +313,9 @@ def demonstration_report(
     else:
         return None
     leading = list(islice(samples, EXAMPLES))
-    tokens, learned, read_tokens = np.array(
+    tokens, learned, read_tokens, turns = np.array(
         [
-            (len(s.prompt) + len(s.response), len(s.learned), s.length)
+            (len(s.prompt) + len(s.response), len(s.learned), s.length, longest_turn(s))
             for s in chain(leading, samples)
         ]
     ).T
@@ -294,12 +325,8 @@ def demonstration_report(
         raise DomainError(domain, "demonstrations.max_tokens", what)
     share = float(learned.sum() / tokens.sum())
     examples = [(tokenizer.decode_prompt(s.prompt), tokenizer.decode(s.response)) for s in leading]
-    return DemonstrationReport(*counts, limit, too_long, _spread(tokens), share, examples)
-
-
-def _spread(counts: np.ndarray) -> dict[int, int]:
-    values = np.percentile(counts, PERCENTILES, method="higher").tolist()
-    return dict(zip(PERCENTILES, values, strict=True))
+    lengths = response_lengths(turns.tolist(), settings.sampling.max_response_tokens)
+    return DemonstrationReport(*counts, limit, too_long, spread(tokens), share, examples, lengths)
 
 
 if __name__ == "__main__":

@@ -138,8 +138,10 @@ class StageEngines:
         self.version = None
 
     def turn_seconds(self) -> dict[str, float]:
-        """Return the seconds that turns took since the last call; nothing where none are taken."""
+        """Return the seconds of turns and of engines' starts since the last call, where any."""
         spent: dict[str, float] = {}
+        if self.fleet.start_seconds:
+            spent["seconds_start"], self.fleet.start_seconds = self.fleet.start_seconds, 0.0
         if self.share.active:
             spent["seconds_offload"] = self.share.take_seconds()
         if self.fleet.sleeps:

@@ -75,5 +75,5 @@ def test_a_reference_that_does_not_score_is_told_loudly(tmp_path: Path, tokenize
     assert "on 5 of 5 prompts" in " ".join(out.split())
     assert "such as a format, have the column hold a whole one" in " ".join(out.split())
     assert out.endswith(
-        f"braid: {tmp_path}/shapes.yaml: its rewards (✗) do not tell right from wrong\n"
+        f"braid: {tmp_path}/shapes.yaml: a model cannot learn from it as it is (✗)\n"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -16,8 +17,10 @@ from parallel.errors import UserError
 from parallel.estimates.engine_memory import engine_memory
 from parallel.machine.gpus import Gpu
 from parallel.settings import EngineJob
+from pipeline.report.view.next_commands import serve_command
 from tests.awaiting import PATIENCE_SECONDS
 from tests.engine.engine_settings import ENGINE, MODEL
+from tests.pipeline.hugging_face_directories import TINY, published
 from tests.tiers import tiered
 
 GIB = 1 << 30
@@ -202,3 +205,33 @@ def test_compilation_is_off_on_a_cpu_alone(monkeypatch: pytest.MonkeyPatch, tmp_
         monkeypatch.setattr(platform, "GPU_FILE", tmp_path / file)
         monkeypatch.setattr(platform, "built_for_cpu", lambda for_cpu=for_cpu: for_cpu)
         assert platform.has_gpus() == found
+
+
+def test_vllm_serves_a_model_by_the_command_that_a_run_ends_with(tmp_path: Path) -> None:
+    """The parser of vLLM takes `vllm serve PATH`, and finds the model that is there."""
+    weights = published(tmp_path / "hugging face", TINY)
+    config = json.loads((weights / "config.json").read_text())
+    exported = {**config, "architectures": ["Qwen3MoeForCausalLM"]}  # as an export has it
+    (weights / "config.json").write_text(json.dumps(exported))
+    program = (
+        "import sys\n"
+        "from vllm.engine.arg_utils import AsyncEngineArgs\n"
+        "from vllm.entrypoints.cli.serve import ServeSubcommand\n"
+        "from vllm.utils.argparse_utils import FlexibleArgumentParser\n"
+        "parser, command = FlexibleArgumentParser(), ServeSubcommand()\n"
+        "command.subparser_init(parser.add_subparsers(dest='subparser'))\n"
+        "arguments = parser.parse_args(sys.argv[1:])\n"
+        "command.validate(arguments)\n"
+        "arguments.model = arguments.model_tag\n"
+        "print(*AsyncEngineArgs.from_cli_args(arguments).create_model_config().architectures)\n"
+    )
+    vllm, *words = shlex.split(serve_command(weights))
+    assert vllm == "vllm"
+    served = subprocess.run(
+        [sys.executable, "-c", program, *words],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+    )
+    assert served.returncode == 0, served.stderr
+    assert served.stdout.splitlines()[-1] == "Qwen3MoeForCausalLM"

@@ -230,6 +230,22 @@ def test_memory_is_shared_again_where_it_moved(monkeypatch: pytest.MonkeyPatch) 
         assert not engine.inbox._memory
 
 
+def test_the_start_of_an_engine_is_measured_apart_from_later_refits() -> None:
+    policy = TrainedWeights()
+    engines, engine = connected("auto")
+    connect = engine.connect
+
+    def slow() -> EngineDescription:
+        time.sleep(0.2)
+        return connect()
+
+    with mock.patch.object(engine, "connect", slow):
+        engines.refit(policy, 1)  # type: ignore[arg-type]
+        started = engines.start_seconds
+        engines.refit(policy, 2)  # type: ignore[arg-type]
+    assert engines.start_seconds == started >= 0.2
+
+
 def test_an_engine_that_needs_the_trainers_memory_is_awaited_before_a_refit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -202,4 +202,27 @@ MUTANTS = [
         "tests/parallel/test_mismatch.py"
         "::test_a_share_that_stops_nothing_is_a_warning_from_one_in_a_thousand",
     ),
+    Mutant(
+        "a rise that is not significant is called learning",
+        "pipeline/report/view/learning.py",
+        "(self.rise.low > 0 if self.rises else self.rise.high < 0)",
+        "(self.rise.high > 0 if self.rises else self.rise.low < 0)",
+        "tests/pipeline/test_verdicts.py"
+        "::test_a_gain_that_is_not_significant_is_never_called_healthy",
+    ),
+    Mutant(
+        "a loss on another domain is never forgetting",
+        "pipeline/report/compare/comparison.py",
+        "if domain not in stage.domains and change.high < -FORGOTTEN:",
+        "if domain in stage.domains and change.high < -FORGOTTEN:",
+        "tests/pipeline/test_verdicts.py::test_gains_and_losses_are_those_of_compare",
+    ),
+    Mutant(
+        "a reference's end token is not counted",
+        "stages/domain_tools/response_lengths.py",
+        "yield len(tokenizer.encode(text)) + 1",
+        "yield len(tokenizer.encode(text))",
+        "tests/stages/test_domain_check.py"
+        "::test_references_are_measured_with_the_end_token_against_the_limit",
+    ),
 ]

@@ -132,7 +132,8 @@ def test_a_run_from_its_start_to_its_table(braid: Braid, config: Path, runs: Pat
     assert (code, err) == (0, "")
     assert "[2/6] experts.sums  done in" in out
     assert "◆ 50.0 ± 5.0" in out
-    assert out.endswith(f"model of merge: {runs}/small/stages/export/huggingface\n")
+    exported = f"{runs}/small/stages/export/huggingface"
+    assert f"model of merge: {exported}\n  vllm serve {exported}\n" in out
     assert set(json.loads((runs / "small" / "results.json").read_text())) == {"models", "minutes"}
 
     ledger = (runs / "small" / "ledger.jsonl").read_text()

@@ -209,7 +209,9 @@ def test_a_models_responses_are_shown_for_what_they_teach(
     assert braid("run", config)[0] == 0
     domain = tmp_path / "other.yaml"
     domain.write_text(
-        "prompts: {dataset: number_sorting}\noptimizer: {learning_rate: 1e-3}\nloop: {steps: 1}\n"
+        "prompts:\n  dataset: number_sorting\n"
+        "  config: {max_numbers: 4, max_value: 9, min_value: 0, max_decimals: 0, min_decimals: 0}\n"
+        "optimizer: {learning_rate: 1e-3}\nloop: {steps: 1}\n"
     )
     asked = ("--run", "small", "--stage", "merge", "--samples", 4, "--prompts", 1)
     code, out, err = braid("domain", "check", domain, *asked)

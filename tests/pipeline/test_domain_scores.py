@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 
-from pipeline.report.domain_scores import binned, demonstrated, described, errors, notes, previewed
+from pipeline.report.domain_scores import (
+    binned,
+    cut_off,
+    demonstrated,
+    described,
+    errors,
+    notes,
+    previewed,
+)
 from stages.domains import DomainSettings
 
 RIGHT = {"right": {"kind": "math"}}
@@ -140,12 +148,14 @@ def test_the_demonstrations_are_described() -> None:
         "tokens": {"0": 5, "100": 41},
         "learned": 0.375,
         "examples": [("1+1=", "<2>2")],
+        "turns": {"checked": 2000, "limit": 24, "too_long": 0, "tokens": {"0": 3, "100": 9}},
     }
     assert list(demonstrated(settings(**RIGHT), report)) == [
         "demonstrations: generated, 4000 in a run; 2000 checked",
         "  3 repeated, 0 unusable: 1993 to learn from, 4 whose prompts are held out",
         "  5 of these are too long: more than 40 tokens",
         "  tokens of a demonstration, by percentile: 5 (0 %), 41 (100 %)",
+        "  tokens of its longest answer, by percentile: 3 (0 %), 9 (100 %)",
         "  38 % of tokens are trained on: the assistant's",
         "  '1+1=' is answered '<2>2'",
     ]
@@ -174,3 +184,21 @@ def test_a_sample_without_a_reward_is_in_no_distribution() -> None:
         "  without a reward: 100 %; the first: it hung",
         "  a reward of weight 0 failed 1 times; the first: it raised",
     ]
+
+
+def test_a_limit_below_the_right_answers_is_an_error_and_below_some_demonstrations_a_note() -> None:
+    def lengths(too_long: int) -> dict[str, Any]:
+        return {"checked": 100, "limit": 32, "too_long": too_long, "tokens": {"0": 9, "100": 42}}
+
+    assert not [*cut_off("calls", None, None)]
+    assert not [*cut_off("calls", lengths(5), lengths(5))]  # as many as are healthy
+    [(text, prevents)] = cut_off("calls", lengths(97), lengths(0))
+    assert prevents
+    assert text == (
+        "domains.calls.sampling.max_response_tokens = 32: 97% of the reference answers are longer,"
+        " up to 42 tokens with the end token; such responses are truncated and earn nothing: raise"
+        " it to 42 or more"
+    )
+    [(text, prevents)] = cut_off("calls", None, lengths(40))
+    assert "40% of the demonstrated answers are longer" in text and not prevents
+    assert [prevents for _, prevents in cut_off("calls", None, lengths(60))] == [True]

@@ -265,6 +265,29 @@ def test_answers_that_the_reward_cannot_read_are_counted(braid: Braid, tmp_path:
     )
 
 
+def test_responses_on_cpu_cores_have_room_for_the_right_answers(
+    braid: Braid, tmp_path: Path
+) -> None:
+    options = given(tmp_path, "tiny", ("math", "json"))
+    path = tmp_path / "math.jsonl"
+
+    def limits(digits: int) -> tuple[int, int, list[str], int]:
+        asked = ({"prompt": f"say {n}", "answer": f"{n + 10**digits}"} for n in range(60))
+        path.write_text("".join(json.dumps(each) + "\n" for each in asked))
+        found = said(braid, *options, "--force")
+        run = load(tmp_path / "mine.yaml", to_start=False)
+        merge = run.stages["merge"].sampling  # type: ignore[attr-defined]
+        notes = [note for note in found["notes"] if "max_response_tokens" in note]
+        expert = run.domains["math"].sampling.max_response_tokens
+        return expert, merge.max_response_tokens, notes, found["rows"]["math"]["right"][1]
+
+    expert, merge, notes, right = limits(40)
+    assert right > 40 and expert == merge == 2 * right and not notes
+    expert, _, [note], right = limits(300)
+    assert expert < right
+    assert f"more than 5 % of the right answers are longer, up to {right} tokens" in note
+
+
 def test_a_model_too_large_for_cpu_cores(braid: Braid, tmp_path: Path) -> None:
     options = given(tmp_path, "qwen3-30b-a3b", ("math",))
     refused(braid, tmp_path, options, "30.5 billion parameters, too many to train on CPU cores")

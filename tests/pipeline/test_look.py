@@ -13,7 +13,7 @@ import pyarrow.parquet as parquet
 import pytest
 
 from pipeline.commands.support.runs import read_run
-from pipeline.report.view.health import symptoms
+from pipeline.report.view.health import judged
 from pipeline.report.view.overview import sparkline
 from pipeline.run.directory import RunDirectory
 from pipeline.run.run import StageState
@@ -51,34 +51,45 @@ def refused(braid: Braid, *arguments: str) -> str:
 @pytest.mark.usefixtures("small")
 def test_a_healthy_run_has_a_curve_for_each_stage(braid: Braid) -> None:
     out = printed(braid)
-    health, _, title, headings, *rows = out.splitlines()
+    health, verdict, _, title, headings, *rows = out.splitlines()
     assert health == "✓ nothing is out of its range"
+    assert verdict.startswith(f"✓ {STAGE} learns: reward 0.313 → 0.7 over 30 steps, +0.39 (95 %: ")
     assert title == "small: seed 0"
     assert headings.split("  ")[0] == "stage"
     [row] = [row for row in rows if STAGE in row]
     assert "30/30" in row
-    assert "reward 0.5 → 0.5" in row
+    assert "reward 0.313 → 0.7" in row
     assert " 100 " in row  # tokens a second
     assert "rollout 75 % · train 25 %" in row
+
+
+def test_the_start_of_the_engines_is_no_weight_sync(small: Path, braid: Braid) -> None:
+    started = {**HEALTHY, "seconds_refit": 50.0, "seconds_start": 48.0}
+    log(small, [started] + [{**HEALTHY, "seconds_refit": 0.0}] * 29)
+    [row] = [row for row in printed(braid).splitlines() if f"─ {STAGE}" in row]
+    assert "rollout 53 % · engine start 28 % · train 18 %" in row  # refit is 1 %
 
 
 FAULTS: dict[str, tuple[Line, str]] = {
     "nothing right": (
         {"all_wrong": 1.0, "zero_variance": 1.0, "all_right": 0.0},
-        "no response to any prompt is right",
+        "cannot learn: no response to 100% of the prompts is right",
     ),
-    "entropy": ({"entropy": 0.001}, "entropy is 0.001, below 0.02 for 8 steps"),
-    "truncation": ({"unfinished": 0.5}, "unfinished is 0.5, above 0.25 for 8 steps"),
-    "no signal": ({"zero_variance": 1.0}, "zero_variance is 1, above 0.9"),
+    "entropy": ({"entropy": 0.001}, "does harm: entropy is 0.001, below 0.02 for 8 steps"),
+    "truncation": ({"unfinished": 0.5}, "cannot learn: unfinished is 0.5, above 0.25 for 8 steps"),
+    "no signal": ({"zero_variance": 1.0}, "cannot learn: zero_variance is 1, above 0.9"),
     "rewards": ({"reward_failures": 3}, "rewards fail on 2.4 samples a step"),
     "engines": ({"engine_restarts": 1}, "engines are lost, 0.8 a step"),
-    "dead experts": ({"load_balance": 3.5}, "few experts work: load_balance is 3"),
-    "idle experts": ({"idle_experts": 0.7}, "few experts work: no recorded token chose 70%"),
-    "routers": ({"router_agreement": 0.5}, "engine and trainer choose other experts"),
-    "mismatch": ({"high_ratio": 0.5}, "high_ratio is 0.5"),
-    "drift": ({"drift_high_ratio": 0.9}, "drift_high_ratio is 0.9"),
+    "dead experts": ({"load_balance": 3.5}, "does harm: few experts work: load_balance is 3"),
+    "idle experts": (
+        {"idle_experts": 0.7},
+        "does harm: few experts work: no recorded token chose 70%",
+    ),
+    "routers": ({"router_agreement": 0.5}, "does harm: engine and trainer choose other experts"),
+    "mismatch": ({"high_ratio": 0.5}, "does harm: high_ratio is 0.5"),
+    "drift": ({"drift_high_ratio": 0.9}, "does harm: drift_high_ratio is 0.9"),
     "stale": ({"dropped_stale": 60.0}, "dropped_stale is 60"),
-    "hacked": ({"format_gain": 0.9}, "format_gain is 0.9"),
+    "hacked": ({"format_gain": 0.9}, "does harm: format_gain is 0.9"),
     "gradient": ({"gradient_norm": 50.0}, "the gradient's norm jumped to 50, 50 times its median"),
 }
 
@@ -98,7 +109,7 @@ def test_a_fault_is_named_with_its_remedy(fault: str, small: Path, braid: Braid)
 def test_a_run_that_a_nan_stopped_is_shown(small: Path, braid: Braid) -> None:
     nan = {**HEALTHY, "reward": float("nan"), "gradient_norm": float("inf")}
     log(small, [HEALTHY] * 12 + [nan])
-    assert "reward 0.5" in printed(braid)
+    assert "reward 0.331 → " in printed(braid)
     assert "nan" in printed(braid, "--metric", "reward")
 
 
@@ -135,9 +146,9 @@ def test_a_running_stage_without_a_new_step_is_named(small: Path) -> None:
         times = [time() - seconds - pace * back for back in (2, 1, 0)]
         lines = {STAGE: [{**HEALTHY, "step": n, "time": when} for n, when in enumerate(times)]}
         states = {**run.states, STAGE: StageState("running")}
-        found = [each.what for each in symptoms(run, states, lines)]
+        found = [each.what for each in judged(run, states, lines, {}).symptoms]
         assert [f"no step for {seconds} s" in each for each in found] == [True] * named
-    assert symptoms(run, run.states, lines) == []  # it is done
+    assert not judged(run, run.states, lines, {}).symptoms  # it is done
 
 
 def test_a_failed_stage_comes_before_advice(

@@ -19,7 +19,7 @@ PAGES += [
 PYTHONS = {"python", "python3.12", ".venv/bin/python", ".venv-trl/bin/python"}
 BRAIDS = {"braid", ".venv-gpu/bin/braid"}
 # Of other projects: shown, not checked.
-OTHERS = {"cp", "tail", "wandb", "tensorboard", "sbatch"}
+OTHERS = {"cp", "tail", "wandb", "tensorboard", "sbatch", "source"}
 
 
 class DocumentedCommand(NamedTuple):

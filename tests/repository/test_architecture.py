@@ -75,6 +75,7 @@ WITHOUT_TORCH = {
     "stages.directory",
     "stages.guards.registry",
     "stages.metric_definitions",
+    "stages.metric_ranges",
     "stages.domains",
     "stages.keys",
     "stages.kinds",

@@ -73,6 +73,9 @@ def test_every_path_that_is_named_exists(page: Path) -> None:
     made += (
         "configs/domains/NAME.yaml",
         "configs/try_geometry.yaml",
+        *(f"configs/{name}.yaml" for name in ("verl-gspo", "slime-grpo", "nemo-rl-grpo")),
+        "configs/test-set.yaml",
+        "configs/prime-rl-shape.yaml",
         "stages/evaluate/solved",
         "stages/export/",
     )

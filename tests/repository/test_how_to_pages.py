@@ -22,7 +22,9 @@ import pytest
 from tests.runs import REPOSITORY
 
 PAGES = ("command", "objective", "reward", "stage-kind")
-BLOCK = re.compile(r"^( *)```(python|diff)\n *# ((?:\w+/)+\w+\.py)\n(.*?)^ *```$", re.M | re.S)
+BLOCK = re.compile(
+    r"^( *)```(python|diff)\n *# ((?:[\w-]+/)+[\w-]+\.(?:py|md))\n(.*?)^ *```$", re.M | re.S
+)
 # After them the pages name no further step but `make docs` and `make golden`.
 WRITERS = (
     "tools.docs",
@@ -54,6 +56,7 @@ REGISTRIES = (
     "tests/pipeline/test_trust.py",
     "tests/repository/test_docs.py",
     "tests/repository/test_language.py",
+    "tests/repository/test_site_pages.py::test_every_command_has_a_task",
     "tests/repository/test_traits.py",
     "tests/stages/objectives",
     "tests/stages/test_palindrome.py",

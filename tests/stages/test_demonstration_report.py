@@ -52,6 +52,12 @@ def test_demonstrations_of_files_are_counted_and_shown(rows: Path) -> None:
     # "say 10", "no" and the end token: 9 tokens, of which the model reads 8 and learns 3.
     assert (report.tokens[0], report.tokens[100]) == (8, 9)
     assert (report.limit, report.too_long) == (8, 0)
+    assert report.turns is not None and report.turns.tokens[100] == 3
+    assert (report.turns.checked, report.turns.limit, report.turns.too_long) == (
+        report.usable,
+        24,
+        0,
+    )
     assert 3 / 9 < report.learned < 3 / 8
     assert len(report.examples) == 2
     assert all(asked[:4] == "say " and said == "no" for asked, said in report.examples)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from parallel.sample import Sample
 from parallel.settings import CHARACTERS
 from stages.domain_tools.domain_check import checked
+from stages.domain_tools.response_lengths import longest_turn
 from stages.rewards.reward import RewardError
 from stages.settings import DomainCheckJob
 from tests.byte_tokenizer import CHATML, save_tokenizer
@@ -74,3 +78,21 @@ def test_prompts_are_those_of_the_run_s_date_and_arguments(tmp_path: Path) -> No
     report = checked(DomainCheckJob.model_validate({**given, **template_keys, "prompts": 1}))
     [shown] = report["prompts"]
     assert shown["prompt"].startswith("03 Feb 2026 terse<|im_start|>user\n")
+
+
+def test_references_are_measured_with_the_end_token_against_the_limit(tmp_path: Path) -> None:
+    given = job(tmp_path, slow=0).model_dump(mode="json")
+    rows = [{"prompt": f"{n}", "answer": "1" * (1 + n % 4)} for n in range(40)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    given["settings"]["sampling"]["max_response_tokens"] = 4
+    right = checked(DomainCheckJob.model_validate({**given, "prompts": 1}))["references"]
+    assert (right["checked"], right["limit"], right["too_long"]) == (40, 4, 10)
+    assert (right["tokens"][0], right["tokens"][50], right["tokens"][100]) == (2, 4, 5)
+
+
+def test_the_longest_of_several_turns_is_measured() -> None:
+    mask = np.array([0, 1, 1, 0, 0, 1, 1, 1, 0])
+    sample = Sample(domain="a", prompt=np.arange(2), response=np.arange(9), loss_mask=mask)
+    assert longest_turn(sample) == 3
+    assert longest_turn(Sample(domain="a", prompt=np.arange(2), response=np.arange(9))) == 9
+    assert longest_turn(replace(sample, loss_mask=np.zeros(9))) == 0

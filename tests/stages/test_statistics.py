@@ -10,6 +10,8 @@ import pytest
 from stages.statistics import (
     Answers,
     Headroom,
+    Rise,
+    fitted_rise,
     mean_headroom,
     of_problems,
     paired_difference,
@@ -228,3 +230,38 @@ def test_the_mean_of_headrooms_of_independent_domains() -> None:
     found = mean_headroom([Headroom(0.9, 0.6, 1.3), Headroom(0.5, 0.1, 0.8)])
     assert (found.recovered, found.low, found.high) == pytest.approx((0.7, 0.45, 0.95))
     assert mean_headroom([Headroom(0.9, 0.6, 1.3)]) == Headroom(0.9, 0.6, 1.3)
+
+
+def noise(generator: np.random.Generator, n: int, correlation: float) -> np.ndarray:
+    """Return n steps of a stationary noise whose neighbours correlate."""
+    values = generator.normal(size=n + 50)
+    for step in range(1, n + 50):
+        values[step] += correlation * values[step - 1]
+    return values[50:]
+
+
+@pytest.mark.parametrize(
+    ("n", "correlation", "most"), [(10, 0.0, 0.05), (40, 0.0, 0.05), (40, 0.5, 0.08)]
+)
+def test_noise_alone_seldom_rises(n: int, correlation: float, most: float) -> None:
+    generator = np.random.default_rng(0)
+    rises = [fitted_rise(noise(generator, n, correlation).tolist()) for _ in range(800)]
+    assert 0 < np.mean([rise.low > 0 for rise in rises if rise]) <= most
+
+
+@pytest.mark.parametrize("shape", ["line", "soon"])
+def test_a_rise_is_found_whatever_its_shape(shape: str) -> None:
+    """Also one of the first tenth of the steps, after which the series stays."""
+    generator, at = np.random.default_rng(0), np.linspace(0, 1, 100)
+    curve = 4 * (at if shape == "line" else 1 - np.exp(-15 * at))
+    rises = [fitted_rise((curve + noise(generator, 100, 0.2)).tolist()) for _ in range(200)]
+    assert np.mean([rise.low > 0 for rise in rises if rise]) > 0.85
+    flipped = [fitted_rise((noise(generator, 100, 0.2) - curve).tolist()) for _ in range(200)]
+    assert np.mean([rise.high < 0 for rise in flipped if rise]) > 0.85
+
+
+def test_a_series_without_noise_or_steps() -> None:
+    assert fitted_rise([0.1] * 9) is None
+    assert fitted_rise([0.1] * 30) == Rise(0.1, 0.1, 0.0, 0.0)
+    rise = fitted_rise([float(n) for n in range(20)])
+    assert rise is not None and rise.low == pytest.approx(19) == rise.high

@@ -204,6 +204,14 @@ def test_turns_are_measured(turns: Callable[[], Any], tmp_path: Path) -> None:
     assert moving["seconds_offload"] > 0
 
 
+def test_an_engines_start_is_measured_once(tmp_path: Path) -> None:
+    stage = gentle(tmp_path)
+    stage.engines.fleet.start_seconds = 3.0
+    assert stage.step(1)["seconds_start"] == 3.0
+    assert "seconds_start" not in stage.step(2)
+    stage.close()
+
+
 def test_a_step_that_is_sampled_again_begins_another_turn(
     turns: Callable[[], Any], tmp_path: Path
 ) -> None:

@@ -11,6 +11,7 @@ from pipeline.launch.placement import Programs
 from pipeline.launch.processes import Stopped
 from pipeline.launch.runner import run_stages
 from pipeline.report import status as report
+from pipeline.report.view.next_commands import next_three, serve_command
 from pipeline.run.directory import TRUST_OPTION, RunDirectory
 from pipeline.run.gates import GateStopped
 from pipeline.run.metrics import Models
@@ -20,7 +21,7 @@ from pipeline.run.select import (
     put_aside,
     reuse_stages,
 )
-from pipeline.tables import terminal
+from pipeline.tables import table, terminal
 from pipeline.text import say, shown
 
 # Read through this module wherever ranks or engines start, so that tests can replace it.
@@ -67,10 +68,12 @@ def start_stages(run: Run, arguments: Namespace) -> None:
     models = _written_results(run, arguments.only)
     if arguments.json:
         print_json(arguments, report.run_state(run, run.states))
-    elif models is None:
+        return
+    if models is None:
         say(f"{shown(run.path)}: {report.summary(run.states)}")
     else:
         _show_results(run, models)
+    _show_end(run, measured=models is not None and len(models) > 1)
 
 
 def _written_results(run: Run, only: Collection[str]) -> Models | None:
@@ -87,7 +90,23 @@ def _show_results(run: Run, models: Models) -> None:
         exports = stage.declared.exports or stage.declared.exports_itself
         if exports and run.states[stage.name].state == "done":
             model = stage.parent if stage.declared.exports else stage.name
-            say(f"model of {model}: {shown(run.stage(stage.name).exported)}")
+            directory = run.stage(stage.name).exported
+            say(f"model of {model}: {shown(directory)}", f"  {serve_command(directory)}")
+
+
+def _show_end(run: Run, measured: bool) -> None:
+    """Print the verdict on each stage that trained, and what to run next."""
+    # Commands that start nothing, such as --dry-run, need none of these.
+    from pipeline.report.compare.comparison import held_out_gains
+    from pipeline.report.view.health import judged
+    from pipeline.report.view.overview import Overview, health_lines
+
+    overview = Overview.of(run)
+    gains = held_out_gains(run, overview.states)
+    health = judged(run, overview.states, overview.lines, gains)
+    if health.verdicts:
+        print("", table("", (), [[line] for line in health_lines(health)]), "", sep="\n")
+    say("next:", *(f"  {line}" for line in next_three(run, health, measured)))
 
 
 def _resume_command(run: Run, arguments: Namespace) -> str:

@@ -12,12 +12,14 @@ from typing import Any, Literal
 
 from parallel.errors import UserError, hint
 from pipeline.report.compare.stage_costs import StageCost, stage_costs
-from pipeline.run.answers import MeasuredModel, common_keys, stale_evaluations
+from pipeline.report.view.learning import HeldOutGain
+from pipeline.run.answers import MeasuredModel, common_keys, measured_models, stale_evaluations
 from pipeline.run.gates import points
 from pipeline.run.graph import Stage
-from pipeline.run.run import Run
+from pipeline.run.run import Run, StageState
 from pipeline.text import shown
 from stages.kinds.distill.settings import DistillSettings
+from stages.metric_ranges import FORGOTTEN
 from stages.statistics import (
     Accuracy,
     Answers,
@@ -146,6 +148,22 @@ def compare(
     )
 
 
+def held_out_gains(run: Run, states: Mapping[str, StageState]) -> dict[str, HeldOutGain]:
+    """Return the gain of every stage whose model was measured; none before an evaluation is done.
+
+    None either where models cannot be compared: `braid compare` says why.
+    """
+    evaluations = (stage for stage in run.stages if stage.declared.evaluates)
+    if all(states[stage.name].state != "done" for stage in evaluations):
+        return {}
+    try:
+        comparison = compare(run, measured_models(run))
+    except (UserError, OSError):
+        return {}
+    gains = {stage.name: _held_out_gain(stage, comparison) for stage in run.stages if stage.trains}
+    return {name: gain for name, gain in gains.items() if gain is not None}
+
+
 def comparison_json(comparison: ModelComparison) -> dict[str, Any]:
     """Return what `braid compare --json` prints."""
     models = {
@@ -166,6 +184,35 @@ def comparison_json(comparison: ModelComparison) -> dict[str, Any]:
         "stages": [asdict(cost) for cost in comparison.costs],
         "notes": list(comparison.notes),
     }
+
+
+def _held_out_gain(stage: Stage, comparison: ModelComparison) -> HeldOutGain | None:
+    """Return a stage's gain; None where its model was not measured, or is the start."""
+    model = comparison.models.get(stage.name)
+    if model is None or model.role == "start":
+        return None
+    changes = {domain: score.change for domain, score in model.scores.items() if score.change}
+    trained = {domain: change for domain, change in changes.items() if domain in stage.domains}
+    if not trained:
+        return None
+    lost = dict(_lost(model, stage))
+    return HeldOutGain(
+        tuple(f"{name} {points(change)}" for name, change in trained.items() if change.low > 0),
+        tuple(f"{name} {points(change)}" for name, change in trained.items() if change.low <= 0),
+        tuple(lost.values()),
+        tuple(lost),
+        comparison.start,
+    )
+
+
+def _lost(model: ComparedModel, stage: Stage) -> Iterator[tuple[str, str]]:
+    """Yield each domain on which a model lost accuracy for certain, and how much."""
+    for domain, score in model.scores.items():
+        if score.change and domain in stage.domains and score.change.high < 0:
+            yield domain, f"{domain} {points(score.change)}"
+    for domain, change in model.forgetting.items():
+        if domain not in stage.domains and change.high < -FORGOTTEN:
+            yield domain, f"{domain} {points(change)}, which it was not trained on"
 
 
 def _start(run: Run, models: Models, merges: Sequence[Stage]) -> str:

@@ -12,7 +12,7 @@ import yaml
 from pydantic import BaseModel
 
 from parallel.errors import UserError
-from pipeline.report.compare.comparison import compare, comparison_json
+from pipeline.report.compare.comparison import compare, comparison_json, held_out_gains
 from pipeline.report.compare.difference import difference
 from pipeline.report.compare.stage_costs import stage_costs
 from pipeline.report.drawing import edges, origin, tree
@@ -21,8 +21,8 @@ from pipeline.report.page.redaction import LEFT_OUT, plain_setting
 from pipeline.report.page.timelines import timelines
 from pipeline.report.page.training import curves, guards, history, planned_memory
 from pipeline.report.view.experts import MOST
-from pipeline.report.view.health import symptoms
-from pipeline.report.view.overview import MOST_BYTES
+from pipeline.report.view.health import judged
+from pipeline.report.view.overview import MOST_BYTES, health_json
 from pipeline.run.answers import measured_models
 from pipeline.run.ledger import minutes
 from pipeline.run.metrics import Line, newest_lines
@@ -60,7 +60,7 @@ def document(run: Run, other_runs: Sequence[Run], redacted: bool, most_samples: 
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
         "redacted": redacted,
         "run": {"name": run.name, "seed": run.settings.seed, "path": str(run.path)},
-        "health": [asdict(symptom) for symptom in symptoms(run, states, lines)],
+        **health_json(judged(run, states, lines, held_out_gains(run, states))),
         "stages": [*_stages(run, states)],
         "edges": [vars(edge) for edge in edges(run.stages)],
         **_comparison(run),

@@ -89,7 +89,13 @@ _GUARD = {
 DOCUMENT = {
     **{"made": OWN, "redacted": VALUE, "definitions": OWN, "settings": OWN, "commands": OWN},
     "run": {"name": OWN, "seed": VALUE, "path": OWN},
-    "health": [{"stage": VALUE, "what": OWN, "remedy": OWN, "alarm": VALUE}],
+    "health": [
+        {
+            **{"stage": VALUE, "what": OWN, "remedy": OWN, "command": OWN},
+            **{"alarm": VALUE, "word": VALUE},
+        }
+    ],
+    "verdicts": [{"stage": VALUE, "word": VALUE, "evidence": OWN, "alarm": VALUE}],
     "stages": [_STAGE],
     "edges": [{"source": VALUE, "target": VALUE, "role": VALUE}],
     **_COMPARED,

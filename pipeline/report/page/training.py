@@ -10,7 +10,7 @@ from parallel.families import family_violations
 from parallel.layout_rules import layout_violations
 from pipeline.estimate.stage_memory import fullest, stage_memory
 from pipeline.report.page.recorded import short_number
-from pipeline.report.view.health import guards_of, steps_beyond
+from pipeline.report.view.symptoms import guards_of, steps_beyond
 from pipeline.run.graph import Stage
 from pipeline.run.metrics import LABELS, NOT_METRICS, Line
 from pipeline.run.run import Run

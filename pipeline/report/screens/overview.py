@@ -13,8 +13,10 @@ from textual.widgets import DataTable, Footer, Static
 from textual.worker import Worker
 
 from parallel.errors import UserError
+from pipeline.report.compare.comparison import held_out_gains
 from pipeline.report.drawing import tree
-from pipeline.report.view.health import Symptom, symptoms
+from pipeline.report.view.findings import Health
+from pipeline.report.view.health import judged
 from pipeline.report.view.overview import HEADINGS, Overview, health_lines, metric_rows
 from pipeline.report.view.sample_text import Regrade
 from pipeline.report.view.waits import HEADINGS as WAITS
@@ -120,7 +122,7 @@ class FollowingScreen[Content](Screen[None]):
         raise NotImplementedError
 
 
-class OverviewScreen(FollowingScreen[tuple[Overview, list[Symptom]]]):
+class OverviewScreen(FollowingScreen[tuple[Overview, Health]]):
     """The health line, and a line of each stage: state, curve, speed, where its seconds go."""
 
     BINDINGS: ClassVar = [
@@ -141,12 +143,14 @@ class OverviewScreen(FollowingScreen[tuple[Overview, list[Symptom]]]):
         yield DataTable(id="stages", cursor_type="row")
         yield Footer()
 
-    def read(self) -> tuple[Overview, list[Symptom]]:
+    def read(self) -> tuple[Overview, Health]:
         """Return the overview and what is out of its range."""
         overview = Overview.of(self._run.refresh())
-        return overview, symptoms(self._run, overview.states, overview.lines)
+        states = overview.states
+        gains = held_out_gains(self._run, states)
+        return overview, judged(self._run, states, overview.lines, gains)
 
-    def show(self, content: tuple[Overview, list[Symptom]]) -> None:
+    def show(self, content: tuple[Overview, Health]) -> None:
         """Show the health and a row for each stage."""
         overview, health = content
         lines = [text_of(cell) for cell in health_lines(health)]

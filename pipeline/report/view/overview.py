@@ -12,7 +12,7 @@ from typing import Any
 from parallel.errors import UserError, hint
 from pipeline.report.drawing import tree
 from pipeline.report.time_left import estimate
-from pipeline.report.view.health import LAST, Symptom
+from pipeline.report.view.findings import Health, StageVerdict
 from pipeline.run.graph import Stage
 from pipeline.run.ledger import took
 from pipeline.run.metrics import NOT_METRICS, Line, newest_lines
@@ -21,6 +21,7 @@ from pipeline.slurm.queue import states_now
 from pipeline.tables import STATE_STYLES, Cell, table
 from pipeline.text import clock
 from stages.metric_definitions import METRICS, declared_as
+from stages.metric_ranges import LAST_STEPS
 
 MOST_BYTES = 1 << 26  # of a stage's metrics that are read, from their end
 BARS = "▁▂▃▄▅▆▇█"
@@ -28,18 +29,37 @@ WIDTH = 16  # bars of a curve
 ACCURACY = "accuracy"
 # The first that a stage logs is its curve.
 CURVES = (ACCURACY, "teacher_kl", "reward", "kept", "loss")
-SECONDS = ("rollout", "train", "refit", "offload", "wake")  # parts of a step, in metrics
+# Parts of a step, by the metric of their seconds.
+SECONDS = {
+    "rollout": "seconds_rollout",
+    "train": "seconds_train",
+    "refit": "seconds_refit",
+    "engine start": "seconds_start",
+    "offload": "seconds_offload",
+    "wake": "seconds_wake",
+}
 HEADINGS = ("stage", "state", "steps", "curve", "", "tokens/s", "where a step's seconds go", "left")
 
 
-def health_lines(health: Sequence[Symptom]) -> Iterator[Cell]:
-    """Yield a line for each finding, or the one that says that there is none."""
-    for symptom in health:
+def health_lines(health: Health) -> Iterator[Cell]:
+    """Yield a line for each finding, then for each other stage what it learned, and why so."""
+    for symptom in health.symptoms:
         yield Cell(
             f"{'!' if symptom.alarm else '·'} {symptom}", "red" if symptom.alarm else "yellow"
         )
-    if not health:
+    if health.is_well:
         yield Cell("✓ nothing is out of its range", "green")
+    said = {symptom.stage for symptom in health.symptoms if symptom.word}
+    for verdict in health.verdicts:
+        if verdict.stage not in said:
+            yield verdict_line(verdict)
+
+
+def verdict_line(verdict: StageVerdict) -> Cell:
+    """Return the line of a verdict: what a stage did to its model, and the evidence."""
+    if verdict.is_good:
+        return Cell(f"✓ {verdict}", "green")
+    return Cell(f"! {verdict}", "red") if verdict.alarm else Cell(f"· {verdict}", "yellow")
 
 
 @dataclass(frozen=True)
@@ -125,10 +145,10 @@ def metric_by_stage(overview: Overview, metric: str) -> list[tuple[str, str, lis
 def metric_table(overview: Overview, metric: str) -> str:
     """Return a table of a metric over the stages."""
     rows = [
-        [stage, name, sparkline(values), f"{values[0]:.4g}", f"{fmean(values[-LAST:]):.4g}"]
+        [stage, name, sparkline(values), f"{values[0]:.4g}", f"{fmean(values[-LAST_STEPS:]):.4g}"]
         for stage, name, values in metric_by_stage(overview, metric)
     ]
-    headings = ("stage", "metric", "curve", "first", f"mean of the last {LAST}")
+    headings = ("stage", "metric", "curve", "first", f"mean of the last {LAST_STEPS}")
     return table("", headings, rows, right=(3, 4))
 
 
@@ -197,7 +217,10 @@ def _speed(lines: Sequence[Line]) -> str:
 
 def _split(lines: Sequence[Line]) -> str:
     """Return which parts of a step take which share of its seconds, the largest first."""
-    seconds = {name: sum(line.get(f"seconds_{name}", 0.0) for line in lines) for name in SECONDS}
+    seconds = {
+        name: sum(line.get(metric, 0.0) for line in lines) for name, metric in SECONDS.items()
+    }
+    seconds["refit"] -= seconds["engine start"]  # which is logged as a part of it
     total = sum(seconds.values())
     if not total:
         return ""
@@ -207,7 +230,15 @@ def _split(lines: Sequence[Line]) -> str:
     )
 
 
-def overview_json(overview: Overview, symptoms: Sequence[Symptom]) -> dict[str, Any]:
+def health_json(health: Health) -> dict[str, Any]:
+    """Return a run's symptoms and verdicts, as `braid look --json` and the report have them."""
+    return {
+        "health": [asdict(symptom) for symptom in health.symptoms],
+        "verdicts": [asdict(verdict) for verdict in health.verdicts],
+    }
+
+
+def overview_json(overview: Overview, health: Health) -> dict[str, Any]:
     """Return what `braid look RUN --json` prints."""
     stages = []
     for stage in overview.run.stages:
@@ -223,5 +254,4 @@ def overview_json(overview: Overview, symptoms: Sequence[Symptom]) -> dict[str, 
                 "values": curve and curve[1],
             }
         )
-    health = [asdict(symptom) for symptom in symptoms]
-    return {"run": str(overview.run.path), "health": health, "stages": stages}
+    return {"run": str(overview.run.path), **health_json(health), "stages": stages}

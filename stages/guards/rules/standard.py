@@ -9,7 +9,6 @@ from collections.abc import Mapping
 
 from pydantic import Field
 
-from parallel.mismatch import WARNED_SHARE
 from parallel.settings import Count, Fraction
 from stages.guards.registry import (
     AtLeastZero,
@@ -18,6 +17,7 @@ from stages.guards.registry import (
     WindowGuardSettings,
     guard,
 )
+from stages.metric_ranges import RANGES
 from stages.rewards.reward import RewardBase
 
 
@@ -28,7 +28,7 @@ class EntropyCollapseSettings(GuardSettings):
     metric = "entropy"
     side = "below"
     remedy = "raise objective.entropy_bonus or ratio.clip_high, or lower the learning rate"
-    threshold: AtLeastZero = 0.02
+    threshold: AtLeastZero = RANGES["entropy"].alarm
 
 
 class RewardDrop(Trend):
@@ -56,7 +56,7 @@ class RewardCollapseSettings(WindowGuardSettings):
         " a stop rule that ends it at the peak"
     )
     trend = RewardDrop
-    threshold: AtLeastZero = 0.2
+    threshold: AtLeastZero = RANGES["reward_drop"].alarm
 
 
 @guard("reward_spread")
@@ -66,7 +66,7 @@ class RewardSpreadSettings(GuardSettings):
     metric = "reward_spread"
     side = "below"
     remedy = "use prompts of another difficulty, or a larger sampling.group_size"
-    threshold: AtLeastZero = 0.02
+    threshold: AtLeastZero = RANGES["reward_spread"].alarm
 
 
 @guard("zero_variance")
@@ -78,7 +78,7 @@ class ZeroVarianceSettings(GuardSettings):
     remedy = (
         "use prompts of another difficulty, curriculum.name: frontier, or rollout.dynamic_sampling"
     )
-    threshold: Fraction = 0.9
+    threshold: Fraction = RANGES["zero_variance"].alarm
 
 
 class LengthInflation(Trend):
@@ -103,7 +103,7 @@ class LengthInflationSettings(WindowGuardSettings):
     side = "above"
     remedy = "use objective.aggregation: token_mean or constant, or a reward of kind overlong"
     trend = LengthInflation
-    threshold: AtLeastZero = 1.5
+    threshold: AtLeastZero = RANGES["length_inflation"].alarm
 
 
 @guard("similar_responses")
@@ -113,7 +113,7 @@ class SimilarResponsesSettings(GuardSettings):
     metric = "similar_responses"
     side = "above"
     remedy = "raise sampling.temperature, or use harder prompts"
-    threshold: Fraction = 0.9
+    threshold: Fraction = RANGES["similar_responses"].alarm
 
 
 class FormatGain(Trend):
@@ -152,7 +152,7 @@ class FormatGainSettings(WindowGuardSettings):
     side = "above"
     remedy = "lower the weights of the rewards that do not judge the answer"
     trend = FormatGain
-    threshold: AtLeastZero = 0.05
+    threshold: AtLeastZero = RANGES["format_gain"].alarm
     window: Count = Field(default=20, description="steps that one mean is taken over")
 
 
@@ -163,7 +163,7 @@ class TruncationSettings(GuardSettings):
     metric = "unfinished"
     side = "above"
     remedy = "raise sampling.max_response_tokens"
-    threshold: Fraction = 0.25
+    threshold: Fraction = RANGES["unfinished"].alarm
 
 
 @guard("mismatch")
@@ -173,7 +173,7 @@ class MismatchSettings(GuardSettings):
     metric = "high_ratio"
     side = "above"
     remedy = "see docs/how-to/mismatch.md: engine and trainer disagree on probabilities"
-    threshold: Fraction = WARNED_SHARE  # engine.max_high_ratio stops the stage
+    threshold: Fraction = RANGES["high_ratio"].alarm  # engine.max_high_ratio stops the stage
     patience: Count = 3
 
 
@@ -184,7 +184,7 @@ class DriftSettings(GuardSettings):
     metric = "drift_high_ratio"
     side = "above"
     remedy = "lower rollout.max_steps_ahead or the learning rate"
-    threshold: Fraction = 0.1
+    threshold: Fraction = RANGES["drift_high_ratio"].alarm
 
 
 @guard("stale_drops")
@@ -194,5 +194,5 @@ class StaleDropsSettings(GuardSettings):
     metric = "dropped_stale"
     side = "above"
     remedy = "raise rollout.max_steps_ahead, or lower rollout.oversampling"
-    threshold: AtLeastZero = 0.0
+    threshold: AtLeastZero = RANGES["dropped_stale"].alarm
     patience: Count = Field(default=1, description="consecutive steps beyond the threshold")

@@ -33,15 +33,18 @@ async function open() {
 function frame(data, current) {
   const alarms = data.health.filter((symptom) => symptom.alarm).length;
   const advice = data.health.length - alarms;
+  const unknown = (data.verdicts || []).filter((verdict) => !isGood(verdict)).length;
   const text = alarms
     ? `! ${alarms} alarm${alarms > 1 ? "s" : ""}`
     : advice
       ? `· ${advice} to look at`
-      : "✓ healthy";
+      : unknown
+        ? "· too short to say"
+        : "✓ healthy";
   document.getElementById("header").replaceChildren(
     h("h1", {}, data.run.name),
     h("span", { class: "quiet" }, `seed ${data.run.seed} · written ${clockTime(data.made)} UTC`),
-    h("span", { class: alarms ? "alarm" : advice ? "advice" : "fine" }, text),
+    h("span", { class: alarms ? "alarm" : advice || unknown ? "advice" : "fine" }, text),
     h(
       "details",
       { id: "keys" },

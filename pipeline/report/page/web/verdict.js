@@ -16,6 +16,7 @@ function verdictPage(data) {
   return [
     h("h2", {}, "Health"),
     healthList(data.health),
+    ...verdicts(data),
     ...data.damaged.map((text) => h("p", { class: "advice" }, `not in this report: ${text}`)),
     h("h2", {}, "Stages"),
     stageTable(data),
@@ -32,10 +33,31 @@ function healthList(health) {
     h(
       "li",
       { class: symptom.alarm ? "alarm" : "advice" },
-      `${symptom.alarm ? "!" : "·"} ${symptom.stage}: ${symptom.what}. `,
-      h("span", { class: "quiet" }, symptom.remedy),
+      `${symptom.alarm ? "!" : "·"} ${symptom.stage}: `,
+      symptom.word ? `${symptom.word}: ` : "",
+      `${symptom.what}. `,
+      h("span", { class: "quiet" }, symptom.remedy ? `${symptom.remedy}: ` : ""),
+      symptom.command ? h("code", {}, symptom.command) : null,
     );
   return h("ul", { class: "health", id: "health" }, health.map(item));
+}
+
+/** Return a line of every stage that no symptom judges: what it learned, and the evidence. */
+function verdicts(data) {
+  const judged = new Set(data.health.filter(({ word }) => word).map(({ stage }) => stage));
+  const rest = (data.verdicts || []).filter(({ stage }) => !judged.has(stage));
+  const item = (verdict) =>
+    h(
+      "li",
+      { class: isGood(verdict) ? "fine" : verdict.alarm ? "alarm" : "advice" },
+      `${isGood(verdict) ? "✓" : verdict.alarm ? "!" : "·"} ${verdict.stage} ${verdict.word}: `,
+      h("span", { class: "quiet" }, verdict.evidence),
+    );
+  return rest.length ? [h("ul", { class: "health", id: "verdicts" }, rest.map(item))] : [];
+}
+
+function isGood(verdict) {
+  return ["learns", "is solved"].includes(verdict.word);
 }
 
 function stageTable(data) {
