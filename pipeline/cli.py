@@ -81,7 +81,7 @@ def _parse(argv: Sequence[str]) -> Namespace:
     plain = not any(extra.startswith("-") for extra in extras)
     if "--side-by-side" in " ".join(extras).replace("=", " ").split():
         braid.error("--side-by-side is now --parallel")
-    several = ("overrides", "models", "others")
+    several = ("overrides", "models", "others", "names")
     repeated = next((name for name in several if hasattr(arguments, name)), None)
     if plain and repeated:
         setattr(arguments, repeated, [*getattr(arguments, repeated), *extras])
