@@ -29,6 +29,13 @@ def heads(width: int) -> torch.Tensor:
     return fused[:, : 3 * width].view(5, 3, width)
 
 
+def test_a_weight_sync_warns_of_no_rotary_embedding(caplog):
+    layerwise.logger.propagate = True  # which vLLM's configuration of logging ends
+    for layer in ("RotaryEmbedding", "Linear"):
+        layerwise.logger.warning("%s: Failed to load weights", layer)
+    assert [record.getMessage() for record in caplog.records] == ["Linear: Failed to load weights"]
+
+
 @pytest.mark.parametrize("width", [8, 24, 64, 20])
 def test_a_norm_of_strided_heads_equals_the_composition(preferred, width):
     x, weight = heads(width), torch.rand(width)

@@ -125,8 +125,8 @@ def parser() -> ArgumentParser:
     subparsers = _subparsers(braid, "COMMAND", dest="command")
     actions: dict[str, Any] = {}
     # Not in the order of the registry: whoever imports one module first registers its commands
-    # first. The sort is stable, which keeps the actions of a group in the order of their file.
-    for name in sorted(COMMANDS, key=_place):
+    # first.
+    for name in names():
         registered = COMMANDS[name]
         word, _, action = name.rpartition(" ")
         if word and word not in actions:
@@ -146,6 +146,14 @@ def parser() -> ArgumentParser:
                 options += [name for name in one.names if name.startswith("--")]
         added.set_defaults(function=registered.function, parser=added, options=options)
     return braid
+
+
+def names() -> list[str]:
+    """Return the names of the imported commands, in the order of `braid --help`.
+
+    The sort is stable, which keeps the actions of a group in the order of their file.
+    """
+    return sorted(COMMANDS, key=_place)
 
 
 def _place(name: str) -> tuple[int, str]:
