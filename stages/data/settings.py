@@ -55,6 +55,10 @@ class FileSettings(Settings):
         default="stop", description="stop: an unusable row is an error; skip: it is counted"
     )
 
+    def columns(self) -> dict[str, str]:
+        """Return the columns that every row must have, by the keys that name them."""
+        return {}
+
     def files(self) -> list[Path]:
         """Return the files, sorted by name.
 
@@ -108,6 +112,10 @@ class FilePromptSettings(ToolFileSettings):
         " response in engine.max_model_tokens",
     )
     held_out_fraction: HeldOutFraction = 0.25
+
+    def columns(self) -> dict[str, str]:
+        answer = {} if self.answer is None else {"answer": self.answer}
+        return {"prompt": self.prompt, **answer}
 
 
 class JsonlPromptSettings(FilePromptSettings):
@@ -198,6 +206,11 @@ class ConversationFileSettings(ToolFileSettings):
         default=None,
         description="longer conversations are skipped and counted; null is model.max_positions",
     )
+
+    def columns(self) -> dict[str, str]:
+        if self.response is None:
+            return {"messages": self.messages}
+        return {"prompt": self.prompt, "response": self.response}
 
 
 class CollectedFileSettings(ConversationFileSettings):

@@ -144,7 +144,7 @@ def test_the_first_rows_of_a_domain_are_checked_before_anything_runs(config: Pat
     fix = "fix it, or skip such rows with domains.sums."
     assert errors(config) == [
         "small.yaml:15: domains.sums.prompts: a.jsonl:3: no column 'answer'; columns: 'prompt', "
-        f"'anwser'; {fix}prompts.on_bad_row: skip",
+        f"'anwser'; the nearest: 'anwser'; {fix}prompts.on_bad_row: skip",
         "small.yaml:17: domains.sums.demonstrations: b.jsonl:1: 'messages' must not start with "
         f"an assistant turn; {fix}demonstrations.on_bad_row: skip",
     ]

@@ -206,7 +206,10 @@ BAD_LINES = [
     ("[", "a JSON array; write one object a line"),
     ('[{"prompt": "1+1="},', "a JSON array; write one object a line"),
     ("[1, x]", "not valid JSON: Expecting value at column 5"),
-    ('{"question": "1+1="}', "no column 'prompt'; columns: 'question'"),
+    (
+        '{"question": "1+1="}',
+        "no column 'prompt'; columns: 'question'; the nearest: 'question'",
+    ),
     ('{"prompt": "1+1="}', "no column 'answer'; columns: 'prompt'"),
     ('{"prompt": "1+1=", "answer": NaN}', "'answer' is neither text nor a finite number"),
     (

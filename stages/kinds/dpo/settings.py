@@ -52,6 +52,9 @@ class FilePairSettings(PairSettings, ToolFileSettings):
     )
     rejected: str = Field(default="rejected", description="column of the other response, alike")
 
+    def columns(self) -> dict[str, str]:
+        return {"prompt": self.prompt, "chosen": self.chosen, "rejected": self.rejected}
+
 
 class JsonlPairSettings(FilePairSettings):
     """One JSON object a line."""
