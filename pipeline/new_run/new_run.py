@@ -113,7 +113,7 @@ def _read_all(request: RunRequest, draft: RunSettings) -> tuple[list[int], bool]
         if not isinstance(domain.prompts, FilePromptSettings):
             raise UserError(
                 f"domains.{name}: {shown(request.domains[name][0])} generates its prompts; name "
-                "one that reads rows (prompts.source: jsonl or parquet)"
+                "one that reads rows (prompts.source: jsonl, parquet or arrow)"
             )
         try:
             read = read_rows(name, domain.prompts)

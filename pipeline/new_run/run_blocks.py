@@ -13,6 +13,7 @@ from parallel.estimates.tensor_sizes import parameter_count
 from parallel.settings import ModelSettings
 from pipeline.config.read import CONFIGS, Leaf, Reader, find
 from pipeline.estimate.simulation import HOUR, Assumptions
+from pipeline.new_run.data_sets import source_of
 from pipeline.new_run.run_file import PARENT
 from pipeline.text import shown
 
@@ -72,8 +73,8 @@ def first_blocks(request: RunRequest) -> Blocks:
         blocks["domains"][name] = block
         if rows is not None:
             block["prompts"] |= {"path": str(rows.absolute())}
-            if rows.suffix == ".parquet":
-                block["prompts"]["source"] = "parquet"
+            if (source := source_of(rows)) != "jsonl":
+                block["prompts"]["source"] = source
         for key, column in request.columns.get(name, {}).items():
             put(block, key, column)
         if request.gpus is None:

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from parallel.errors import UserError, report_notice
+from stages.data.arrow_rows import ROWS
 from stages.data.columns import MissingColumn, Row, RowError, renaming
 from stages.data.problem import SPLIT_DIGITS, DataError
-from stages.data.rows import ROWS
 from stages.data.settings import FileSettings, ToolFileSettings
 
 # Returns what a stage reads of a row, and the content hashes of the row and of its prompt, 64

@@ -118,9 +118,6 @@ class ParquetRows:
         return self._groups[key]
 
 
-ROWS: dict[str, JsonlRows | ParquetRows] = {"jsonl": JsonlRows(), "parquet": ParquetRows()}
-
-
 def has_column(schema: pyarrow.Schema, column: str) -> bool:
     """Return whether rows of a schema have a column, which may be in structs: `a.b`."""
     if column in schema.names:

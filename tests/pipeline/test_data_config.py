@@ -127,7 +127,8 @@ def test_a_mistyped_key_of_a_source_is_reported(config: Path) -> None:
     assert any(
         'sums.prompts.promt: unknown key; did you mean "prompt"?' in error for error in found
     )
-    message = "words.prompts.source: should be 'reasoning_gym', 'jsonl' or 'parquet', not \"jsnl\""
+    sources = "'reasoning_gym', 'jsonl', 'parquet' or 'arrow'"
+    message = f'words.prompts.source: should be {sources}, not "jsnl"'
     assert any(message in error for error in found)
 
 

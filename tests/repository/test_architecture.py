@@ -99,6 +99,7 @@ WITHOUT_TORCH = {
     "stages.data.end_tokens",
     "stages.data.reasoning_gym",
     "stages.data.reasoning_gym_options",
+    "stages.data.columns",
     "stages.data.messages",
     "stages.data.row_forms",
     "stages.data.thoughts",

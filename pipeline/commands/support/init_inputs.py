@@ -19,6 +19,7 @@ from pipeline.config.checkpoints import ANY_VALUE, has_weights, weights_violatio
 from pipeline.config.read import CONFIGS, Reader, find, plain
 from pipeline.config.rules import DOMAIN_NAME, DOMAIN_RULE
 from pipeline.estimate.capacity import check_searched
+from pipeline.new_run.data_sets import rows_of
 from pipeline.new_run.described import model_of
 from pipeline.text import shown
 from stages.data.settings import FilePromptSettings
@@ -262,9 +263,8 @@ def domain_named(domain_option: str) -> tuple[str, tuple[Path, Path | None]]:
         raise UserError(
             f"--domains {domain_option}: write NAME=ROWS, such as math=/data/math.jsonl"
         )
-    path = expanded(rows, f"--domains {domain_option}")
-    if not path.exists():
-        raise UserError(f"--domains {domain_option}: no such file: {shown(path)}")
+    option = f"--domains {domain_option}"
+    path = rows_of(option, str(expanded(rows, option)))
     if path.suffix in (".yaml", ".yml"):
         return name, (path, None)
     kinds = shipped_kinds()
