@@ -105,6 +105,7 @@ WITHOUT_TORCH = {
     "stages.data.thoughts",
     "stages.data.tokenizer",
     "stages.rewards.reward",
+    "stages.rewards.kinds",
     "stages.rewards.kinds.judge",
     "stages.rewards.kinds.python",
     "stages.rewards.sandbox",
