@@ -135,7 +135,7 @@ def domain_check(arguments: Namespace) -> None:
     Argument("name", metavar="NAME", help="the domain's name"),
     Argument(
         "--source",
-        choices=("reasoning_gym", "jsonl", "parquet"),
+        choices=("reasoning_gym", "jsonl", "parquet", "arrow"),
         default="reasoning_gym",
         help="where its problems come from (default: reasoning_gym)",
     ),

@@ -15,11 +15,13 @@ from parallel.errors import UserError
 from parallel.estimates.roofline.hardware import GIB, GPUS
 from pipeline.commands.support.arguments import JSON, number_within, positive, print_json
 from pipeline.commands.support.init_inputs import (
+    COLUMN_KEYS,
     check_given,
     check_kept,
     check_names,
     check_output,
     column_named,
+    columns_of,
     domain_named,
     expanded,
     model_named,
@@ -98,10 +100,12 @@ def _walltime(text: str) -> float:
     Argument(
         "--columns",
         nargs="+",
+        action="extend",
         type=column_named,
         default=[],
-        metavar="KEY=COLUMN",
-        help="columns of all rows, where they have other names: prompt=question answer=solution",
+        metavar="[DOMAIN.]KEY=COLUMN",
+        help="columns that have other names, of all rows or of a domain's: prompt=question"
+        f" math.answer=reward_model.ground_truth; keys: {', '.join(COLUMN_KEYS)} (repeatable)",
     ),
     Argument("--gpus", type=positive, metavar="N", help="GPUs (default: CPU cores)"),
     Argument("--gpu", metavar="NAME", help=f"{', '.join(GPUS)} (default: the profile's gpu_type)"),
@@ -260,19 +264,20 @@ def _request(arguments: Namespace, profile: ClusterSettings | None) -> RunReques
         )
     sheet = data_sheet(arguments.gpu, profile) if gpus else None
     kinds = sheets_of_kinds(arguments.gpu, profile) if gpus else {}
+    domains = dict(map(domain_named, arguments.domains))
     return RunRequest(
         name=arguments.name or arguments.target.stem,
         output=arguments.target,
         model=model,
         described=described,
         weights=weights,
-        domains=dict(map(domain_named, arguments.domains)),
+        domains=domains,
         ranks=gpus or arguments.ranks or RANKS,
         gpus=Assumptions(sheet, per_node, FILLED, 1.0, kinds) if sheet else None,
         gpu=arguments.gpu or (profile and profile.gpu_type) or "",
         budget=arguments.budget,
         longest_walltime=arguments.longest_walltime,
-        columns=dict(arguments.columns),
+        columns=columns_of(arguments.columns, domains),
         thinks=has_thoughts(weights),
         has_weights=not dry_run or has_weights(weights),
     )

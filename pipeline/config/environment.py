@@ -125,7 +125,9 @@ def _file_violations(
     except OSError as error:
         yield f"{key}.path", f"{shown(Path(error.filename))} cannot be read: {error.strerror}"
         return
-    if report.unusable and source.on_bad_row == "stop":
+    if columns_fix := report.columns_fix(key, source):
+        yield key, columns_fix
+    elif report.unusable and source.on_bad_row == "stop":
         it = "it" if len(report.unusable) == 1 else "them"
         fix = f"fix {it}, or skip such rows with {key}.on_bad_row: skip"
         yield key, f"{report.described(report.unusable)}; {fix}"

@@ -6,13 +6,15 @@ the rest, and answers that take a library to read.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from pipeline.text import shown
-from stages.data.messages import Row, RowError, tools_of
+from stages.data.columns import MissingColumn, Row, RowError, renaming
+from stages.data.messages import tools_of
 from stages.data.row_forms import answer_of, conversation_of, pair_of, parsed_line, prompt_of
 from stages.data.settings import ConversationFileSettings, FilePromptSettings, FileSettings
 from stages.kinds.dpo.settings import FilePairSettings
@@ -21,6 +23,7 @@ from stages.rewards.reward import RewardBase
 MOST_ROWS, MOST_BYTES = 10_000, 16 << 20  # that are checked: a fraction of a second
 MOST_ROW_BYTES = 4 << 20  # a million tokens, more than any context
 SHOWN = 3
+NEARLY_ALL = 0.9  # of the rows; the others may be wrong in other ways
 Rewards = Mapping[str, RewardBase]
 
 
@@ -30,13 +33,32 @@ class RowReport:
 
     Of `checked` rows that are not blank, `unusable` are no rows of the source, and `unreadable` are
     rows to which a reward cannot score an answer; each is a message with its file and line. `chats`
-    is true where a row has chat messages.
+    is true where a row has chat messages. `without` has the missing columns of unusable rows.
     """
 
     checked: int
     unusable: list[str]
     unreadable: list[str]
     chats: bool
+    without: list[MissingColumn]
+
+    def columns_fix(self, key: str, source: FileSettings) -> str | None:
+        """Return the fix where nearly all rows lack one and the same column, else None.
+
+        It names the file's columns and, of each absent one, that which may be meant. `key` is the
+        source's, such as domains.math.prompts.
+        """
+        counts = Counter(error.column for error in self.without)
+        column = max(counts, key=counts.__getitem__, default="")
+        if not counts or (count := counts[column]) < NEARLY_ALL * self.checked:
+            return None
+        columns = next(error.columns for error in self.without if error.column == column)
+        rows = "no row has a column"
+        if count < self.checked:
+            rows = f"{count:,} of the first {self.checked:,} rows lack the column"
+        have = ", ".join(map(repr, columns))
+        fix = renaming(key, source.columns(), columns)
+        return f"{shown(source.path)}: {rows} {column!r}; columns: {have}; {fix}"
 
     def described(self, bad: list[str]) -> str:
         """Return the first of some bad rows, and how many there are of how many."""
@@ -57,6 +79,7 @@ def row_report(
     checked, chats = 0, False
     unusable: list[str] = []
     unreadable: list[str] = []
+    without: list[MissingColumn] = []
     for file, number, line in _lines(source, most):
         checked += 1
         try:
@@ -64,10 +87,12 @@ def row_report(
             chats |= _has_messages(row, source)
         except RowError as error:
             unusable.append(f"{shown(file)}:{number}: {error}")
+            if isinstance(error, MissingColumn):
+                without.append(error)
             continue
         if why := _unreadable_answer(row, source, rewards or {}):
             unreadable.append(f"{shown(file)}:{number}: {why}")
-    return RowReport(checked, unusable, unreadable, chats)
+    return RowReport(checked, unusable, unreadable, chats, without)
 
 
 def _row_of(line: bytes) -> Row:

@@ -108,15 +108,23 @@ def prepare(request: RunRequest, announce: Callable[[str], None]) -> Prepared:
 def _read_all(request: RunRequest, draft: RunSettings) -> tuple[list[int], bool]:
     """Return the counts of rows of the domains that could be read, and whether any has chats."""
     counts, chats = [], False
+    errors: list[str] = []
     for name, domain in draft.domains.items():
         if not isinstance(domain.prompts, FilePromptSettings):
             raise UserError(
                 f"domains.{name}: {shown(request.domains[name][0])} generates its prompts; name "
-                "one that reads rows (prompts.source: jsonl or parquet)"
+                "one that reads rows (prompts.source: jsonl, parquet or arrow)"
             )
-        if (read := read_rows(name, domain.prompts)) is not None:
+        try:
+            read = read_rows(name, domain.prompts)
+        except UserError as error:
+            errors.append(str(error))
+            continue
+        if read is not None:
             counts.append(read[0])
             chats |= read[1]
+    if errors:
+        raise UserError("\n".join(errors))
     return counts, chats
 
 

@@ -13,6 +13,7 @@ from parallel.estimates.tensor_sizes import parameter_count
 from parallel.settings import ModelSettings
 from pipeline.config.read import CONFIGS, Leaf, Reader, find
 from pipeline.estimate.simulation import HOUR, Assumptions
+from pipeline.new_run.data_sets import source_of
 from pipeline.new_run.run_file import PARENT
 from pipeline.text import shown
 
@@ -34,7 +35,7 @@ Blocks = dict[str, Any]
 class RunRequest:
     """The request for a new run; `gpus` is None where ranks run on CPU cores.
 
-    `columns` are those of the prompt and the answer of rows that are given without a domain's file.
+    `columns` are columns of each domain's rows, by the keys of its block that name them.
     `thinks` says that the model's chat template has thoughts. Without `has_weights` a dry run plans
     what is not downloaded yet.
     """
@@ -50,7 +51,7 @@ class RunRequest:
     gpu: str = ""
     budget: float | None = None
     longest_walltime: float = 24 * HOUR
-    columns: Mapping[str, str] = field(default_factory=dict)
+    columns: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     thinks: bool = False
     has_weights: bool = True
 
@@ -71,9 +72,11 @@ def first_blocks(request: RunRequest) -> Blocks:
         block: Blocks = {"prompts": {}}
         blocks["domains"][name] = block
         if rows is not None:
-            block["prompts"] |= {"path": str(rows.absolute()), **request.columns}
-            if rows.suffix == ".parquet":
-                block["prompts"]["source"] = "parquet"
+            block["prompts"] |= {"path": str(rows.absolute())}
+            if (source := source_of(rows)) != "jsonl":
+                block["prompts"]["source"] = source
+        for key, column in request.columns.get(name, {}).items():
+            put(block, key, column)
         if request.gpus is None:
             block.update({key: dict(values) for key, values in CPU_KEYS.items()})
     several = len(request.domains) > 1

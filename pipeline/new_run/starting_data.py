@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -11,7 +9,7 @@ from io import StringIO
 from typing import Any
 
 from parallel.errors import UserError
-from pipeline.config.rows import RowReport, row_report
+from pipeline.config.rows import row_report
 from pipeline.launch import one_off
 from pipeline.text import shown, visible
 from stages.data.settings import FilePromptSettings
@@ -21,8 +19,6 @@ from stages.rewards.reward import RewardPoolSettings
 MOST_ROWS = 100_000  # read before anything is written: a second
 SCORED = 64  # prompts whose answers the rewards score
 SHOWN_ROWS = 3
-NO_COLUMN = re.compile(r": no column ('[^']*'); columns: (.*)")  # of stages.data.row_forms
-NEARLY_ALL = 0.9  # of the rows; the others may be wrong in other ways
 LONGEST = 60  # characters of a text in a message
 
 
@@ -75,33 +71,13 @@ def read_rows(name: str, source: FilePromptSettings) -> tuple[int, bool] | None:
     report, where = row_report(source, most=MOST_ROWS), shown(source.path)
     if not report.checked:
         raise UserError(f"domains.{name}: {where} has no rows")
-    if why := _other_columns(name, source, report):
-        raise UserError(f"domains.{name}: {where}: {why}")
+    if fix := report.columns_fix(f"domains.{name}.prompts", source):
+        raise UserError(f"domains.{name}: {fix}")
     if report.unusable:
         raise UserError(
             f"domains.{name}: {report.described(report.unusable)}; fix the rows, or remove them"
         )
     return report.checked, report.chats
-
-
-def _other_columns(name: str, source: FilePromptSettings, report: RowReport) -> str | None:
-    """Return the fix where nearly all rows lack one and the same column, else None."""
-    matches = [match for message in report.unusable if (match := NO_COLUMN.search(message))]
-    columns = Counter(match[1] for match in matches)
-    column = max(columns, key=columns.__getitem__, default="")
-    if (count := columns[column]) < NEARLY_ALL * report.checked:
-        return None
-    have = next(match[2] for match in matches if match[1] == column)
-    rows = "no row has a"
-    if count < report.checked:
-        rows = f"{count:,} of the first {report.checked:,} rows lack the"
-    keys = ["prompt", *(["answer"] if source.answer else [])]
-    options = " ".join(f"{key}=COLUMN" for key in keys)
-    block = ", ".join(f"{key}: COLUMN" for key in keys)
-    return (
-        f"{rows} column {column}; columns: {have}; name the columns: --columns "
-        f"{options}, which a run has as domains.{name}.prompts: {{{block}}}"
-    )
 
 
 def scored_data(

@@ -12,10 +12,11 @@ from functools import cache
 from random import Random
 
 from parallel.sample import Sample
+from stages.data.columns import Row, RowError
 from stages.data.compact_forms import FORMATS
 from stages.data.conversations import conversation_samples, response_sample
 from stages.data.index import Order, RowIndex, build_index, optional_columns, probed, usable
-from stages.data.messages import Row, RowError, tools_of
+from stages.data.messages import tools_of
 from stages.data.problem import ASSISTANT, DataError, DomainError, Problem, Tool, content_key
 from stages.data.prompts import PromptStream
 from stages.data.row_forms import Conversation, conversation_of

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from parallel.errors import UserError, report_notice
-from stages.data.messages import Row, RowError
+from stages.data.arrow_rows import ROWS
+from stages.data.columns import MissingColumn, Row, RowError, renaming
 from stages.data.problem import SPLIT_DIGITS, DataError
-from stages.data.rows import ROWS
 from stages.data.settings import FileSettings, ToolFileSettings
 
 # Returns what a stage reads of a row, and the content hashes of the row and of its prompt, 64
@@ -207,6 +207,9 @@ def build_index(
                 # Its last digits differ where only the tools do.
                 identities.append(int(identity[-SPLIT_DIGITS:], base=16))
                 keys.append(int(of_prompt[:SPLIT_DIGITS], base=16))
+        except MissingColumn as error:  # of Parquet, whose rows have the same columns
+            fix = renaming(key, settings.columns(), error.columns)
+            raise DataError(key, f"{file}: {error}; {fix}") from error
         except (OSError, RowError) as error:
             raise DataError(key, f"{file}: {error}") from error
     if not keys:

@@ -10,16 +10,11 @@ import re
 from typing import Any
 
 from stages.data.chat_template import tool_name
+from stages.data.columns import Row, RowError, column_of, column_or_none
 from stages.data.problem import ASSISTANT, Message, Tool
-
-Row = dict[str, Any]
 
 # A text that was a list of messages before something wrote it as JSON, or as Python shows it.
 SERIALIZED = re.compile(r"""\s*\[\s*\{\s*["'](?:role|content|from|value|name|tool_calls)["']\s*:""")
-
-
-class RowError(Exception):
-    """A row that cannot be used; the message says why."""
 
 
 class SparseRow(Row):
@@ -32,7 +27,7 @@ def messages_of(row: Row, column: str) -> list[Message]:
     The column may be JSON text, and so may the arguments of tool calls, as in OpenAI's API. A
     message with tool calls needs no content. Raises RowError where there are no messages.
     """
-    value = parsed_text(row[column], column)
+    value = parsed_text(column_of(row, column), column)
     if not isinstance(value, list) or not value:
         raise RowError(f"{column!r} is not a list of messages")
     messages = []
@@ -75,7 +70,7 @@ def tools_of(row: Row, column: str | None, prompt: str | list[Message]) -> tuple
 
 
 def _tools(row: Row, column: str | None) -> tuple[Tool, ...]:
-    value = None if column is None else row.get(column)
+    value = None if column is None else column_or_none(row, column)
     if value is None or (isinstance(value, str) and not value.strip()):
         return ()
     try:

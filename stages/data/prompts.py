@@ -13,6 +13,7 @@ from random import Random
 from typing import Any, Literal
 
 from parallel.errors import report_notice
+from stages.data.columns import Row
 from stages.data.index import (
     Order,
     RowIndex,
@@ -22,7 +23,7 @@ from stages.data.index import (
     report_unusable,
     usable,
 )
-from stages.data.messages import Row, tools_of
+from stages.data.messages import tools_of
 from stages.data.problem import DomainError, Problem, content_key, seed_of
 from stages.data.reasoning_gym import ReasoningGymSource
 from stages.data.row_forms import answer_of, prompt_of

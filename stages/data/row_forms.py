@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Sequence
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from stages.data.messages import Row, RowError, is_learned, messages_of, parsed_text
+from stages.data.columns import Row, RowError, column_of, column_or_none
+from stages.data.messages import is_learned, messages_of, parsed_text
 from stages.data.problem import ASSISTANT, Message, content_key
 
 ARRAY = "a JSON array; write one object a line"
@@ -53,12 +53,6 @@ def prompt_of(row: Row, column: str) -> str | list[Message]:
     return messages
 
 
-def chat_of(row: Row, column: str) -> list[Message]:
-    """Return a column's chat messages. Raises RowError where it has none."""
-    column_of(row, column)
-    return messages_of(row, column)
-
-
 def conversation_of(
     row: Row, messages: str, prompt: str, response: str | None, *, rendered: bool = False
 ) -> Conversation:
@@ -68,11 +62,13 @@ def conversation_of(
     there is none to train on.
     """
     if response is None:
-        turns = chat_of(row, messages)
+        turns = messages_of(row, messages)
         if turns[0]["role"] == ASSISTANT:
             raise RowError(f"{messages!r} must not start with an assistant turn")
     else:
-        prompt_turns = prompt_of(row, messages if rendered and row.get(messages) else prompt)
+        prompt_turns = prompt_of(
+            row, messages if rendered and column_or_none(row, messages) else prompt
+        )
         answer = column_of(row, response)
         if not isinstance(answer, str) or not answer:
             raise RowError(f"{response!r} is empty or not text")
@@ -133,18 +129,6 @@ def answer_of(row: Row, column: str | None) -> str:
                 raise RowError(f"{column!r} is {TOO_MANY_DIGITS}")
             return format(number, "f")  # 1e-05 would be read as e - 5
     raise RowError(f"{column!r} is neither text nor a finite number")
-
-
-def column_of(row: Row, column: str) -> Any:
-    """Return a column's value. Raises RowError where the row lacks it."""
-    if column not in row:
-        raise missing_column(column, list(row))
-    return row[column]
-
-
-def missing_column(column: str, columns: Sequence[str]) -> RowError:
-    """Return the error of a column that no row has."""
-    return RowError(f"no column {column!r}; columns: {', '.join(map(repr, columns)) or 'none'}")
 
 
 def parsed_line(line: bytes) -> Row | RowError:

@@ -18,8 +18,9 @@ import pyarrow
 import pyarrow.parquet as parquet
 
 from parallel.parquet_files import open_parquet, read_group, row_batches, row_of
-from stages.data.messages import Row, RowError, SparseRow
-from stages.data.row_forms import missing_column, parsed_line
+from stages.data.columns import MOST_NESTED, MissingColumn, Row, RowError
+from stages.data.messages import SparseRow
+from stages.data.row_forms import parsed_line
 
 KEPT_BYTES = 256 << 20  # of decoded row groups; the newest is always kept
 OPEN_FILES = 64
@@ -67,14 +68,15 @@ class ParquetRows:
         self, file: Path, columns: Sequence[str], optional: Sequence[str] = ()
     ) -> Iterator[tuple[int, Row | RowError]]:
         with _opened(file) as source:
-            names = source.schema_arrow.names
+            schema = source.schema_arrow
+        names = schema.names
         if repeated := next((name for name in names if names.count(name) > 1), None):
             raise RowError(f"has two columns {repeated!r}; rename one")
         for column in columns:
-            if column not in names:
-                raise missing_column(column, names)
+            if not has_column(schema, column):
+                raise MissingColumn(column, schema_columns(schema))
         at = 0
-        batches = row_batches(file, [*columns, *(name for name in optional if name in names)])
+        batches = row_batches(file, whole_columns([*columns, *optional], names))
         while True:
             with _parquet_errors():  # not around the yields: the reader's errors are its own
                 rows = next(filter(None, batches), None)
@@ -116,7 +118,36 @@ class ParquetRows:
         return self._groups[key]
 
 
-ROWS: dict[str, JsonlRows | ParquetRows] = {"jsonl": JsonlRows(), "parquet": ParquetRows()}
+def has_column(schema: pyarrow.Schema, column: str) -> bool:
+    """Return whether rows of a schema have a column, which may be in structs: `a.b`."""
+    if column in schema.names:
+        return True
+    top, *below = column.split(".")
+    if top not in schema.names:
+        return False
+    kind = schema.field(top).type
+    for name in below:
+        if not pyarrow.types.is_struct(kind) or kind.get_field_index(name) < 0:
+            return False
+        kind = kind.field(name).type
+    return True
+
+
+def schema_columns(schema: pyarrow.Schema) -> list[str]:
+    """Return the names of a schema's columns, those of small structs as `column_names` does."""
+    names = []
+    for field in schema:
+        if pyarrow.types.is_struct(field.type) and 0 < field.type.num_fields <= MOST_NESTED:
+            names += [f"{field.name}.{inner.name}" for inner in field.type]
+        else:
+            names.append(field.name)
+    return names
+
+
+def whole_columns(columns: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Return the file's columns, of `names`, that have these columns in them, each once."""
+    tops = [name if name in names else name.partition(".")[0] for name in columns]
+    return [name for name in dict.fromkeys(tops) if name in names]
 
 
 @contextmanager
@@ -133,7 +164,7 @@ def _read_group(file: Path, group: int, columns: Sequence[str] | None) -> pyarro
     with _opened(file) as source:
         names = source.schema_arrow.names
     if columns is not None:
-        return read_group(file, group, [name for name in columns if name in names])
+        return read_group(file, group, whole_columns(columns, names))
     try:
         return read_group(file, group)
     except PARQUET_ERRORS:  # one by one: a damaged column may be one that nothing reads

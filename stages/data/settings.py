@@ -46,7 +46,7 @@ class ReasoningGymPromptSettings(Settings):
 class FileSettings(Settings):
     """Rows of files, and the treatment of unusable rows."""
 
-    source: Literal["jsonl", "parquet"]
+    source: Literal["jsonl", "parquet", "arrow"]
     path: Path = Field(
         description="a file, a pattern such as data/*.jsonl, or a directory, which is searched with"
         " all below it; relative to the file that states it"
@@ -54,6 +54,10 @@ class FileSettings(Settings):
     on_bad_row: Literal["stop", "skip"] = Field(
         default="stop", description="stop: an unusable row is an error; skip: it is counted"
     )
+
+    def columns(self) -> dict[str, str]:
+        """Return the columns that every row must have, by the keys that name them."""
+        return {}
 
     def files(self) -> list[Path]:
         """Return the files, sorted by name.
@@ -79,7 +83,12 @@ def _below(directory: Path, suffix: str) -> Iterator[Path]:
         if number == MOST_DIRECTORIES:
             why = f"has more than {MOST_DIRECTORIES} directories below it; name a smaller one"
             raise TooManyDirectories(why)
-        yield from (Path(parent, name) for name in names if name.endswith(suffix))
+        yield from (
+            Path(parent, name)
+            for name in names
+            # `datasets` leaves what `map` and `filter` made beside the data that it was made of.
+            if name.endswith(suffix) and not (suffix == ".arrow" and name.startswith("cache-"))
+        )
 
 
 class ToolFileSettings(FileSettings):
@@ -109,6 +118,10 @@ class FilePromptSettings(ToolFileSettings):
     )
     held_out_fraction: HeldOutFraction = 0.25
 
+    def columns(self) -> dict[str, str]:
+        answer = {} if self.answer is None else {"answer": self.answer}
+        return {"prompt": self.prompt, **answer}
+
 
 class JsonlPromptSettings(FilePromptSettings):
     """One JSON object a line."""
@@ -120,6 +133,12 @@ class ParquetPromptSettings(FilePromptSettings):
     """Parquet, read a row group at a time."""
 
     source: Literal["parquet"] = "parquet"
+
+
+class ArrowPromptSettings(FilePromptSettings):
+    """Arrow files of Hugging Face's `save_to_disk`, or of its cache."""
+
+    source: Literal["arrow"] = "arrow"
 
 
 class NoCurriculumSettings(Settings):
@@ -199,6 +218,11 @@ class ConversationFileSettings(ToolFileSettings):
         description="longer conversations are skipped and counted; null is model.max_positions",
     )
 
+    def columns(self) -> dict[str, str]:
+        if self.response is None:
+            return {"messages": self.messages}
+        return {"prompt": self.prompt, "response": self.response}
+
 
 class CollectedFileSettings(ConversationFileSettings):
     """The responses that a stage collected: prompts are chat messages where a row has them."""
@@ -224,6 +248,12 @@ class ParquetDemonstrationSettings(FileDemonstrationSettings):
     source: Literal["parquet"] = "parquet"
 
 
+class ArrowDemonstrationSettings(FileDemonstrationSettings):
+    """Arrow files of Hugging Face's `save_to_disk`, or of its cache."""
+
+    source: Literal["arrow"] = "arrow"
+
+
 def _by_source(default: str) -> Discriminator:
     """Return the choice of a settings class by its `source`, which may be left out."""
 
@@ -238,12 +268,14 @@ def _by_source(default: str) -> Discriminator:
 PromptSettings = Annotated[
     Annotated[ReasoningGymPromptSettings, Tag("reasoning_gym")]
     | Annotated[JsonlPromptSettings, Tag("jsonl")]
-    | Annotated[ParquetPromptSettings, Tag("parquet")],
+    | Annotated[ParquetPromptSettings, Tag("parquet")]
+    | Annotated[ArrowPromptSettings, Tag("arrow")],
     _by_source("reasoning_gym"),
 ]
 DemonstrationSettings = Annotated[
     Annotated[GeneratedDemonstrationSettings, Tag("generated")]
     | Annotated[JsonlDemonstrationSettings, Tag("jsonl")]
-    | Annotated[ParquetDemonstrationSettings, Tag("parquet")],
+    | Annotated[ParquetDemonstrationSettings, Tag("parquet")]
+    | Annotated[ArrowDemonstrationSettings, Tag("arrow")],
     _by_source("generated"),
 ]

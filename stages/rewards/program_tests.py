@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from stages.data.columns import column_or_none
 from stages.rewards.json_values import field_value
 from stages.rewards.reward import RewardError
 
@@ -36,9 +37,9 @@ def read_tests(row: Mapping[str, Any], field: str) -> list[Test]:
         >>> read_tests({"tests": [test], "fn_name": "add"}, "tests")
         [{'function': 'add', 'arguments': [1, 2], 'expected': 3}]
     """
-    if field not in row:
+    if (value := column_or_none(row, field)) is None:
         raise RewardError(f"the problem has no field {field!r} with its tests")
-    tests = field_value(row[field])
+    tests = field_value(value)
     if isinstance(tests, Mapping):
         tests = list(_rows_of(tests))
     if isinstance(tests, str) or not isinstance(tests, Sequence):

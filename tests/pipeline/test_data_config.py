@@ -127,7 +127,8 @@ def test_a_mistyped_key_of_a_source_is_reported(config: Path) -> None:
     assert any(
         'sums.prompts.promt: unknown key; did you mean "prompt"?' in error for error in found
     )
-    message = "words.prompts.source: should be 'reasoning_gym', 'jsonl' or 'parquet', not \"jsnl\""
+    sources = "'reasoning_gym', 'jsonl', 'parquet' or 'arrow'"
+    message = f'words.prompts.source: should be {sources}, not "jsnl"'
     assert any(message in error for error in found)
 
 
@@ -144,7 +145,7 @@ def test_the_first_rows_of_a_domain_are_checked_before_anything_runs(config: Pat
     fix = "fix it, or skip such rows with domains.sums."
     assert errors(config) == [
         "small.yaml:15: domains.sums.prompts: a.jsonl:3: no column 'answer'; columns: 'prompt', "
-        f"'anwser'; {fix}prompts.on_bad_row: skip",
+        f"'anwser'; the nearest: 'anwser'; {fix}prompts.on_bad_row: skip",
         "small.yaml:17: domains.sums.demonstrations: b.jsonl:1: 'messages' must not start with "
         f"an assistant turn; {fix}demonstrations.on_bad_row: skip",
     ]

@@ -179,8 +179,8 @@ def test_rows_with_other_columns(braid: Braid, tmp_path: Path) -> None:
     renamed(tmp_path, prompt="question", answer="solution")
     fix = (
         "math.jsonl: no row has a column 'answer'; columns: 'question', 'solution'; name the "
-        "columns: --columns prompt=COLUMN answer=COLUMN, which a run has as domains.math.prompts: "
-        "{prompt: COLUMN, answer: COLUMN}\n"
+        "columns: --columns math.prompt=question math.answer=solution (braid init), or "
+        "domains.math.prompts: {prompt: question, answer: solution}\n"
     )
     refused(braid, tmp_path, options, fix)
     with (tmp_path / "math.jsonl").open("a") as file:
@@ -194,7 +194,7 @@ def test_rows_with_other_columns(braid: Braid, tmp_path: Path) -> None:
     assert (prompts.prompt, prompts.answer) == ("question", "solution")
     code, _, err = braid("init", *options, "--columns", "question")
     assert code == 2
-    assert "question is neither prompt=COLUMN nor answer=COLUMN" in err
+    assert "question is not KEY=COLUMN or DOMAIN.KEY=COLUMN; keys: prompt, answer, tools, " in err
 
 
 @pytest.mark.parametrize("kept", [("config.json",), ("config.json", *TOKENIZER)])

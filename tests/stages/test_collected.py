@@ -12,7 +12,8 @@ import pytest
 from parallel.errors import UserError
 from stages.data import collected
 from stages.data.collected import prompt_columns, read_part, write_joined, write_part
-from stages.data.messages import RowError, messages_of
+from stages.data.columns import RowError
+from stages.data.messages import messages_of
 from stages.data.problem import Problem
 from stages.data.rows import ROWS
 

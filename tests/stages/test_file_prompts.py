@@ -22,6 +22,7 @@ from stages.data.prompts import PromptStream, held_out_problems, is_held_out, pr
 from stages.data.row_forms import prompt_of
 from stages.data.rows import ParquetRows
 from stages.data.settings import (
+    ArrowPromptSettings,
     JsonlPromptSettings,
     ParquetPromptSettings,
     ReasoningGymPromptSettings,
@@ -54,6 +55,14 @@ def write_parquet(path: Path, made: list[dict[str, Any]]) -> Path:
     return path
 
 
+def write_arrow(path: Path, made: list[dict[str, Any]], *, stream: bool = True) -> Path:
+    table = pyarrow.Table.from_pylist(made)
+    new = pyarrow.ipc.new_stream if stream else pyarrow.ipc.new_file
+    with new(str(path), table.schema) as batches:
+        batches.write_table(table, max_chunksize=7)
+    return path
+
+
 def jsonl(path: Path, **more: Any) -> JsonlPromptSettings:
     return JsonlPromptSettings(path=path, answer="answer", **more)
 
@@ -66,15 +75,39 @@ def seen(problems: list[Problem]) -> list[tuple[int, str, str]]:
     return [(problem.index, problem.prompt, problem.answer) for problem in problems]
 
 
-def test_jsonl_and_parquet_agree_row_for_row(tmp_path: Path) -> None:
+def test_jsonl_parquet_and_arrow_agree_row_for_row(tmp_path: Path) -> None:
     made = rows(60)
     one = jsonl(write_jsonl(tmp_path / "a.jsonl", made))
-    other = ParquetPromptSettings(path=write_parquet(tmp_path / "a.parquet", made), answer="answer")
+    others = [
+        ParquetPromptSettings(path=write_parquet(tmp_path / "a.parquet", made), answer="answer"),
+        *(
+            ArrowPromptSettings(
+                path=write_arrow(tmp_path / f"{form}.arrow", made, stream=form == "stream"),
+                answer="answer",
+            )
+            for form in ("stream", "file")
+        ),
+    ]
     for split in ("train", "held_out"):
-        ours, theirs = (stream(each, split=split).take(100) for each in (one, other))
-        assert seen(ours) == seen(theirs)
-        assert [each.fields for each in ours] == [each.fields for each in theirs]
-        assert [each.key for each in ours] == [each.key for each in theirs]
+        ours = stream(one, split=split).take(100)
+        for other in others:
+            theirs = stream(other, split=split).take(100)
+            assert seen(ours) == seen(theirs)
+            assert [each.fields for each in ours] == [each.fields for each in theirs]
+            assert [each.key for each in ours] == [each.key for each in theirs]
+
+
+@pytest.mark.parametrize("damage", ["short", "text", "offsets"])
+def test_a_damaged_arrow_file_is_an_error(damage: str, tmp_path: Path) -> None:
+    path = write_arrow(tmp_path / "a.arrow", [{"prompt": f"{n}+1="} for n in range(20)])
+    content = path.read_bytes()
+    if damage == "offsets":  # of the texts: 0, 4, 8 ... as int32
+        offsets = b"".join((4 * n).to_bytes(4, "little") for n in range(8))
+        assert content.count(offsets) == 1  # of the first batch
+        content = content.replace(offsets, offsets[:-4] + (1 << 30).to_bytes(4, "little"))
+    path.write_bytes({"short": content[:-400], "text": b"no Arrow", "offsets": content}[damage])
+    with pytest.raises(DomainError, match=r"math\.prompts: .*a\.arrow: cannot be read as Arrow: "):
+        stream(ArrowPromptSettings(path=path))
 
 
 def test_a_row_keeps_its_fields_and_its_chat_is_rendered(tmp_path: Path) -> None:
@@ -206,7 +239,10 @@ BAD_LINES = [
     ("[", "a JSON array; write one object a line"),
     ('[{"prompt": "1+1="},', "a JSON array; write one object a line"),
     ("[1, x]", "not valid JSON: Expecting value at column 5"),
-    ('{"question": "1+1="}', "no column 'prompt'; columns: 'question'"),
+    (
+        '{"question": "1+1="}',
+        "no column 'prompt'; columns: 'question'; the nearest: 'question'",
+    ),
     ('{"prompt": "1+1="}', "no column 'answer'; columns: 'prompt'"),
     ('{"prompt": "1+1=", "answer": NaN}', "'answer' is neither text nor a finite number"),
     (

@@ -19,10 +19,14 @@ from pipeline.config.checkpoints import ANY_VALUE, has_weights, weights_violatio
 from pipeline.config.read import CONFIGS, Reader, find, plain
 from pipeline.config.rules import DOMAIN_NAME, DOMAIN_RULE
 from pipeline.estimate.capacity import check_searched
+from pipeline.new_run.data_sets import rows_of
 from pipeline.new_run.described import model_of
 from pipeline.text import shown
+from stages.data.settings import FilePromptSettings
+from stages.rewards.kinds import KINDS
 
 MODELS, DOMAINS = CONFIGS / "models", CONFIGS / "domains"
+COLUMN_KEYS = ("prompt", "answer", "tools", "calls", "tests", "schema")  # of `--columns`
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 
 
@@ -186,12 +190,61 @@ def check_names(domain_options: Sequence[str]) -> None:
         raise UserError(f"--domains: {', '.join(repeated)} named twice; NAME:KIND=ROWS renames one")
 
 
-def column_named(text: str) -> tuple[str, str]:
-    """Return a key of `prompts` and its column; raise ArgumentTypeError for anything else."""
-    key, _, column = text.partition("=")
-    if key not in ("prompt", "answer") or not column:
-        raise ArgumentTypeError(f"{text} is neither prompt=COLUMN nor answer=COLUMN")
-    return key, column
+def column_named(text: str) -> tuple[str, str, str]:
+    """Return a domain's name ("": all), a key of COLUMN_KEYS and its column.
+
+    Raises ArgumentTypeError for anything else.
+    """
+    name, _, column = text.partition("=")
+    domain, dot, key = name.rpartition(".")
+    if key not in COLUMN_KEYS or not column or (dot and not domain):
+        keys = f"KEY=COLUMN or DOMAIN.KEY=COLUMN; keys: {', '.join(COLUMN_KEYS)}"
+        raise ArgumentTypeError(f"{text} is not {keys}")
+    return domain, key, column
+
+
+def columns_of(
+    options: Iterable[tuple[str, str, str]], domains: Mapping[str, tuple[Path, Path | None]]
+) -> dict[str, dict[str, str]]:
+    """Return, by domain, the columns of `--columns` by the keys of the domain's block.
+
+    A key without a domain is for every domain that reads it.
+
+    Raises:
+        UserError: there is no such domain, or it reads no such column.
+    """
+    columns: dict[str, dict[str, str]] = {name: {} for name in domains}
+    blocks = {name: plain(Reader().file(base)) for name, (base, _) in domains.items()}
+    for domain, key, column in sorted(options):  # those of one domain override those of all
+        option = f"--columns {f'{domain}.' if domain else ''}{key}={column}"
+        if domain and domain not in domains:
+            raise UserError(f"{option}: no domain {domain}; {hint(domain, domains)}")
+        readers = {
+            name: _keys_of(blocks[name], key, stated=bool(domain))
+            for name in ([domain] if domain else domains)
+        }
+        if not any(readers.values()):
+            whose = f"domain {domain} reads no" if domain else "no domain reads a"
+            raise UserError(f"{option}: {whose} column of {key}")
+        for name, keys in readers.items():
+            columns[name] |= dict.fromkeys(keys, column)
+    return columns
+
+
+def _keys_of(block: dict[str, Any], key: str, *, stated: bool) -> list[str]:
+    """Return the keys of a domain's block that name a column, such as rewards.passes.tests_field.
+
+    An answer that the domain's rewards do not want is one of them where it is `stated` for it.
+    """
+    keys = [f"prompts.{key}"] if key in FilePromptSettings.model_fields else []
+    if key == "answer" and not stated and block.get("prompts", {}).get("answer") is None:
+        keys = []
+    for name, reward in block.get("rewards", {}).items():
+        kind, field = KINDS.get(reward.get("kind")), f"{key}_field"
+        # null: it reads none
+        if kind and field in kind.settings.model_fields and reward.get(field, "") is not None:
+            keys.append(f"rewards.{name}.{field}")
+    return keys
 
 
 def expanded(path: str, option: str) -> Path:
@@ -210,9 +263,8 @@ def domain_named(domain_option: str) -> tuple[str, tuple[Path, Path | None]]:
         raise UserError(
             f"--domains {domain_option}: write NAME=ROWS, such as math=/data/math.jsonl"
         )
-    path = expanded(rows, f"--domains {domain_option}")
-    if not path.exists():
-        raise UserError(f"--domains {domain_option}: no such file: {shown(path)}")
+    option = f"--domains {domain_option}"
+    path = rows_of(option, str(expanded(rows, option)))
     if path.suffix in (".yaml", ".yml"):
         return name, (path, None)
     kinds = shipped_kinds()

@@ -25,7 +25,7 @@ from stages.directory import COLLECTION
 INITIAL: Key = ("model", "initial_weights")
 MAGIC = "*?["  # of a pattern of files
 Weights = Literal["reference", "copy"]
-Files = Literal["jsonl", "parquet"]
+Files = Literal["jsonl", "parquet", "arrow"]
 Tree = dict[str, Any]
 Stages = Sequence[Stage]  # of a run, in the order they run
 DATA: tuple[Key, ...] = (
@@ -44,7 +44,7 @@ class BundleInput:
     """
 
     key: str
-    kind: Literal["jsonl", "parquet", "tokenizer", "model", "code"]
+    kind: Literal["jsonl", "parquet", "arrow", "tokenizer", "model", "code"]
     path: str
     copied: bool
     digest: str

@@ -14,6 +14,8 @@ import numpy as np
 
 from parallel.files import sha256
 from parallel.sample import Sample
+from stages.data.arrow_rows import ROWS
+from stages.data.columns import Row, RowError, column_of
 from stages.data.conversations import conversation_sample, response_sample
 from stages.data.index import (
     Order,
@@ -22,10 +24,9 @@ from stages.data.index import (
     probed,
     usable,
 )
-from stages.data.messages import Row, RowError, tools_of
+from stages.data.messages import tools_of
 from stages.data.problem import ASSISTANT, SPLIT_DIGITS, DataError, Tool, content_key
-from stages.data.row_forms import Turns, column_of, pair_of
-from stages.data.rows import ROWS
+from stages.data.row_forms import Turns, pair_of
 from stages.data.settings import ToolFileSettings
 from stages.data.tokenizer import Tokenizer, TokenizerError
 

@@ -52,6 +52,9 @@ class FilePairSettings(PairSettings, ToolFileSettings):
     )
     rejected: str = Field(default="rejected", description="column of the other response, alike")
 
+    def columns(self) -> dict[str, str]:
+        return {"prompt": self.prompt, "chosen": self.chosen, "rejected": self.rejected}
+
 
 class JsonlPairSettings(FilePairSettings):
     """One JSON object a line."""
@@ -65,10 +68,17 @@ class ParquetPairSettings(FilePairSettings):
     source: Literal["parquet"] = "parquet"
 
 
+class ArrowPairSettings(FilePairSettings):
+    """Arrow files of Hugging Face's `save_to_disk`, or of its cache."""
+
+    source: Literal["arrow"] = "arrow"
+
+
 PairSource = Annotated[
     Annotated[BestWorstPairSettings, Tag("stage")]
     | Annotated[JsonlPairSettings, Tag("jsonl")]
-    | Annotated[ParquetPairSettings, Tag("parquet")],
+    | Annotated[ParquetPairSettings, Tag("parquet")]
+    | Annotated[ArrowPairSettings, Tag("arrow")],
     Discriminator(source_of),
 ]
 

@@ -47,11 +47,18 @@ class ParquetSourceSettings(SourceSettings, ConversationFileSettings):
     source: Literal["parquet"] = "parquet"
 
 
+class ArrowSourceSettings(SourceSettings, ConversationFileSettings):
+    """Arrow files of Hugging Face's `save_to_disk`, or of its cache."""
+
+    source: Literal["arrow"] = "arrow"
+
+
 SftSource = Annotated[
     Annotated[StageSourceSettings, Tag("stage")]
     | Annotated[DomainDemonstrationsSettings, Tag("domain")]
     | Annotated[JsonlSourceSettings, Tag("jsonl")]
-    | Annotated[ParquetSourceSettings, Tag("parquet")],
+    | Annotated[ParquetSourceSettings, Tag("parquet")]
+    | Annotated[ArrowSourceSettings, Tag("arrow")],
     Discriminator(source_of),
 ]
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from stages.data.columns import column_or_none
 from stages.data.problem import Problem
 from stages.rewards.fences import unfenced
 from stages.rewards.json_values import (
@@ -59,7 +60,8 @@ class JSONSchemaReward(AnswerReward):
 
     def schema_of(self, row: Mapping[str, Any]) -> Any:
         """Return a row's schema. Raises RewardError without one, and for text that is not JSON."""
-        schema = row.get(self.schema_field, self.default_schema)
+        schema = column_or_none(row, self.schema_field)
+        schema = self.default_schema if schema is None else schema
         if schema is None:
             field = self.schema_field
             raise RewardError(f"the problem has no field {field!r}, and default_schema is null")

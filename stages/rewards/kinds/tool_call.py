@@ -15,6 +15,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from stages.data.chat_template import TOOL_CALL
+from stages.data.columns import column_or_none
 from stages.data.problem import Problem
 from stages.data.thoughts import THINK
 from stages.rewards.fences import unfenced
@@ -110,9 +111,9 @@ class ToolCallReward(AnswerReward):
         """
         if (field := self.calls_field) is None:
             return None
-        if row.get(field) is None:
+        if (value := column_or_none(row, field)) is None:
             raise RewardError(f"the problem has no field {field!r}; calls_field: null wants none")
-        calls = field_value(row[field])
+        calls = field_value(value)
         if isinstance(calls, list):
             calls = [_unnested(call, field) for call in calls]
         if not isinstance(calls, list) or not all(map(_is_call, calls)):
@@ -154,9 +155,9 @@ def tools_of(row: Mapping[str, Any], field: str) -> dict[str, Any]:
 
     Raises RewardError where the row has none, or text that is not JSON.
     """
-    if field not in row:
+    if (value := column_or_none(row, field)) is None:
         raise RewardError(f"the problem has no field {field!r} with its tools")
-    tools = field_value(row[field])
+    tools = field_value(value)
     if not isinstance(tools, list):
         raise RewardError(f"field {field!r} must be a list of tools")
     schemas = {}
