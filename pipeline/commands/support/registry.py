@@ -6,12 +6,14 @@ A command is found by its file: `braid NAME` is `pipeline/commands/NAME.py`. No 
 from __future__ import annotations
 
 import pkgutil
+import platform
 import sys
-from argparse import SUPPRESS, ArgumentParser, Namespace
+from argparse import SUPPRESS, Action, ArgumentParser, Namespace
 from argparse import RawDescriptionHelpFormatter as Raw
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +124,9 @@ def parser() -> ArgumentParser:
     It sets `function` to a command's, `parser` to the command's own, and `options` to its options.
     """
     braid = ArgumentParser("braid", description=DESCRIPTION, epilog=EXIT_CODES, formatter_class=Raw)
+    braid.add_argument(
+        "--version", action=_Version, nargs=0, help="print the revision and the packages' versions"
+    )
     subparsers = _subparsers(braid, "COMMAND", dest="command")
     actions: dict[str, Any] = {}
     # Not in the order of the registry: whoever imports one module first registers its commands
@@ -171,6 +176,20 @@ def _add(subparsers: Any, name: str, registered: Command | CommandGroup) -> Argu
         formatter_class=Raw,
     )
     return added
+
+
+class _Version(Action):
+    """Print the versions that decide a result, as a bug report needs them."""
+
+    def __call__(self, parser: ArgumentParser, *_: Any) -> None:
+        # Importing these takes longer than most commands' parsers.
+        from pipeline.run.lineage import code_revision, package_versions
+
+        print(f"braid {version('braid')}, revision {code_revision()}")
+        print(f"Python {platform.python_version()}")
+        for package, installed in package_versions().items():
+            print(f"{package} {installed}")
+        parser.exit()
 
 
 def _subparsers(parser: ArgumentParser, metavar: str, **options: Any) -> Any:
