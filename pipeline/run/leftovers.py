@@ -1,4 +1,4 @@
-"""What a run has on disk and nothing needs any more: no resume, report, audit, gate or stage."""
+"""Leftovers of a run: what no resume, report, audit, gate or stage needs any more."""
 
 from __future__ import annotations
 

@@ -47,6 +47,14 @@ def test_a_norm_of_strided_heads_equals_the_composition(preferred, width):
     assert provider == (cpu_kernels.NAME if width % cpu_kernels.VECTOR == 0 else "native")
 
 
+def test_a_weight_of_another_precision_is_left_to_the_composition(preferred):
+    """The kernel would raise an error."""
+    x, weight = torch.randn(5, 64).bfloat16(), torch.rand(64)
+    assert ir.ops.rms_norm.dispatch(x, weight, 1e-6).provider == "native"
+    assert ir.ops.rms_norm.dispatch(x, weight.bfloat16(), 1e-6).provider == cpu_kernels.NAME
+    assert ir.ops.fused_add_rms_norm.dispatch(x, x.clone(), weight, 1e-6).provider == "native"
+
+
 def test_a_norm_after_a_residual_leaves_the_sum(preferred):
     x, residual, weight = torch.randn(6, 64), torch.randn(6, 64), torch.rand(64)
     expected = ir.ops.fused_add_rms_norm.impls["native"].impl_fn(x, residual, weight, 1e-6)

@@ -125,7 +125,10 @@ def parser() -> ArgumentParser:
     """
     braid = ArgumentParser("braid", description=DESCRIPTION, epilog=EXIT_CODES, formatter_class=Raw)
     braid.add_argument(
-        "--version", action=_Version, nargs=0, help="print the revision and the packages' versions"
+        "--version",
+        action=_PrintVersions,
+        nargs=0,
+        help="print the revision and the packages' versions",
     )
     subparsers = _subparsers(braid, "COMMAND", dest="command")
     actions: dict[str, Any] = {}
@@ -178,7 +181,7 @@ def _add(subparsers: Any, name: str, registered: Command | CommandGroup) -> Argu
     return added
 
 
-class _Version(Action):
+class _PrintVersions(Action):
     """Print the versions that decide a result, as a bug report needs them."""
 
     def __call__(self, parser: ArgumentParser, *_: Any) -> None:
