@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from pipeline.config.validate import load
 from stages.data.columns import RowError
 from stages.data.conversations import conversation_samples
 from stages.data.demonstrations import ConversationStream, conversation_index
@@ -19,6 +21,8 @@ from stages.data.settings import (
     PromptTemplateSettings,
 )
 from stages.data.tokenizer import CharacterTokenizer
+from stages.kinds.mixture_stage import demonstrated
+from tests.runs import REPOSITORY
 
 TOKENIZER = CharacterTokenizer()
 TEMPLATE = PromptTemplateSettings(system="add", user="{prompt} be brief.")
@@ -95,8 +99,21 @@ def test_a_rollout_and_a_demonstration_read_the_same_prompt_on_one_side_of_the_s
         text = TOKENIZER.decode_prompt(sample.prompt)
         assert text.startswith("system: add user: ") and text.endswith(" be brief. assistant: ")
         assert stream.rows == len(trained)
+
+
+def test_a_cold_start_reads_the_template(tmp_path: Path) -> None:
+    path = lines(tmp_path / "a.jsonl", [{"prompt": "1+1=", "response": "2"}])
+    small = load(REPOSITORY / "configs" / "quickstart.yaml")
+    domain = small.domains["chain_sum"].model_copy(
+        update={
+            "prompts": JsonlPromptSettings(path=path, template=TEMPLATE, held_out_fraction=1e-9),
+            "demonstrations": JsonlDemonstrationSettings(path=path, response="response"),
+        }
+    )
+    settings = small.model_copy(update={"domains": {"sums": domain}})
+    job = SimpleNamespace(settings=settings, seeded_as="cold_start")
+    [sample] = demonstrated(job, "sums", TOKENIZER).draw(0, 1)  # type: ignore[arg-type]
     conversation = [*ASKED, {"role": "assistant", "content": "2"}]
     [expected] = conversation_samples(TOKENIZER, conversation, "sums")
-    assert expected.prompt.tolist() == TOKENIZER.encode(
-        "system: add user: 1+1= be brief. assistant: "
-    )
+    assert sample.prompt.tolist() == expected.prompt.tolist()
+    assert TOKENIZER.decode_prompt(sample.prompt) == "system: add user: 1+1= be brief. assistant: "
