@@ -24,6 +24,7 @@ from pipeline.estimate.capacity import check_capacity
 from pipeline.estimate.stage_memory import gpus_here
 from pipeline.launch import one_off
 from pipeline.report.domain_scores import (
+    as_read,
     cut_off,
     demonstrated,
     described,
@@ -221,6 +222,7 @@ def _check(
     unit = "tokens" if tokenizer else "characters"
     references, demonstrations = findings["references"], findings["demonstrations"]
     say("", *described(settings, findings["lengths"], unit, references))
+    say("", *as_read(findings["prompts"]))
     for number, prompt in enumerate(findings["prompts"], start=1):
         question, answer = short(prompt["prompt"]), short(prompt["answer"])
         say("", f"{number}. {question}, {prompt['tokens']} {unit}; answer {answer}")

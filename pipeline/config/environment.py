@@ -32,7 +32,12 @@ from pipeline.config.tokenizers import (
 from pipeline.config.unroll import Blocks, is_path
 from pipeline.text import shown
 from stages.data.reasoning_gym import prompt_violations
-from stages.data.settings import FileSettings, TooManyDirectories
+from stages.data.settings import (
+    FileSettings,
+    PromptTemplateSettings,
+    TooManyDirectories,
+    template_of,
+)
 from stages.directory import COLLECTION, StageDirectory
 from stages.domains import DomainSettings
 from stages.kinds.distill.settings import DistillSettings
@@ -114,14 +119,18 @@ def _collected_violations(key: str, data: Mapping[str, object]) -> Violations:
 
 
 def _file_violations(
-    key: str, source: FileSettings, tokenizer: str | None, rewards: Rewards | None = None
+    key: str,
+    source: FileSettings,
+    tokenizer: str | None,
+    rewards: Rewards | None = None,
+    template: PromptTemplateSettings | None = None,
 ) -> Violations:
     """Yield that no file is there, or what its first rows lack for the stages that read them."""
     if missing := [*_missing_files(key, source)]:
         yield from missing
         return
     try:
-        report = row_report(source, rewards)
+        report = row_report(source, rewards, template=template)
     except OSError as error:
         yield f"{key}.path", f"{shown(Path(error.filename))} cannot be read: {error.strerror}"
         return
@@ -159,7 +168,10 @@ def domain_violations(
         elif prompts.form == "chat" and tokenizer and (why := template_violation(tokenizer, key)):
             yield "model.tokenizer", why
     if demonstrated and isinstance(source := domain.demonstrations, FileSettings):
-        yield from _file_violations(f"domains.{name}.demonstrations", source, tokenizer)
+        template = template_of(prompts)
+        yield from _file_violations(
+            f"domains.{name}.demonstrations", source, tokenizer, template=template
+        )
     yield from _reward_needs(f"domains.{name}.rewards", domain)
 
 

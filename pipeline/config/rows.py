@@ -15,8 +15,14 @@ from typing import BinaryIO
 from pipeline.text import shown
 from stages.data.columns import MissingColumn, Row, RowError, renaming
 from stages.data.messages import tools_of
+from stages.data.prompt_template import templated, templated_conversation
 from stages.data.row_forms import answer_of, conversation_of, pair_of, parsed_line, prompt_of
-from stages.data.settings import ConversationFileSettings, FilePromptSettings, FileSettings
+from stages.data.settings import (
+    ConversationFileSettings,
+    FilePromptSettings,
+    FileSettings,
+    PromptTemplateSettings,
+)
 from stages.kinds.dpo.settings import FilePairSettings
 from stages.rewards.reward import RewardBase
 
@@ -69,9 +75,14 @@ class RowReport:
 
 
 def row_report(
-    source: FileSettings, rewards: Rewards | None = None, most: int = MOST_ROWS
+    source: FileSettings,
+    rewards: Rewards | None = None,
+    most: int = MOST_ROWS,
+    template: PromptTemplateSettings | None = None,
 ) -> RowReport:
     """Return the check of the first `most` rows of a source, with the `rewards` of its domain.
+
+    Demonstrations are in the `template` of the domain's prompts.
 
     Nothing is checked of Parquet. Raises OSError, with its file's name, for one that cannot be
     read.
@@ -84,7 +95,7 @@ def row_report(
         checked += 1
         try:
             row = _row_of(line)
-            chats |= _has_messages(row, source)
+            chats |= _has_messages(row, source, template)
         except RowError as error:
             unusable.append(f"{shown(file)}:{number}: {error}")
             if isinstance(error, MissingColumn):
@@ -104,15 +115,16 @@ def _row_of(line: bytes) -> Row:
     return row
 
 
-def _has_messages(row: Row, source: FileSettings) -> bool:
+def _has_messages(row: Row, source: FileSettings, template: PromptTemplateSettings | None) -> bool:
     """Return whether a row has chat messages. Raises RowError where it is no row of the source."""
     if isinstance(source, FilePairSettings):
         prompt = pair_of(row, source.prompt, source.chosen, source.rejected)[0]
     elif isinstance(source, FilePromptSettings):
         answer_of(row, source.answer)
-        prompt = prompt_of(row, source.prompt)
+        prompt = templated(prompt_of(row, source.prompt), source.template)
     elif isinstance(source, ConversationFileSettings):
         turns = conversation_of(row, source.messages, source.prompt, source.response)
+        turns = templated_conversation(turns, template)
         prompt = turns[0] if isinstance(turns, tuple) else turns
     else:
         return False

@@ -26,9 +26,12 @@ from parallel.settings import (
 )
 from pipeline.config.unroll import Blocks, graph_rules, pair_rules, policies
 from stages.data.settings import (
+    PLACEHOLDER,
     FileDemonstrationSettings,
     FilePromptSettings,
+    PromptTemplateSettings,
     ReasoningGymPromptSettings,
+    template_of,
 )
 from stages.domains import DomainSettings, PolicySettings
 from stages.guards.settings import GainGateSettings
@@ -290,6 +293,8 @@ def _prompt_rules(
 ) -> Violations:
     """Check a domain's prompts against all that sample them."""
     key, prompts = f"domains.{name}", domain.prompts
+    if template := template_of(prompts):
+        yield from _template_rules(f"{key}.prompts.template", template)
     if run and isinstance(prompts, FilePromptSettings) and prompts.max_prompt_tokens:
         response = max(domain.sampling.max_response_tokens, longest)
         if prompts.max_prompt_tokens + response > run.engine.max_model_tokens:
@@ -298,6 +303,15 @@ def _prompt_rules(
                 f"{prompts.max_prompt_tokens} prompt and {response} response tokens exceed "
                 f"engine.max_model_tokens = {run.engine.max_model_tokens}",
             )
+
+
+def _template_rules(key: str, template: PromptTemplateSettings) -> Violations:
+    """Check a template of prompts."""
+    if (count := template.user.count(PLACEHOLDER)) != 1:
+        how = "{prompt}, where the row's prompt stands, must be in it once"
+        yield f"{key}.user", f"{how}, not {count} times"
+    if template.form == "text" and template.system is not None:
+        yield f"{key}.system", "a prompt of form: text has no messages; write it into user"
 
 
 def _demonstration_rules(

@@ -64,6 +64,7 @@ def rows_of(option: str, stated: str) -> Path:
 
 def _of_split(option: str, directory: Path, split: str) -> Path:
     """Return the path, or a pattern, of a directory's files of a split; "": where there is one."""
+    directory = directory.absolute()
     try:
         source = source_of(directory)
         files = _files(source, directory)

@@ -191,8 +191,9 @@ def _notes_on_data(
         )
     if not chats and missing_files(request.weights, chats=True) is None:
         notes.append(
-            "prompts are text, which the model reads without its chat template; rows such as "
-            '{"prompt": [{"role": "user", "content": "..."}]} are rendered with it'
+            "prompts are text, which the model reads without its chat template; with "
+            "domains.NAME.prompts.template: {} each is a message of the user, and its keys system "
+            "and user add text"
         )
     return notes
 

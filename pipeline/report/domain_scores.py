@@ -15,9 +15,11 @@ from stages.data.settings import (
 )
 from stages.domains import DomainSettings
 from stages.metric_ranges import RANGES
+from stages.rewards.kinds.math import MathReward
 
 WRONG = ("empty", "garbage")
 EXAMPLES, MOST = 5, 60  # responses shown, and the most characters of each
+MOST_LINES, MOST_LINE = 30, 400  # of the first prompt, and characters of a line
 BINS = 10  # of a distribution with more values than this
 MOST_DEMONSTRATIONS = 0.5  # that may exceed the limit of responses
 Prompts = Sequence[dict[str, Any]]
@@ -207,6 +209,28 @@ def notes(domain: str, settings: DomainSettings, prompts: Prompts) -> Iterator[s
                 f"{where}: the reference scores {partly[0]:g} on {len(partly)} of {count} prompts, "
                 "and evaluation counts only 1 as solved"
             )
+    rewards = settings.rewards.values()
+    boxed = any(isinstance(reward, MathReward) and reward.boxed for reward in rewards)
+    if boxed and not any("boxed" in prompt["prompt"] for prompt in prompts):
+        ask = r"{prompt}\nPut the final answer in \\boxed{}."
+        yield (
+            r"a reward reads the last \boxed{} alone, and no prompt asks for one; ask for it: "
+            f'domains.{domain}.prompts.template: {{user: "{ask}"}}'
+        )
+
+
+def as_read(prompts: Prompts) -> Iterator[str]:
+    """Yield the first prompt as the model reads it, rendered, up to MOST_LINES of its lines."""
+    if not prompts:
+        return
+    yield "the first prompt as the model reads it:"
+    lines = prompts[0]["prompt"].splitlines() or [""]
+    shown_lines = lines
+    if len(lines) > MOST_LINES:
+        half = MOST_LINES // 2
+        left_out = f"[{len(lines) - 2 * half} lines]"
+        shown_lines = [*lines[:half], left_out, *lines[-half:]]
+    yield from (f"  | {visible(line[:MOST_LINE])}" for line in shown_lines)
 
 
 def previewed(results: Mapping[str, Any]) -> Iterator[str]:

@@ -61,7 +61,8 @@ ADDED: dict[str, dict[str, Any]] = {
     "experts_per_token": {"end_tokens": None, "head_precision": "model"},  # of the model
     "rope_base": {"chat_template_arguments": {}, "chat_template_date": None},  # of the model
     # Of prompts, conversations and pairs in files.
-    **{key: {"tools": "tools"} for key in ("max_prompt_tokens", "messages", "chosen")},
+    "max_prompt_tokens": {"tools": "tools", "template": None},
+    **{key: {"tools": "tools"} for key in ("messages", "chosen")},
     "dataset": {"form": "compact", "instruction": INSTRUCTION},  # of reasoning-gym's prompts
     "function": {"path": None},  # of Python rewards
     "worked_fraction": {"unworked": "wrong"},  # of generated demonstrations

@@ -18,12 +18,14 @@ from stages.data.conversations import conversation_samples, response_sample
 from stages.data.index import Order, RowIndex, build_index, optional_columns, probed, usable
 from stages.data.messages import tools_of
 from stages.data.problem import ASSISTANT, DataError, DomainError, Problem, Tool, content_key
+from stages.data.prompt_template import templated_conversation
 from stages.data.prompts import PromptStream
 from stages.data.row_forms import Conversation, conversation_of
 from stages.data.settings import (
     CollectedFileSettings,
     ConversationFileSettings,
     GeneratedDemonstrationSettings,
+    PromptTemplateSettings,
 )
 from stages.data.tokenizer import Tokenizer, TokenizerError
 
@@ -93,12 +95,13 @@ class ConversationStream:
         limit: int,
         cursor: int = 0,
         key: str | None = None,
+        template: PromptTemplateSettings | None = None,
     ) -> None:
         self.cursor = cursor
         self.too_long = 0
         self._tokenizer = tokenizer
         self._limit = limit
-        self._index = conversation_index(settings, domain, key)
+        self._index = conversation_index(settings, domain, key, template)
         self._rows = self._index.split(False, held_out_fraction)
         self.rows = len(self._rows)
         self._order = Order(self._rows, seed)
@@ -148,11 +151,15 @@ class ConversationStream:
 
 @cache
 def conversation_index(
-    settings: ConversationFileSettings, domain: str, key: str | None = None
+    settings: ConversationFileSettings,
+    domain: str,
+    key: str | None = None,
+    template: PromptTemplateSettings | None = None,
 ) -> RowIndex:
     """Return the index of conversations; the files are read once a process.
 
-    `key` is that of the settings, where they are not the domain's own demonstrations.
+    `key` is that of the settings, where they are not the domain's own demonstrations, which have
+    the `template` of the domain's prompts.
     """
     columns = [settings.messages]
     if settings.response is not None:
@@ -176,6 +183,7 @@ def conversation_index(
             settings.response,
             rendered=isinstance(settings, CollectedFileSettings),
         )
+        conversation = templated_conversation(conversation, template)
         tools = tools_of(
             row,
             settings.tools,

@@ -25,6 +25,7 @@ from stages.data.index import (
 )
 from stages.data.messages import tools_of
 from stages.data.problem import DomainError, Problem, content_key, seed_of
+from stages.data.prompt_template import templated
 from stages.data.reasoning_gym import ReasoningGymSource
 from stages.data.row_forms import answer_of, prompt_of
 from stages.data.settings import (
@@ -269,7 +270,8 @@ def prompt_index(settings: FilePromptSettings, domain: str) -> RowIndex:
     columns = [settings.prompt, *([] if settings.answer is None else [settings.answer])]
 
     def parse(row: Row) -> tuple[Any, str, str]:
-        prompt, answer = prompt_of(row, settings.prompt), answer_of(row, settings.answer)
+        prompt = templated(prompt_of(row, settings.prompt), settings.template)
+        answer = answer_of(row, settings.answer)
         # A prompt of text may describe in any form the tools that its reward reads.
         tools = () if isinstance(prompt, str) else tools_of(row, settings.tools, prompt)
         return (prompt, tools, answer, row), content_key(prompt, tools), content_key(prompt)

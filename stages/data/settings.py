@@ -17,6 +17,7 @@ INSTRUCTION = (
     "Think step by step. Then write the answer alone, in the form that the question asks for,"
     " between <answer> and </answer>."
 )
+PLACEHOLDER = "{prompt}"  # in a template
 MOST_DIRECTORIES = 20_000  # that are searched for files, in a second or two
 
 
@@ -101,6 +102,22 @@ class ToolFileSettings(FileSettings):
     )
 
 
+class PromptTemplateSettings(Settings):
+    """The chat messages that a row's prompt becomes, also in the domain's demonstrations."""
+
+    system: str | None = Field(default=None, description="text of a system's message before it")
+    user: str = Field(
+        default=PLACEHOLDER,
+        description=f"text around the prompt, which stands at {PLACEHOLDER}: around a text, or the"
+        " user's last message",
+    )
+    form: Literal["chat", "text"] = Field(
+        default="chat",
+        description="chat: text becomes a user's message, for the model's chat template. text: it"
+        " stays text, for a base model",
+    )
+
+
 class FilePromptSettings(ToolFileSettings):
     """Problems in files, one a row, and their held-out share."""
 
@@ -110,6 +127,9 @@ class FilePromptSettings(ToolFileSettings):
     )
     answer: str | None = Field(
         default=None, description="column of the reference answer, for rewards that want one"
+    )
+    template: PromptTemplateSettings | None = Field(
+        default=None, description="what is put around each prompt; null: it is read as it is"
     )
     max_prompt_tokens: Tokens | None = Field(
         default=None,
@@ -279,3 +299,8 @@ DemonstrationSettings = Annotated[
     | Annotated[ArrowDemonstrationSettings, Tag("arrow")],
     _by_source("generated"),
 ]
+
+
+def template_of(prompts: PromptSettings) -> PromptTemplateSettings | None:
+    """Return the template of a domain's prompts; generated ones have none."""
+    return prompts.template if isinstance(prompts, FilePromptSettings) else None

@@ -40,6 +40,7 @@ from stages.data.settings import (
     FileDemonstrationSettings,
     PromptSettings,
     ReasoningGymPromptSettings,
+    template_of,
 )
 from stages.data.thoughts import answer_after
 from stages.data.tokenizer import (
@@ -300,8 +301,11 @@ def demonstration_report(
     if isinstance(source, FileDemonstrationSettings):
         limit = source.max_tokens or positions
         fraction = prompts.held_out_fraction
-        rows = ConversationStream(source, tokenizer, domain, 0, fraction, limit or 0)
-        index = conversation_index(source, domain)
+        template = template_of(prompts)
+        rows = ConversationStream(
+            source, tokenizer, domain, 0, fraction, limit or 0, template=template
+        )
+        index = conversation_index(source, domain, template=template)
         read, held_out = index.counts, len(index.keys) - rows.rows
         counts = (read.rows, read.bad, read.duplicates, held_out, rows.rows)
         samples = rows.all()

@@ -16,7 +16,7 @@ from stages.data.demonstrations import ConversationStream, demonstrations
 from stages.data.mixture import Mixture
 from stages.data.problem import seed_of
 from stages.data.prompts import PromptStream
-from stages.data.settings import GeneratedDemonstrationSettings
+from stages.data.settings import GeneratedDemonstrationSettings, template_of
 from stages.data.tokenizer import Tokenizer, load_tokenizer
 from stages.directory import StageDirectory
 from stages.kinds.mixture_settings import MixtureStageSettings
@@ -155,4 +155,5 @@ def demonstrated(job: StageJob, domain: str, tokenizer: Tokenizer) -> SequenceSo
         return GeneratedPool(samples, domain, seed)
     order, fraction = seed_of(seed, domain, "demonstrations"), settings.prompts.held_out_fraction
     most = source.max_tokens or job.settings.model.max_positions
-    return ConversationStream(source, tokenizer, domain, order, fraction, most)
+    template = template_of(settings.prompts)
+    return ConversationStream(source, tokenizer, domain, order, fraction, most, template=template)

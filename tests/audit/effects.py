@@ -114,6 +114,7 @@ CHECKED_BY = {
     "ParquetPairSettings": "stages/test_pairs.py",
     "ParquetSourceSettings": "stages/test_sft_mixture.py",
     "PromptRolloutSettings": "stages/test_rollout_modes.py",
+    "PromptTemplateSettings": "stages/test_prompt_template.py",
     "PythonReward": "stages/test_rewards.py",
     "QuantizeSettings": "pipeline/test_quantize_settings.py",
     "RamSettings": "stages/test_weight_methods.py",

@@ -225,4 +225,47 @@ MUTANTS = [
         "tests/stages/test_domain_check.py"
         "::test_references_are_measured_with_the_end_token_against_the_limit",
     ),
+    Mutant(
+        "a nested column is looked up in the row itself",
+        "stages/data/columns.py",
+        'for name in column.split("."):',
+        "for name in [column]:",
+        "tests/pipeline/test_init_data.py::test_domain_check_gives_the_columns_to_paste",
+    ),
+    Mutant(
+        "columns of one domain are of every domain",
+        "pipeline/commands/support/init_inputs.py",
+        "for name in ([domain] if domain else domains)",
+        "for name in domains",
+        "tests/pipeline/test_init_data.py"
+        "::test_two_files_with_different_columns_are_taken_by_one_call",
+    ),
+    Mutant(
+        "the split train has the files of train_sft",
+        "pipeline/new_run/data_sets.py",
+        "(?!_?[A-Za-z])",
+        "(?![A-Za-z])",
+        "tests/pipeline/test_data_sets.py",
+    ),
+    Mutant(
+        "a row of a later batch of Arrow is one of the first",
+        "stages/data/arrow_rows.py",
+        "batch.slice(at - int(ends[number]) + len(batch), 1)",
+        "batch.slice(min(at, len(batch) - 1), 1)",
+        "tests/stages/test_file_prompts.py::test_jsonl_parquet_and_arrow_agree_row_for_row",
+    ),
+    Mutant(
+        "demonstrations lack the template of the prompts",
+        "stages/kinds/mixture_stage.py",
+        "template = template_of(settings.prompts)",
+        "template = None",
+        "tests/stages/test_prompt_template.py::test_a_cold_start_reads_the_template",
+    ),
+    Mutant(
+        "a template is put around what a row has already",
+        "stages/data/prompt_template.py",
+        "if fits and text.startswith(before) and text.endswith(after):",
+        "if False:",
+        "tests/stages/test_prompt_template.py::test_what_a_row_has_already_is_not_added_again",
+    ),
 ]

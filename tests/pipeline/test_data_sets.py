@@ -105,6 +105,13 @@ def test_errors_of_data_sets(tmp_path: Path) -> None:
     assert "write hf:OWNER/NAME" in error("hf:gsm8k:train")
 
 
+def test_a_relative_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = written(tmp_path / "gsm/train.jsonl", GSM8K[:3])
+    monkeypatch.chdir(tmp_path)
+    assert rows_of("--domains math", "gsm:train").absolute() == rows
+    assert rows_of("--domains math", "gs*/*.jsonl") == Path("gs*/*.jsonl")
+
+
 def test_the_hub_without_a_network_says_how_to_download(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

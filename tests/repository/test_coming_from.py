@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import runpy
 import shutil
 from pathlib import Path
 
@@ -32,8 +31,8 @@ def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", (PAGES / f"{page}.md").read_text(), re.S)
 
 
-def converted(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the page's program on rows as the other project has them, in the working directory."""
+def write_rows() -> None:
+    """Write rows as other projects have them, in the working directory."""
     problems = [f"What is {index} + 4?" for index in range(ROWS)]
     answers = [str(index + 4) for index in range(ROWS)]
     nested = [{"ground_truth": answer, "style": "rule"} for answer in answers]
@@ -43,10 +42,6 @@ def converted(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     solved = zip(problems, answers, strict=True)
     lines = [json.dumps({"problem": each, "expected_answer": answer}) for each, answer in solved]
     Path("train_1M.jsonl").write_text("\n".join(lines))
-    Path("cot.txt").write_text("Solve: {}\n\nAnswer in \\boxed{{}}.")
-    for program in blocks(page, "python"):
-        Path("rows.py").write_text(program)
-        runpy.run_path("rows.py")
 
 
 @pytest.mark.parametrize("page", CONVERTED)
@@ -67,7 +62,7 @@ def test_a_converted_recipe_is_valid_and_gives_what_the_page_prints(
     assert simulated in capsys.readouterr().out
 
     # Its model and rows, as small as the checks of a start allow.
-    converted(page, monkeypatch)
+    write_rows()
     [model] = set(re.findall(r"/models/\S+", text))
     [rows] = re.findall(r"/data/[\w./-]+", text)
     path.write_text(text.replace(model, str(tmp_path / "model")).replace("/data/", f"{tmp_path}/"))

@@ -24,7 +24,7 @@ from parallel.sample import Sample
 from stages.data.demonstrations import conversation_index, demonstrate
 from stages.data.problem import ASSISTANT, DomainError, Problem
 from stages.data.prompts import row_of
-from stages.data.settings import GeneratedDemonstrationSettings
+from stages.data.settings import GeneratedDemonstrationSettings, template_of
 from stages.data.tokenizer import Tokenizer, TokenizerError
 from stages.domains import DomainSettings
 from stages.kinds.distill.source_settings import CONTEXT, PROMPT, SELF, SelfTeacherSettings
@@ -162,10 +162,12 @@ class Contexts:
 
     def _demonstration(self, problem: Problem) -> str:
         """Return a right response that is demonstrated for the very prompt."""
-        settings = self._domains[problem.domain].demonstrations
+        domain = self._domains[problem.domain]
+        settings = domain.demonstrations
         if isinstance(settings, GeneratedDemonstrationSettings):
             return demonstrate(problem, worked=True, random=Random(0)).response
-        index = conversation_index(settings, problem.domain)
+        template = template_of(domain.prompts)
+        index = conversation_index(settings, problem.domain, template=template)
         for shown, tools in map(index.read, index.rows_of(problem.key).tolist()):
             if tools not in ((), problem.tools):
                 continue  # it may call what this prompt does not offer
