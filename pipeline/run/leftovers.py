@@ -1,4 +1,4 @@
-"""What a run has on disk and nothing needs any more: no resume, report, audit, gate or stage."""
+"""Files of a run that nothing needs any more: no resume, report, audit, gate or stage."""
 
 from __future__ import annotations
 
