@@ -1,4 +1,4 @@
-"""Leftovers of a run: what no resume, report, audit, gate or stage needs any more."""
+"""Files of a run that nothing needs any more: no resume, report, audit, gate or stage."""
 
 from __future__ import annotations
 

@@ -81,9 +81,11 @@ def test_an_evaluation_s_row_shows_its_outcome(small: Path, braid: Braid) -> Non
     path = small / "stages" / "evaluate" / "metrics.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     [row] = [row for row in printed(braid).splitlines() if row.startswith("evaluate")]
-    assert "2 models x 2 domains, best +40.0 points (merge, sums)" in row
+    assert "best +40.0: merge on sums" in row
     path.write_text(json.dumps(lines[0]) + "\n")
     assert "1 model x 1 domain" in printed(braid)
+    path.write_text(json.dumps({"step": 1, "time": 1.0, "accuracy": 0.5}) + "\n")  # damaged
+    assert "0 models x 0 domains" in printed(braid)
 
 
 def test_the_start_of_the_engines_is_no_weight_sync(small: Path, braid: Braid) -> None:

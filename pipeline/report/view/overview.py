@@ -28,6 +28,7 @@ MOST_BYTES = 1 << 26  # of a stage's metrics that are read, from their end
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 16  # bars of a curve
 ACCURACY = "accuracy"
+LABELLED = {"model", "domain", ACCURACY}  # in a line of an evaluation
 # The first that a stage logs is its curve.
 CURVES = (ACCURACY, "teacher_kl", "reward", "kept", "loss")
 # Parts of a step, by the metric of their seconds.
@@ -193,29 +194,29 @@ def _curve(lines: Sequence[Line]) -> tuple[str, str]:
 
 
 def _outcome(lines: Sequence[Line]) -> str:
-    """Return how many models and domains an evaluation has measured, and the best gain.
+    """Return the best gain that an evaluation has measured, or how many models and domains.
 
-    A model's gain on a domain is that of accuracy over the first model measured, in points.
+    A gain is that of a model's accuracy on a domain over the first model measured, in points.
     """
     scores: dict[str, dict[str, float]] = {}
     for line in lines:  # each is of all answers to the model's problems so far
-        scores.setdefault(line["model"], {})[line["domain"]] = line[ACCURACY]
-    start, *trained = scores.items()
+        if line.keys() >= LABELLED:
+            scores.setdefault(line["model"], {})[line["domain"]] = line[ACCURACY]
+    start: dict[str, float] = next(iter(scores.values()), {})
     gains = [
-        (100 * (accuracy - start[1][domain]), model, domain)
-        for model, accuracies in trained
+        (100 * (accuracy - start[domain]), model, domain)
+        for model, accuracies in [*scores.items()][1:]
         for domain, accuracy in accuracies.items()
-        if domain in start[1]
+        if domain in start
     ]
+    if gains:
+        gain, model, domain = max(gains)
+        return f"best {gain:+.1f}: {model} on {domain}"
     domains = {domain for accuracies in scores.values() for domain in accuracies}
-    counts = " x ".join(
+    return " x ".join(
         f"{len(measured)} {noun}{'' if len(measured) == 1 else 's'}"
         for noun, measured in (("model", scores), ("domain", domains))
     )
-    if not gains:
-        return counts
-    gain, model, domain = max(gains)
-    return f"{counts}, best {gain:+.1f} points ({model}, {domain})"
 
 
 def sparkline(values: Sequence[float], width: int = WIDTH) -> str:
