@@ -136,6 +136,8 @@ def test_the_outcome_and_a_curve_of_each_stage_are_above_the_fold(page: Page) ->
     assert curve[EXPERT] == "reward 0.138 → 0.887"  # means of its first and last quarter
     assert curve["merge"].startswith("teacher_kl ")
     assert page.locator("[aria-label='Stages'] svg polyline").count() == 2
+    heights = {row.bounding_box()["height"] for row in page.locator("td .done").all()}  # type: ignore[index]
+    assert len(heights) == 1  # a state is one line, also beside a long cause
 
 
 def test_curves_are_in_panels_and_a_policy_gradient_s_loss_is_last(page: Page) -> None:

@@ -37,6 +37,9 @@ a first run, from its settings to its results:
   braid run configs/quickstart.yaml          run it here, with progress and a table of results
   braid status quickstart                    how far is it? (from another terminal)
   braid resume quickstart                    continue after a crash, a kill or Ctrl-C
+  braid look quickstart                      does it learn? curves and samples
+  braid compare quickstart                   gains, what was forgotten, costs
+  braid report quickstart                    all of it, as one HTML file
 """
 Function = Callable[[Namespace], None]
 

@@ -78,12 +78,12 @@ function stageTable(data) {
         ? h("a", { href: link("curves", stage.name) }, stage.name)
         : stage.name,
     ),
-    h("span", { class: stage.state }, `${STATE_SIGNS[stage.state] || ""} ${stage.state}`),
+    h("span", { class: `whole ${stage.state}` }, `${STATE_SIGNS[stage.state] || ""} ${stage.state}`),
     sparkline(data.curves[stage.name]),
     verdictWord(words[stage.name]),
     progress(stage),
-    duration(stage.minutes),
-    ...(causes ? [stage.cause || ""] : []),
+    h("span", { class: "whole" }, duration(stage.minutes)),
+    ...(causes ? [stage.cause === "finished" ? "" : stage.cause || ""] : []),
   ]);
   const headings = ["stage", "state", "curve", "verdict", "steps", "time"];
   return table([...headings, ...(causes ? ["cause"] : [])], rows, "Stages");
@@ -92,7 +92,7 @@ function stageTable(data) {
 function verdictWord(verdict) {
   if (!verdict) return "";
   const mark = isGood(verdict) ? "fine" : verdict.alarm ? "alarm" : "advice";
-  return h("span", { class: mark }, verdict.word);
+  return h("span", { class: `whole ${mark}` }, verdict.word);
 }
 
 /** Return the metric that says how a stage does, drawn small, and its means at both ends. */
