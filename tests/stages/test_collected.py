@@ -11,11 +11,11 @@ import pytest
 
 from parallel.errors import UserError
 from stages.data import collected
+from stages.data.arrow_rows import ROWS
 from stages.data.collected import prompt_columns, read_part, write_joined, write_part
 from stages.data.columns import RowError
 from stages.data.messages import messages_of
 from stages.data.problem import Problem
-from stages.data.rows import ROWS
 
 ROW = {"response": "12", "reward": 1.0, "tokens": 3, "finish_reason": "stop", "dropped": None}
 

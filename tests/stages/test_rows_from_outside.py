@@ -18,9 +18,9 @@ from pydantic import TypeAdapter
 
 from parallel import parquet_files
 from parallel.errors import UserError
+from stages.data.arrow_rows import ROWS
 from stages.data.demonstrations import ConversationStream, conversation_index
 from stages.data.prompts import PromptStream, problem_at, prompt_index
-from stages.data.rows import ROWS
 from stages.data.settings import (
     JsonlDemonstrationSettings,
     JsonlPromptSettings,
