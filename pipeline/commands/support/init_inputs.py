@@ -264,13 +264,13 @@ def domain_named(domain_option: str) -> tuple[str, tuple[Path, Path | None]]:
             f"--domains {domain_option}: write NAME=ROWS, such as math=/data/math.jsonl"
         )
     option = f"--domains {domain_option}"
-    path = rows_of(option, str(expanded(rows, option)))
-    if path.suffix in (".yaml", ".yml"):
-        return name, (path, None)
+    rows = str(expanded(rows, option))
+    if rows.endswith((".yaml", ".yml")):
+        return name, (rows_of(option, rows), None)
     kinds = shipped_kinds()
     if (kind := kind or name) not in kinds:
         raise UserError(
-            f"--domains {domain_option}: no domain {kind} that reads rows; {hint(kind, kinds)}. "
+            f"{option}: no domain {kind} that reads rows; {hint(kind, kinds)}. "
             "NAME=FILE.yaml is one of yours: braid domain new NAME --source jsonl"
         )
-    return name, (DOMAINS / f"{kind}.yaml", path)
+    return name, (DOMAINS / f"{kind}.yaml", rows_of(option, rows))
