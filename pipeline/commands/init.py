@@ -95,7 +95,8 @@ def _walltime(text: str) -> float:
         nargs="+",
         metavar="NAME=ROWS",
         help="a domain of configs/domains and its rows: math=/data/math.jsonl; NAME:KIND=ROWS names"
-        " it otherwise (algebra:math=rows.jsonl), NAME=FILE.yaml is a domain of yours",
+        " it otherwise (algebra:math=rows.jsonl), NAME=FILE.yaml is a domain of yours; ROWS is a"
+        " file, a quoted pattern, or a data set: DIRECTORY:SPLIT, hf:OWNER/NAME:SPLIT",
     ),
     Argument(
         "--columns",
