@@ -13,7 +13,7 @@ TRL_INSTALLED := $(TRL_VENV)/.installed
 # Some machines forbid it: then each of a thousand commands would compile the floors again, and each worker the tests.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help install install-gpu quickstart quick test test-all style lint bench bench-trl chaos fuzz mutants gpu-check gpu-bench gpu-bundle golden docs pictures lock clean
+.PHONY: help install install-gpu quickstart quick test test-all style lint bench bench-trl same-bits chaos fuzz mutants gpu-check gpu-bench gpu-bundle golden docs pictures lock clean
 
 help:  ## list these targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -164,6 +164,9 @@ $(TRL_INSTALLED): requirements/bootstrap.txt $(TORCH) benchmarks/trl-requirement
 	$(call packages,$(TRL_VENV),benchmarks/trl-requirements.txt)
 	$(call braid,$(TRL_VENV))
 	$(call complete,$(TRL_VENV))
+
+same-bits: $(INSTALLED)  ## a small deterministic run, killed three times and resumed: the same bits? (2 minutes)
+	$(BIN)/python -W ignore benchmarks/chaos.py --cases 3 --kills 3 --results build/same-bits.json
 
 chaos: $(INSTALLED)  ## kill -9 at 50 random moments of a deterministic run: the same bits each time? (30 minutes at most)
 	$(BIN)/python -W ignore benchmarks/chaos.py

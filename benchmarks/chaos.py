@@ -1,6 +1,7 @@
 """The kill matrix: processes killed by kill -9 at random moments, and the same bits in the end.
 
     python benchmarks/chaos.py [CONFIG] [--cases 50] [--kills 5] [--seed 0] [--reference RUN]
+                               [--results FILE]
 
 One deterministic run of a configuration (tests/end_to_end/chaos.yaml, which is short, or for
 example configs/recipes/r1-small.yaml) is watched and left undisturbed: the reference; --reference
@@ -14,7 +15,7 @@ Several kills a run, since one that is killed while it recovers from the last ki
 as well, and since a wrong bit never gets right again; `--kills 1` is a run for every kill. Run R
 of seed S is the first run of seed S + R, as far as the references' timelines agree. Exits 1 unless
 all `--cases` cases gave the same bits. Writes benchmarks/kills/NAME.json, NAME being the
-configuration's.
+configuration's, or the file that --results names.
 """
 
 from __future__ import annotations
@@ -222,7 +223,10 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=5, help="of one run")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=60, help="after which no run is begun")
+    parser.add_argument("--results", type=Path, help="default: benchmarks/kills/CONFIG.json")
     arguments = parser.parse_args()
+    results = arguments.results or RESULTS / f"{arguments.config.stem}.json"
+    results.parent.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and leave nothing running
     with tempfile.TemporaryDirectory() as folder:
         reference = compared_with(arguments, Path(folder) / "reference")
@@ -232,8 +236,6 @@ def main() -> None:
             tell(case)
             done.append(case)
             found = document(reference, done)
-            RESULTS.mkdir(exist_ok=True)
-            results = RESULTS / f"{arguments.config.stem}.json"
             results.write_text(json.dumps(found, indent=1) + "\n")
     if not done:
         sys.exit("there was no time for a run")

@@ -9,7 +9,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
 
-from parallel.errors import UserError, nearest_name
+from parallel.errors import UserError, hint, nearest_name
 from pipeline.commands.support import registry
 from pipeline.text import open_streams, reason, say
 
@@ -72,12 +72,16 @@ def _missing(error: ModuleNotFoundError) -> UserError:
 
 def _parse(argv: Sequence[str]) -> Namespace:
     braid = command_parser(argv[0] if argv else "")
+    words = list(dict.fromkeys(name.partition(" ")[0] for name in registry.names()))
+    if argv and not argv[0].startswith("-") and argv[0] not in words:
+        say(f"braid: no command {argv[0]}; {hint(argv[0], words)}", file=sys.stderr)
+        sys.exit(2)
     arguments, extras = braid.parse_known_args(argv)
     # argparse takes positional arguments in one piece: those after an option end up in `others`.
     plain = not any(extra.startswith("-") for extra in extras)
     if "--side-by-side" in " ".join(extras).replace("=", " ").split():
         braid.error("--side-by-side is now --parallel")
-    several = ("overrides", "models", "others")
+    several = ("overrides", "models", "others", "names")
     repeated = next((name for name in several if hasattr(arguments, name)), None)
     if plain and repeated:
         setattr(arguments, repeated, [*getattr(arguments, repeated), *extras])

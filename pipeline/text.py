@@ -10,13 +10,17 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Timer
 from typing import TextIO
 
 # Control characters (C0, DEL, C1), line and paragraph separators, marks that reorder a line, and
 # surrogates, which stand for the bytes of a file name that are not UTF-8.
 _ACTS = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+SLOW_SECONDS = 2.0  # that a command may take before it says what it does
 
 
 def visible(text: str, keep: str = "") -> str:
@@ -35,6 +39,22 @@ def visible(text: str, keep: str = "") -> str:
 def say(*texts: str, file: TextIO | None = None, flush: bool = False) -> None:
     """Print texts, each on a new line; a text may have several lines."""
     print(*(visible(text, keep="\n\t") for text in texts), sep="\n", file=file, flush=flush)
+
+
+@contextmanager
+def while_slow(text: str, seconds: float = SLOW_SECONDS) -> Iterator[None]:
+    """Say on standard error what is being done, once it has taken `seconds`.
+
+    On a terminal alone: a file and a pipe get the same lines on a slow machine and on a fast one.
+    """
+    timer = Timer(seconds, say, (f"{text} …",), {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    if sys.stderr.isatty():
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def warn(texts: Iterable[str]) -> None:

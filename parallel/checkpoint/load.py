@@ -8,13 +8,15 @@ whole when it gets its name (`parallel.checkpoint.save`); later damage by a disk
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from traceback import extract_tb
 from typing import Any
 
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
 )
@@ -66,7 +68,7 @@ def training_state(policy: TrainedPolicy, checkpoint: Path) -> dict[str, Any]:
         CheckpointError: the checkpoint is of another model or another kind of optimizer.
     """
     with _as_checkpoint_error(checkpoint):
-        common = dist_checkpointing.load_common_state_dict(str(checkpoint))
+        common = _on_every_rank(partial(dist_checkpointing.load_common_state_dict, str(checkpoint)))
     _restore(policy, checkpoint, common["updates"])
     for name, other in policy.companions.items():
         _restore(other, checkpoint, common["companions"][name]["updates"], f"{name}.")
@@ -141,14 +143,21 @@ class _CollectiveLoad(TorchDistLoadShardedStrategy):
 
     def load(self, *arguments: Any) -> Any:
         """Return the loaded state; raise CheckpointException with all ranks' errors. Collective."""
-        loaded, failures = None, {}
-        try:
-            loaded = super().load(*arguments)
-        except CheckpointException as error:
-            failures = {dist.get_rank(): failure for failure in error.failures.values()}
-        if failures := {rank: f for every in gather(failures) for rank, f in every.items()}:
-            raise CheckpointException("read", failures)
-        return loaded
+        return _on_every_rank(partial(super().load, *arguments))
+
+
+def _on_every_rank(read: Callable[[], Any]) -> Any:
+    """Return what each rank reads; raise CheckpointException with all ranks' errors. Collective."""
+    state, failures = None, {}
+    try:
+        state = read()
+    except CheckpointException as error:
+        failures = {dist.get_rank(): failure for failure in error.failures.values()}
+    except (OSError, CheckpointingException) as error:
+        failures = {dist.get_rank(): (error, extract_tb(error.__traceback__))}
+    if failures := {rank: f for every in gather(failures) for rank, f in every.items()}:
+        raise CheckpointException("read", failures)
+    return state
 
 
 @contextmanager

@@ -63,7 +63,7 @@ def _sample(
 
 
 def _uniform(seeds: np.ndarray, positions: np.ndarray, vocabulary: int) -> np.ndarray:
-    """Return vLLM's uniform random numbers, fp32 [requests, vocabulary] in (0, 1).
+    """Return vLLM's uniform random numbers, fp32 [requests, vocabulary] in (0, 1].
 
     They are MurmurHash3 of a seed, a position and a token, as in `murmur3_uniform32`.
     """

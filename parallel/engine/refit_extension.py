@@ -7,6 +7,7 @@ refit, and layers are processed explicitly where vLLM would wait for weights tha
 
 from __future__ import annotations
 
+import logging
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -31,6 +32,12 @@ from parallel.weights.mapping import host_identity
 from parallel.weights.names import bucket_of, loaded_tensors
 from parallel.weights.needs import needed
 from parallel.weights.planner import Bucket, EngineSizes, Hosts, Plan
+
+# Rotary embeddings hold a cache and no weight of a checkpoint: of every weight sync vLLM warns
+# "RotaryEmbedding: Failed to load weights".
+logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(
+    lambda record: record.args != ("RotaryEmbedding",)
+)
 
 SINKS = ".sinks"  # the end of their names
 

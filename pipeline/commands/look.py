@@ -17,7 +17,9 @@ from pipeline.commands.support.registry import Argument, command
 from pipeline.commands.support.runs import load_run, measured
 from pipeline.launch.one_off import regrade
 from pipeline.report.compare.comparison import held_out_gains
+from pipeline.report.status import summary
 from pipeline.report.view.health import judged
+from pipeline.report.view.next_commands import run_argument
 from pipeline.report.view.overview import (
     Overview,
     health_lines,
@@ -30,7 +32,7 @@ from pipeline.report.view.waits import waits, waits_table
 from pipeline.run.run import Run
 from pipeline.slurm.queue import states_now
 from pipeline.tables import table
-from pipeline.text import shown, warn
+from pipeline.text import say, shown, warn
 
 SECONDS = 2.0  # between two looks at a run that is followed
 COUNT = 5  # samples that are shown
@@ -246,8 +248,11 @@ def _show_waits(arguments: Namespace, run: Run) -> None:
     ]
     if arguments.json:
         print_json(arguments, {"processes": processes})
-    else:
+    elif processes:
         print(waits_table(processes))
+    else:
+        time_spent = f"braid report {run_argument(run)}, Time"
+        say(f"no stage is running ({summary(states)}); where the time went: {time_spent}")
 
 
 def _show_metric(arguments: Namespace, run: Run) -> None:
@@ -271,8 +276,15 @@ def _show_experts(arguments: Namespace, run: Run) -> None:
     experts = owned_by_domain(run.stage(arguments.stage))
     if arguments.json:
         print_json(arguments, {"experts": experts})
-    else:
+    elif any(experts.values()):
         print(expert_table(experts))
+    else:
+        few, usual = (
+            ("its 1 domain uses", "an equal share")
+            if len(experts) == 1
+            else (f"none of its {len(experts)} domains uses", "the other domains do")
+        )
+        say(f"{arguments.stage}: {few} no expert twice as much as {usual}")
 
 
 def _show_run(arguments: Namespace, run: Run) -> None:

@@ -16,7 +16,7 @@ from pipeline.commands.support.runs import find, load_run, read_run
 from pipeline.run.directory import RUNS_AS, exposure
 from pipeline.run.run import Run
 from pipeline.slurm.queue import states_now
-from pipeline.text import human, say, shown
+from pipeline.text import human, say, shown, while_slow
 
 DEMO_FILE = Path("braid-demo.html")
 MOST_SAMPLES, MOST_BYTES = 100_000, 40 << 20  # of a report, unless --samples says how many
@@ -108,8 +108,10 @@ def _write_run(arguments: Namespace, run: Run) -> None:
 
     other_runs = [read_run(find(arguments.runs_dir, name)) for name in arguments.others]
     samples = arguments.samples or MOST_SAMPLES
-    report_data = document(run, other_runs, arguments.redact, samples)
-    text = text_of(report_data)
+    with while_slow(f"reading {shown(run.path)}: metrics, samples, timelines"):
+        report_data = document(run, other_runs, arguments.redact, samples)
+    with while_slow("writing the page"):
+        text = text_of(report_data)
     # Again until it fits: a share of the samples is not that share of the bytes.
     while arguments.samples is None and len(text) > MOST_BYTES and samples > FEWEST_SAMPLES:
         shown_samples = sum(

@@ -18,6 +18,7 @@ from pipeline.config.cluster import READ_BY_JOBS, ClusterSettings
 from pipeline.config.validate import differing_keys, load_cluster, load_started
 from pipeline.estimate.capacity import check_capacity
 from pipeline.estimate.stage_memory import gpus_of, unchecked
+from pipeline.report.status import summary
 from pipeline.run.directory import RunDirectory, check_owner, warn_of_readers
 from pipeline.run.edits import moved_lines
 from pipeline.run.former import move_renamed
@@ -178,20 +179,25 @@ def _preview(submission: _Submission, arguments: Namespace) -> None:
     again = run.downstream(submission.rerun)
     check_stale(run, [stage for stage in submission.selected if stage not in again], record=False)
     queued, unasked = queue_of(run)
-    jobs = _submissions(submission, submission.planned(run.states_with(queued)))
+    planned = submission.planned(run.states_with(queued))
+    jobs = _submissions(submission, planned)
+    nothing = "" if jobs else f"nothing to submit: {summary(planned)}"
     if arguments.json:
         commands = [
             {"stages": [stage.name for stage in job.stages], "command": command}
             for job, command in zip(jobs, submitting.shell_commands(jobs), strict=True)
         ]
-        preview = {"run": str(run.path), "commands": commands, "note": unasked}
-        print_json(arguments, preview)
+        note = nothing or unasked
+        print_json(arguments, {"run": str(run.path), "commands": commands, "note": note})
+        return
+    if nothing:
+        say(f"# {nothing}; rerun a stage and what follows with --from STAGE")
     else:
         say(submitting.script_of(jobs))
         say("# Nothing is written and nothing submitted. To run these commands by hand, --prepare")
         say(f"# writes {shown(run.path)} with this script in it.")
-        if unasked:
-            say(f"# {unasked}")
+    if unasked:
+        say(f"# {unasked}")
 
 
 def _settled(submission: _Submission) -> dict[str, StageState]:

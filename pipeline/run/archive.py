@@ -56,7 +56,7 @@ class _Member(tarfile.TarInfo):
         """Raise UserError: a sparse file's size is what it claims, and its bytes are not there."""
         raise UserError(f"{self.name!r}: a sparse file; it is refused")
 
-    # tarfile reads the map of a sparse file of these formats without a bound (CPython 3.11).
+    # tarfile reads the map of a sparse file of these formats without a bound (CPython 3.12).
     _proc_gnusparse_00 = _proc_gnusparse_01 = _proc_gnusparse_10 = _refuse_sparse
 
 

@@ -175,9 +175,9 @@ class Run(RunDirectory):
 
     @cached_property
     def own_domains(self) -> dict[str, str]:
-        """The domain of every stage that trained on it alone."""
-        alone = (stage for stage in self.stages if stage.domain and not stage.declared.judges)
-        return {stage.name: stage.domain for stage in alone if stage.domain and stage.trains}
+        """The domain of every stage that trained on it alone; an import takes no step."""
+        trained = (stage for stage in self.stages if stage.trains and stage.steps)
+        return {stage.name: stage.domain for stage in trained if stage.domain}
 
     def refresh(self) -> Run:
         """Forget the former names, events and states; the files of the run may have changed."""

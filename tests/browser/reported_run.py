@@ -87,7 +87,12 @@ def _sample(step: int, domain: str, prompt: str, response: str, reward: float) -
     tokens = [5 + ord(letter) % 40 for letter in response] or [5]
     return {
         **{"step": step, "update": 0, "domain": domain, "problem": key(prompt), "prompt": prompt},
-        **{"response": response, "prompt_tokens": [5, 6], "response_tokens": tokens},
+        **{
+            "response": response,
+            "answer": "right",
+            "prompt_tokens": [5, 6],
+            "response_tokens": tokens,
+        },
         **{"tokens": len(tokens), "finish_reason": "stop", "reward": reward, "advantage": 0.5},
         **{"reward_parts": {"exact": reward, "brief": 0.5}, "solved": reward == 1, "staleness": 0},
         **{"reward_messages": {"exact": f"expected {prompt}"}, "weight_version": step - 1},

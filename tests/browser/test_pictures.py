@@ -35,8 +35,9 @@ SCREENS = {"look": None, "look-samples": EXPERT}
 
 # Before any that need Chromium: while it runs, nothing else may use asyncio.
 @pytest.mark.parametrize("name", SCREENS)
-def test_a_screen_is_drawn(name: str, tmp_path: Path) -> None:
-    run = write_reported(tmp_path / "small")
+def test_a_screen_is_drawn(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # where commands name the run alone
+    run = write_reported(tmp_path / "runs" / "small")
 
     async def drawn() -> str:
         app = LookApp(read_run(RunDirectory(run.path)), SCREENS[name], lambda *_: [])
@@ -49,6 +50,7 @@ def test_a_screen_is_drawn(name: str, tmp_path: Path) -> None:
     PICTURES.mkdir(parents=True, exist_ok=True)
     (PICTURES / f"{name}.svg").write_text(text)
     assert EXPERT in text
+    assert str(tmp_path) not in text
 
 
 @pytest.fixture(scope="module")

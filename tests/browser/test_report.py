@@ -121,9 +121,101 @@ def test_every_metric_has_a_chart_with_all_its_values(page: Page) -> None:
 def test_history_and_times_are_read_at_a_glance(page: Page) -> None:
     visit(page, "verdict")
     [row] = [row for row in cells(page, "Stages") if row[0].endswith(f" {EXPERT}")]
-    assert row[4] == "2 min 01 s"
+    assert row[5] == "2 min 01 s"
     visit(page, "lineage")
     assert [row[3] for row in cells(page, "History") if row[0] == EXPERT][-1] == "done"
+
+
+def test_the_outcome_and_a_curve_of_each_stage_are_above_the_fold(page: Page) -> None:
+    page.set_viewport_size({"width": 1280, "height": 800})
+    visit(page, "verdict")
+    for label in ("Accuracy", "Stages"):
+        box = page.locator(f"[aria-label='{label}']").bounding_box()
+        assert box is not None and box["y"] < 600
+    curve = {row[0].split()[-1]: row[2] for row in cells(page, "Stages")}
+    assert curve[EXPERT] == "reward 0.138 → 0.887"  # means of its first and last quarter
+    assert curve["merge"].startswith("teacher_kl ")
+    assert page.locator("[aria-label='Stages'] svg polyline").count() == 2
+    heights = {row.bounding_box()["height"] for row in page.locator("td .done").all()}  # type: ignore[index]
+    assert len(heights) == 1  # a state is one line, also beside a long cause
+
+
+def test_curves_are_in_panels_and_a_policy_gradient_s_loss_is_last(page: Page) -> None:
+    visit(page, f"curves/{EXPERT}")
+    assert page.locator("#charts h2").all_inner_texts() == ["learning", "policy", "cost"]
+    learning, policy, _ = page.locator("#charts .charts").all()
+    names = [chart.get_attribute("data-metric") for chart in learning.locator("figure").all()]
+    assert names == ["reward", "loss"]
+    names = [chart.get_attribute("data-metric") for chart in policy.locator("figure").all()]
+    assert names == ["entropy", "kl"]
+
+
+def test_curves_are_smoothed_unless_told_not_to(page: Page) -> None:
+    visit(page, f"curves/{EXPERT}")
+    assert page.evaluate("movingMean([1, 2, 6, null, 3], 3)") == [1.5, 3, 4, None, 3]
+    smoothed = page.locator("[data-metric=reward] canvas").screenshot()
+    page.locator("#smooth").uncheck()
+    page.wait_for_function("location.hash.includes('smooth=no')")
+    page.wait_for_selector("[data-metric=reward][data-drawn]")
+    assert page.locator("[data-metric=reward] canvas").screenshot() != smoothed
+
+
+TURNS = {
+    "<|im_start|>system\nTools<|im_end|>\n<|im_start|>user\nA<|im_end|>\n<|im_start|>assistant\n"
+    "B<|im_end|>\n<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n": "2 + 2?",
+    "<s> [INST] 2 + 2? [/INST]": "2 + 2?",
+    "[gMASK]<sop><|system|>\nTools<|user|>\n2 + 2?<|assistant|>\n": "2 + 2?",
+    "<\uff5cUser\uff5c>2 + 2?<\uff5cAssistant\uff5c><think>": "2 + 2?",
+    "<|start|>system<|message|>Tools<|end|><|start|>user<|message|>2 + 2?<|end|>": "2 + 2?",
+    "c2+2=": "c2+2=",
+}
+
+
+def test_the_list_of_samples_shows_the_last_user_turn_and_what_was_expected(page: Page) -> None:
+    for prompt, turn in TURNS.items():
+        assert page.evaluate("(prompt) => lastUserTurn(prompt)", prompt) == turn
+    visit(page, f"samples/{EXPERT}?solved=no")
+    option = page.locator("#samples [role=option]").first.inner_text()
+    assert len(option.splitlines()) == 4
+    assert option.splitlines()[3].startswith("expected ")
+
+
+def test_colours_of_phases_differ_and_are_seen_on_both_grounds(
+    browser: Browser, report: Path
+) -> None:
+    with opened(browser, report, dark=True) as page:
+        phases = page.evaluate("({...PHASE_COLOURS, other: OTHER_PHASES})")
+        visit(page, "routing/merge")
+        assert "the brighter, the more tokens" in page.locator("#expert").inner_text()
+    assert len(set(phases.values())) == len(phases)
+    for name, colour in phases.items():
+        light, dark = (contrast(colour, ground) for ground in ("#ffffff", "#11161c"))
+        assert min(light, dark) > 2, name
+
+
+def contrast(one: str, other: str) -> float:
+    """Return the ratio of two colours' luminances, as WCAG 2 defines it: 1 to 21."""
+
+    def luminance(colour: str) -> float:
+        shares = (int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5))
+        red, green, blue = (
+            x / 12.92 if x <= 0.04 else ((x + 0.055) / 1.055) ** 2.4 for x in shares
+        )
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    darker, brighter = sorted((luminance(one), luminance(other)))
+    return (brighter + 0.05) / (darker + 0.05)
+
+
+def test_a_table_on_a_phone_scrolls_beside_its_first_column(browser: Browser, report: Path) -> None:
+    with opened(browser, report, 390) as page:
+        visit(page, "verdict")
+        table = page.locator("[aria-label='Stages']")
+        assert table.evaluate("(shown) => shown.scrollWidth > shown.clientWidth")
+        table.evaluate("(shown) => { shown.scrollLeft = 200; }")
+        name = table.locator("tbody td").first
+        box, whole = name.bounding_box(), table.bounding_box()
+        assert box is not None and whole is not None and box["x"] == whole["x"]
 
 
 def test_a_choice_is_in_the_address_that_is_mailed(page: Page) -> None:

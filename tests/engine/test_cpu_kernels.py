@@ -29,6 +29,13 @@ def heads(width: int) -> torch.Tensor:
     return fused[:, : 3 * width].view(5, 3, width)
 
 
+def test_a_weight_sync_warns_of_no_rotary_embedding(caplog):
+    layerwise.logger.propagate = True  # which vLLM's configuration of logging ends
+    for layer in ("RotaryEmbedding", "Linear"):
+        layerwise.logger.warning("%s: Failed to load weights", layer)
+    assert [record.getMessage() for record in caplog.records] == ["Linear: Failed to load weights"]
+
+
 @pytest.mark.parametrize("width", [8, 24, 64, 20])
 def test_a_norm_of_strided_heads_equals_the_composition(preferred, width):
     x, weight = heads(width), torch.rand(width)
@@ -38,6 +45,14 @@ def test_a_norm_of_strided_heads_equals_the_composition(preferred, width):
     torch.testing.assert_close(ir.ops.rms_norm(x, weight, 1e-6), expected, rtol=1e-6, atol=1e-6)
     # vLLM's composition handles a width that the kernel does not support.
     assert provider == (cpu_kernels.NAME if width % cpu_kernels.VECTOR == 0 else "native")
+
+
+def test_a_weight_of_another_precision_is_left_to_the_composition(preferred):
+    """The kernel would raise an error."""
+    x, weight = torch.randn(5, 64).bfloat16(), torch.rand(64)
+    assert ir.ops.rms_norm.dispatch(x, weight, 1e-6).provider == "native"
+    assert ir.ops.rms_norm.dispatch(x, weight.bfloat16(), 1e-6).provider == cpu_kernels.NAME
+    assert ir.ops.fused_add_rms_norm.dispatch(x, x.clone(), weight, 1e-6).provider == "native"
 
 
 def test_a_norm_after_a_residual_leaves_the_sum(preferred):

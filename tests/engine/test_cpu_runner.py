@@ -84,6 +84,12 @@ def test_tokens_are_sampled_by_their_probabilities() -> None:
     assert ((shares - expected).abs() <= 5 * (expected * (1 - expected) / DRAWS).sqrt()).all()
 
 
+def test_a_random_number_that_rounds_to_1_samples_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One in 2 ** 25 does: in one of 200 samples from a vocabulary of 152,000."""
+    monkeypatch.setattr(vllm_sampling, "_uniform", lambda *_: np.float32([[0.5, 1, 0.5, 0.5, 0.5]]))
+    assert sampled(torch.zeros(1).long(), 1.0).tolist() == [2]
+
+
 def test_without_a_temperature_the_likeliest_token_is_sampled() -> None:
     assert sampled(torch.arange(100), 0.0).unique().tolist() == [2]
 
@@ -113,7 +119,9 @@ def test_staged_ranges_are_written_to_rows_of_tables_and_of_lists() -> None:
 
 
 def test_blocks_are_zeroed_and_no_others() -> None:
+    """Another layer's page ends each block."""
     cache = torch.ones(4, 6)
-    address, stride, size = torch.tensor([cache.data_ptr()]), torch.tensor([6]), torch.tensor([6])
+    address, stride, size = torch.tensor([cache.data_ptr()]), torch.tensor([6]), torch.tensor([4])
     vllm_runner._zero_blocks(address, stride, size, torch.tensor([0, 2]))
-    assert cache.sum(1).tolist() == [0, 6, 0, 6]
+    assert cache[:, :4].sum(1).tolist() == [0, 4, 0, 4]
+    assert cache[:, 4:].all()

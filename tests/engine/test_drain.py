@@ -20,6 +20,31 @@ def test_a_drain_leaves_no_step_half_done_and_loses_no_response(
     assert later == [20]
 
 
+def test_a_sleep_leaves_no_step_in_flight(fork_servers: ForkServers, tmp_path: Path) -> None:
+    """A GPU would still compute with the memory that it frees."""
+    before, after = call(fork_servers, slept, tmp_path)
+    assert before and not after
+
+
+def slept() -> tuple[int, int]:
+    """Return the steps in flight before a sleep, and after it."""
+    from parallel.engine.core import Core
+    from parallel.engine.wire import Generate, Prompt, Sampling
+    from tests.engine import asynchronous_engine
+
+    asynchronous_engine.install()
+    core = Core(EngineJob(model=MODEL, engine=ENGINE, index=0, address=Path("unused"), seed=0))
+    core.prepare()
+    core.weight_version = 1
+    sampling = Sampling(1.0, max_tokens=20, end_tokens=(MODEL.vocabulary_size - 1,))
+    core.admit(Generate([Prompt(0, [3, 4, 5], seed=0)], sampling))
+    core.step()
+    in_flight = core._vllm.engine_core.engine_core.batch_queue
+    before = len(in_flight)
+    core.sleep()
+    return before, len(in_flight)
+
+
 def drained() -> tuple[list[tuple[int, int]], list[tuple[int, int]], list[int], list[int]]:
     """Drain while a step is in flight that ends one of two requests.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import shutil
 import signal
 import tempfile
 import threading
@@ -245,6 +246,23 @@ def save_on_a_full_disk(directory: str, full: int) -> tuple[str, bool]:
             message = str(error)
     save(policy, Path(directory), 3, {})  # the disk has room again
     return message, (Path(directory) / "tmp_step_2").exists()
+
+
+def load_what_one_rank_does_not_see(directory: str, blind: int) -> str:
+    """Load where one rank's file system lacks the metadata; return the error, or ""."""
+    from parallel.checkpoint import load
+    from parallel.distributed import on_main
+
+    policy, checkpoint = build(SPREAD), Path(directory) / "step_1"
+    save(policy, Path(directory), 1, {})
+    stale = Path(directory) / "stale"
+    on_main(lambda: shutil.copytree(checkpoint, stale))
+    on_main((stale / ".metadata").unlink)
+    try:
+        load.training_state(policy, stale if int(os.environ["RANK"]) == blind else checkpoint)
+    except CheckpointError as error:
+        return str(error).replace(str(stale), str(checkpoint))
+    return ""
 
 
 @contextlib.contextmanager

@@ -165,6 +165,14 @@ def test_a_failed_write_fails_every_rank_and_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["step_3"]
 
 
+@pytest.mark.parametrize("blind", [0, 1])
+def test_a_rank_that_sees_no_metadata_fails_every_rank(blind: int, on: On, tmp_path: Path) -> None:
+    first, second = on(SPREAD, cases.load_what_one_rank_does_not_see, str(tmp_path), blind)
+    assert first == second
+    assert first.startswith(f"cannot read {tmp_path / 'step_1'}: ")
+    assert "metadata" in first
+
+
 def test_a_rank_killed_while_writing_leaves_no_named_checkpoint(on: On, tmp_path: Path) -> None:
     doomed = Ranks(SPREAD)
     with pytest.raises(AssertionError, match="by peer"):

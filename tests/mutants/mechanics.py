@@ -6,6 +6,27 @@ from .mutant import Mutant
 
 MUTANTS = [
     Mutant(
+        "clean deletes checkpoints that another run started from",
+        "pipeline/run/leftovers.py",
+        "if checkpoint.digest not in in_use:",
+        "if checkpoint.digest:",
+        "tests/pipeline/test_runs_and_clean.py::test_checkpoints_that_somebody_reads_stay",
+    ),
+    Mutant(
+        "clean deletes checkpoints of stages that are not done",
+        "pipeline/run/leftovers.py",
+        'if run.states[stage.name].state != "done":',
+        'if run.states[stage.name].state == "pending":',
+        "tests/pipeline/test_runs_and_clean.py::test_checkpoints_that_somebody_reads_stay",
+    ),
+    Mutant(
+        "look compares two single steps",
+        "pipeline/report/view/overview.py",
+        "width = max(1, min(LAST_STEPS, len(values) // 4))",
+        "width = 1",
+        "tests/pipeline/test_look.py::test_a_healthy_run_has_a_curve_for_each_stage",
+    ),
+    Mutant(
         "k3 is k2",
         "stages/objectives/kl.py",
         "return bounded_exp(difference) - difference - 1",

@@ -177,6 +177,9 @@ def test_recomputing_dropped_outputs_needs_a_compiler(
         check_capabilities(ENGINE, model(precision="bf16"), layout)
     whole = layout.model_copy(update={"recompute_modules": ("moe",)})
     check_capabilities(ENGINE, model(precision="bf16"), whole)
+    (tmp_path / "clang").touch(mode=0o755)
+    monkeypatch.setenv("CXX", "clang")  # which torch compiles extensions with
+    check_capabilities(ENGINE, model(precision="bf16"), layout)
 
 
 def test_collectives_start_in_order_only_where_a_product_waits_for_them() -> None:

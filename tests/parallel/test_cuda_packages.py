@@ -73,6 +73,7 @@ for line in sys.stdin:
     print("{END}", os.waitstatus_to_exitcode(status), sep="\\n", flush=True)
 """
 NO_CORE = "raise OSError('libcublas.so.12: cannot open shared object file')"
+OTHER_TORCH = "raise RuntimeError('built for another torch')"
 NO_EXTENSION = "raise FileNotFoundError('Could not find shared object file')"
 PYRAMID = "raise RuntimeError('a toolkit for web logins was imported')"
 
@@ -141,8 +142,9 @@ NVIDIA_APEX = {
             },
             "TransformerEngine: FileNotFoundError: Could not find",
         ),
+        ({"transformer_engine/__init__.py": OTHER_TORCH}, "TransformerEngine: RuntimeError: built"),
     ],
-    ids=["absent, and the registry's apex", "no core library", "no extension"],
+    ids=["absent, and the registry's apex", "no core library", "no extension", "another torch"],
 )
 def test_cuda_without_transformer_engine_falls_back_by_name(
     planted: dict[str, str], reason: str, output: Ask, tmp_path: Path

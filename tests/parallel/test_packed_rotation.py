@@ -24,7 +24,9 @@ class ContextRank:
         return self._size
 
 
-def by_sequence(row: torch.Tensor, ends: torch.Tensor, freqs: torch.Tensor, group: Any) -> Any:
+def by_sequence(
+    row: torch.Tensor, ends: torch.Tensor, freqs: torch.Tensor, group: Any, **options: Any
+) -> Any:
     """Rotate each sequence by itself."""
     lengths = (ends.diff() // group.size()).tolist()
     return torch.cat(
@@ -34,14 +36,18 @@ def by_sequence(row: torch.Tensor, ends: torch.Tensor, freqs: torch.Tensor, grou
                 rope_utils._get_thd_freqs_on_this_cp_rank(
                     group.rank(), group.size(), sequence, freqs
                 ),
+                **options,
             ).squeeze(1)
             for sequence in row.split(lengths)
         ]
     )
 
 
+@pytest.mark.parametrize("options", [{}, {"mla_rotary_interleaved": True, "mscale": 1.2}])
 @pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 2), (1, 2)])
-def test_a_row_is_rotated_with_the_bits_of_its_sequences(rank: int, size: int) -> None:
+def test_a_row_is_rotated_with_the_bits_of_its_sequences(
+    rank: int, size: int, options: dict[str, Any]
+) -> None:
     activate()
     group, ends = ContextRank(rank, size), torch.tensor([0, 8, 8, 20, 24])
     random = torch.Generator().manual_seed(0)
@@ -49,8 +55,8 @@ def test_a_row_is_rotated_with_the_bits_of_its_sequences(rank: int, size: int) -
     rows = [torch.randn(24 // size, 3, 8, generator=random.manual_seed(1)) for _ in range(2)]
     one, other = (row.requires_grad_() for row in rows)
     weights = torch.randn(24 // size, 3, 8, generator=random)
-    at_once = rope_utils._apply_rotary_pos_emb_thd(one, ends, freqs, cp_group=group)
-    expected = by_sequence(other, ends, freqs, group)
+    at_once = rope_utils._apply_rotary_pos_emb_thd(one, ends, freqs, cp_group=group, **options)
+    expected = by_sequence(other, ends, freqs, group, **options)
     assert torch.equal(at_once, expected)
     (at_once * weights).sum().backward()
     (expected * weights).sum().backward()

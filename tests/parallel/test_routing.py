@@ -34,6 +34,16 @@ def test_vector_9() -> None:
     assert logits.grad[0, 0].tolist() == pytest.approx([slope, 0, -slope], abs=1e-7)
 
 
+def test_routes_of_earlier_passes_are_forgotten() -> None:
+    """megatron-core appends each pass's to a list, which would hold all routes of a stage."""
+    [router, *_] = Policy(MODEL, LayoutSettings()).routers
+    router.row = lay_out([1], RankPlace())
+    router.row.routes = torch.zeros(MODEL.layers, 1, MODEL.experts_per_token, dtype=torch.int64)
+    for _ in range(3):
+        router.routing(torch.zeros(1, 1, MODEL.experts))
+    assert len(router.router_replay.replay_backward_list) == 1
+
+
 def test_gates_have_the_same_bits_with_and_without_gradients() -> None:
     """A ratio of a step's first update is exactly 1, also where no routes are replayed."""
     model = MODEL.model_copy(update={"experts": 64, "experts_per_token": 8})

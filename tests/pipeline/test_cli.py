@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -442,6 +443,13 @@ def test_a_full_disk_is_one_line_with_the_path(
     code, _, err = braid("run", config)
     assert (code, err) == (1, f"braid: {runs}/small/run.yaml: No space left on device\n")
     assert [path.name for path in (runs / "small").iterdir()] == ["run.lock"]
+
+
+def test_it_prints_the_versions_that_a_bug_report_needs(braid: Braid) -> None:
+    code, out, _ = braid("--version")
+    assert code == 0
+    assert out.startswith(f"braid {metadata.version('braid')}, revision ")
+    assert f"\ntorch {metadata.version('torch')}\n" in out
 
 
 @pytest.mark.parametrize("closed", [0, 1, 2])

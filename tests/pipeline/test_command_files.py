@@ -41,3 +41,15 @@ def test_the_first_word_s_command_is_imported_alone(word: str, all_are_imported:
     cli.command_parser()
     assert {"status", "plan"} <= registry.COMMANDS.keys()
     assert found == (registry.COMMANDS.keys() if all_are_imported else {word})
+
+
+def test_a_misspelt_command_is_answered_with_the_nearest(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for typed, meant in (("stauts", 'did you mean "status"?'), ("gat", 'did you mean "gate"?')):
+        with pytest.raises(SystemExit, match="2"):
+            cli.main([typed, "small"])
+        assert capsys.readouterr().err == f"braid: no command {typed}; {meant}\n"
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["xyz"])
+    assert "no command xyz; known: validate, plan, " in capsys.readouterr().err

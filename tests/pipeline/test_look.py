@@ -58,9 +58,34 @@ def test_a_healthy_run_has_a_curve_for_each_stage(braid: Braid) -> None:
     assert headings.split("  ")[0] == "stage"
     [row] = [row for row in rows if STAGE in row]
     assert "30/30" in row
-    assert "reward 0.313 → 0.7" in row
+    # Means of the first and the last quarter: two single steps are noise.
+    assert "reward 0.353 → 0.66" in row
     assert " 100 " in row  # tokens a second
     assert "rollout 75 % · train 25 %" in row
+
+
+def test_a_change_within_the_noise_is_called_so(small: Path, braid: Braid) -> None:
+    log(small, [{**HEALTHY, "reward": (0.2, 0.5)[step % 2]} for step in range(40)])
+    [row] = [row for row in printed(braid).splitlines() if f"─ {STAGE}" in row]
+    assert "reward 0.35 → 0.35, within noise" in row
+
+
+def test_an_evaluation_s_row_shows_its_outcome(small: Path, braid: Braid) -> None:
+    accuracies = {"cold_start": (0.2, 0.4), "merge": (0.6, 0.5)}
+    cells = [
+        {"model": model, "domain": domain, "accuracy": accuracy}
+        for model, both in accuracies.items()
+        for domain, accuracy in zip(("sums", "words"), both, strict=True)
+    ]
+    lines = [{"step": n, "steps": 4, "time": float(n), **cell} for n, cell in enumerate(cells, 1)]
+    path = small / "stages" / "evaluate" / "metrics.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    [row] = [row for row in printed(braid).splitlines() if row.startswith("evaluate")]
+    assert "best +40.0: merge on sums" in row
+    path.write_text(json.dumps(lines[0]) + "\n")
+    assert "1 model x 1 domain" in printed(braid)
+    path.write_text(json.dumps({"step": 1, "time": 1.0, "accuracy": 0.5}) + "\n")  # damaged
+    assert "0 models x 0 domains" in printed(braid)
 
 
 def test_the_start_of_the_engines_is_no_weight_sync(small: Path, braid: Braid) -> None:
@@ -109,7 +134,7 @@ def test_a_fault_is_named_with_its_remedy(fault: str, small: Path, braid: Braid)
 def test_a_run_that_a_nan_stopped_is_shown(small: Path, braid: Braid) -> None:
     nan = {**HEALTHY, "reward": float("nan"), "gradient_norm": float("inf")}
     log(small, [HEALTHY] * 12 + [nan])
-    assert "reward 0.331 → " in printed(braid)
+    assert "reward 0.362 → nan" in printed(braid)
     assert "nan" in printed(braid, "--metric", "reward")
 
 
@@ -336,6 +361,11 @@ def test_the_experts_that_a_domain_uses_most_are_shown(small: Path, braid: Braid
     ]
     found = json.loads(printed(braid, "merge", "--experts", "--json"))["experts"]
     assert found == {"sums": [[0, 0, 3.0]], "words": []}
+    alike = [{"step": 1, "domain": "sums", "layer": 0, "slots": [2, 2, 2, 2]}]
+    write_table(small / "stages" / STAGE / "routing" / "step_1.parquet", alike, LOADS)
+    assert printed(braid, STAGE, "--experts") == (
+        f"{STAGE}: its 1 domain uses no expert twice as much as an equal share\n"
+    )
 
 
 def test_what_is_not_there_is_said(recorded: Path, braid: Braid) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from rich.table import Table
 from pipeline.launch.progress import Screen
 from pipeline.run.ledger import Ledger
 from pipeline.tables import Cell, Terminal, table
-from pipeline.text import visible
+from pipeline.text import visible, while_slow
 from tests.awaiting import PATIENCE_SECONDS
 
 Braid = Callable[..., tuple[int, str, str]]
@@ -179,3 +180,25 @@ def test_columns_are_aligned_and_coloured_on_a_terminal_only() -> None:
     assert table("title", ("stage", "state", "note"), rows, coloured=False) == plain
     coloured = table("title", ("stage", "state", "note"), rows, coloured=True)
     assert "merge  \x1b[32mdone\x1b[0m   fin\\nish" in coloured
+
+
+def test_a_command_that_takes_long_says_what_it_does_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    done = threading.Event()
+
+    def say(text: str, **_: object) -> None:
+        print(text)
+        done.set()
+
+    monkeypatch.setattr("pipeline.text.say", say)
+    with while_slow("reading runs/small", seconds=0.0):
+        assert done.wait(PATIENCE_SECONDS)
+    assert capsys.readouterr().out == "reading runs/small …\n"
+    with while_slow("reading runs/small"):
+        pass
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: False)
+    with while_slow("reading runs/small", seconds=0.0):
+        pass
+    assert capsys.readouterr() == ("", "")

@@ -80,6 +80,9 @@ def test_the_script_of_a_finished_run_submits_nothing(
     script = runs / "small" / "slurm" / "submit.sh"
     assert (code, out.splitlines()[-1].rpartition(" ")[2]) == (0, str(script))
     assert "sbatch" not in script.read_text()
+    dry_run = braid("submit", config, "--cluster", profile, "--dry-run")
+    said = "# nothing to submit: 6 done; rerun a stage and what follows with --from STAGE"
+    assert (dry_run[0], dry_run[1].splitlines()[1:], dry_run[2]) == (0, [said], "")
 
 
 @pytest.mark.parametrize("said", ["${job}$(touch x)", """${job}`touch x`"'\\ !;touch x;"""])

@@ -126,4 +126,6 @@ def test_nothing_waits_in_a_run_that_is_done(
     runs: Path, settings: RunSettings, braid: Braid
 ) -> None:
     write_run(runs / "small", settings, Measured({}))
-    assert braid("look", "small", "--waits")[1] == "no stage is running\n"
+    assert braid("look", "small", "--waits")[1] == (
+        f"no stage is running (6 done); where the time went: braid report {runs}/small, Time\n"
+    )

@@ -220,6 +220,7 @@ ON_A_RUN: dict[str, tuple[list[str], str | None]] = {
     "audit": (["audit", "RUN"], REFUSES),
     "bundle": (["bundle", "RUN", "--to", "TO/small.tar.gz"], None),
     "cancel": (["cancel", "RUN"], REFUSES),
+    "clean": (["clean", "RUN", "--yes"], REFUSES),
     "compare": (["compare", "RUN", "RUN"], None),
     "diff": (["diff", "RUN", "RUN"], None),
     "evaluate": (["evaluate", "RUN"], REFUSES),
@@ -238,7 +239,7 @@ ON_A_RUN: dict[str, tuple[list[str], str | None]] = {
     "validate": (["validate", "RUN/run.yaml"], None),
     "why": (["why", "RUN", "merge"], None),
 }
-WITHOUT_A_RUN = {"doctor", "domain check", "domain new", "init"}
+WITHOUT_A_RUN = {"doctor", "domain check", "domain new", "init", "runs"}
 PLANTED = [
     *("run.lock", "submit.lock", "results.lock", "ledger.jsonl", "results.json", "report.html"),
     *("slurm/submit.sh", "stages/merge/stage.lock", ".report.html.1"),

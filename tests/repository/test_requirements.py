@@ -131,6 +131,20 @@ def test_what_refuses_a_newer_version_is_named() -> None:
     assert not [*propose.refusing("transformers", metadata.version("transformers"))]
 
 
+@pytest.mark.parametrize("alone", ["3.12", "3.13"])
+def test_a_package_that_one_python_alone_gets_is_named(
+    alone: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    resolve = loaded("resolve")
+
+    def resolved(_extra: str, python: str, _chosen: Path) -> dict[str, str]:
+        return {"a": "1", "b": "2"} if python == alone else {"a": "1"}
+
+    monkeypatch.setattr(resolve, "_resolved", resolved)
+    with pytest.raises(SystemExit, match=r"cpu: Pythons differ in \[\('b', '2'\)\]; bound them"):
+        resolve._set_of("cpu", tmp_path)
+
+
 def test_a_lock_says_what_it_moves() -> None:
     moves = loaded("resolve").moves({"a": "1", "b": "1", "c": "1"}, {"a": "1", "b": "2", "d": "3"})
     assert moves == ["b: 1 -> 2", "c: 1 -> absent", "d: absent -> 3"]

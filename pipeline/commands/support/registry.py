@@ -6,12 +6,14 @@ A command is found by its file: `braid NAME` is `pipeline/commands/NAME.py`. No 
 from __future__ import annotations
 
 import pkgutil
+import platform
 import sys
-from argparse import SUPPRESS, ArgumentParser, Namespace
+from argparse import SUPPRESS, Action, ArgumentParser, Namespace
 from argparse import RawDescriptionHelpFormatter as Raw
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,9 @@ a first run, from its settings to its results:
   braid run configs/quickstart.yaml          run it here, with progress and a table of results
   braid status quickstart                    how far is it? (from another terminal)
   braid resume quickstart                    continue after a crash, a kill or Ctrl-C
+  braid look quickstart                      does it learn? curves and samples
+  braid compare quickstart                   gains, what was forgotten, costs
+  braid report quickstart                    all of it, as one HTML file
 """
 Function = Callable[[Namespace], None]
 
@@ -122,11 +127,17 @@ def parser() -> ArgumentParser:
     It sets `function` to a command's, `parser` to the command's own, and `options` to its options.
     """
     braid = ArgumentParser("braid", description=DESCRIPTION, epilog=EXIT_CODES, formatter_class=Raw)
+    braid.add_argument(
+        "--version",
+        action=_PrintVersions,
+        nargs=0,
+        help="print the revision and the packages' versions",
+    )
     subparsers = _subparsers(braid, "COMMAND", dest="command")
     actions: dict[str, Any] = {}
     # Not in the order of the registry: whoever imports one module first registers its commands
-    # first. The sort is stable, which keeps the actions of a group in the order of their file.
-    for name in sorted(COMMANDS, key=_place):
+    # first.
+    for name in names():
         registered = COMMANDS[name]
         word, _, action = name.rpartition(" ")
         if word and word not in actions:
@@ -148,6 +159,14 @@ def parser() -> ArgumentParser:
     return braid
 
 
+def names() -> list[str]:
+    """Return the names of the imported commands, in the order of `braid --help`.
+
+    The sort is stable, which keeps the actions of a group in the order of their file.
+    """
+    return sorted(COMMANDS, key=_place)
+
+
 def _place(name: str) -> tuple[int, str]:
     word = name.partition(" ")[0]
     return GROUPS[word].place if word in GROUPS else COMMANDS[name].place, word
@@ -163,6 +182,20 @@ def _add(subparsers: Any, name: str, registered: Command | CommandGroup) -> Argu
         formatter_class=Raw,
     )
     return added
+
+
+class _PrintVersions(Action):
+    """Print the versions that decide a result, as a bug report needs them."""
+
+    def __call__(self, parser: ArgumentParser, *_: Any) -> None:
+        # Importing these takes longer than most commands' parsers.
+        from pipeline.run.lineage import code_revision, package_versions
+
+        print(f"braid {version('braid')}, revision {code_revision()}")
+        print(f"Python {platform.python_version()}")
+        for package, installed in package_versions().items():
+            print(f"{package} {installed}")
+        parser.exit()
 
 
 def _subparsers(parser: ArgumentParser, metavar: str, **options: Any) -> Any:

@@ -31,7 +31,7 @@ from pipeline.run.run import DamagedVerdict, Run, StageState, read_verdict
 from pipeline.slurm.queue import states_now
 from pipeline.text import reason
 from stages.data.tokenizer import tokenizer_named
-from stages.metric_definitions import METRICS
+from stages.metric_definitions import METRICS, panel_of
 
 VARIANTS = ("name", "kind")  # keys that say which of several blocks one is
 MOST_MAPS = 40  # steps of a stage whose experts are shown
@@ -69,7 +69,9 @@ def document(run: Run, other_runs: Sequence[Run], redacted: bool, most_samples: 
             for stage in run.stages
             if stage.declared.evaluates and states[stage.name].state == "done"
         ],
-        "definitions": {name: metric._asdict() for name, metric in METRICS.items()},
+        "definitions": {
+            name: {**metric._asdict(), "panel": panel_of(name)} for name, metric in METRICS.items()
+        },
         "curves": {name: curves(stage_lines) for name, stage_lines in lines.items() if stage_lines},
         "history": {
             stage.name: [*history(run, stage.name, lines[stage.name])] for stage in run.stages

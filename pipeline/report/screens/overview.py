@@ -218,4 +218,5 @@ class WaitsScreen(TableScreen):
     def read(self) -> list[list[str | Cell]]:
         """Return a row for each process."""
         run = self._run.refresh()
-        return waits_cells(waits(run, Overview.of(run).states))
+        cells = waits_cells(waits(run, Overview.of(run).states))
+        return cells or [["no stage is running", *[""] * (len(WAITS) - 1)]]

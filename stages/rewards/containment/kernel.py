@@ -1,4 +1,4 @@
-"""The system calls that Python 3.11 lacks; each raises an OSError that names the call."""
+"""The system calls that Python lacks, or whose errors name no call; each raises one that does."""
 
 from __future__ import annotations
 

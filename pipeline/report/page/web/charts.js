@@ -21,16 +21,33 @@ const PALETTE = [
   "#7a5195",
   "#5b8c00",
 ];
+const PALE = "55"; // the opacity of values below their moving mean, of ff
 const DASHES = [[], [6, 3], [2, 3], [8, 3, 2, 3]]; // beside the colour, for who sees none
 const WHOLE = [1, 2, 5]
   .flatMap((digit) => [0, 1, 2, 3, 4, 5, 6].map((power) => digit * 10 ** power))
   .sort((one, other) => one - other);
 
+/** Return the window of a smoothed curve: a tenth of its steps; 1, of few, smooths nothing. */
+function windowOf(count) {
+  return count < 20 ? 1 : Math.max(3, Math.round(count / 10));
+}
+
+/** Return the mean of the values around each; null stays, and counts for nothing around it. */
+function movingMean(values, window) {
+  const half = Math.floor(window / 2);
+  return values.map((value, at) => {
+    if (value === null) return null;
+    const around = values.slice(Math.max(0, at - half), at + half + 1);
+    return mean(around.filter((near) => near !== null));
+  });
+}
+
 /**
  * Return a figure of series, each {label, x, y}; null in y is a gap.
  *
  * `about` may have `caption`, `guards`, `interruptions`, `sync` (charts of a name share a cursor),
- * `onclick` (given the x that was clicked), `height` and `legend`.
+ * `onclick` (given the x that was clicked), `height`, `legend`, and `smooth`: a moving mean is drawn
+ * over the values, which are pale then.
  */
 function figure(series, about) {
   const { x, columns } = aligned(series);
@@ -54,6 +71,7 @@ function figure(series, about) {
 
 function chartOptions(series, about, points, width) {
   const quiet = colour("quiet");
+  const smooth = about.smooth && windowOf(points) > 1;
   const axis = { stroke: quiet, grid: { stroke: quiet, width: 0.2 }, ticks: { width: 0.4 } };
   return {
     width,
@@ -69,7 +87,7 @@ function chartOptions(series, about, points, width) {
       { label: about.unit || "step" },
       ...series.map(({ label }, at) => ({
         label,
-        stroke: (isDark() ? BRIGHT : PALETTE)[at % PALETTE.length],
+        stroke: seriesColour(at) + (smooth ? PALE : ""),
         dash: DASHES[Math.floor(at / PALETTE.length) % DASHES.length],
         width: 1.5,
         points: { show: points < 30 },
@@ -77,8 +95,39 @@ function chartOptions(series, about, points, width) {
         value: (_, value) => short(value),
       })),
     ],
-    hooks: { drawAxes: [(plot) => drawMarks(plot, about.guards || [], about.interruptions || [])] },
+    hooks: {
+      drawAxes: [(plot) => drawMarks(plot, about.guards || [], about.interruptions || [])],
+      draw: smooth ? [drawMeans] : [],
+    },
   };
+}
+
+function seriesColour(at) {
+  return (isDark() ? BRIGHT : PALETTE)[at % PALETTE.length];
+}
+
+/** Draw the moving mean of each series. */
+function drawMeans(plot) {
+  const { ctx: pen, bbox, data } = plot;
+  pen.save();
+  pen.beginPath();
+  pen.rect(bbox.left, bbox.top, bbox.width, bbox.height);
+  pen.clip();
+  pen.lineWidth = 2 * (devicePixelRatio || 1);
+  data.slice(1).forEach((column, at) => {
+    pen.strokeStyle = seriesColour(at);
+    pen.beginPath();
+    const present = data[0].map((x, place) => [x, column[place]]).filter(([, y]) => y !== null);
+    const means = movingMean(
+      present.map(([, y]) => y),
+      windowOf(present.length),
+    );
+    present.forEach(([x], place) =>
+      pen.lineTo(plot.valToPos(x, "x", true), plot.valToPos(means[place], "y", true)),
+    );
+    pen.stroke();
+  });
+  pen.restore();
 }
 
 /** Return the range of a value's axis; a constant has its own value in the middle. */

@@ -4,6 +4,8 @@
 const ALL = "all stages";
 const MOST_CHARTS = 200; // of a page: a browser draws 10,000 for minutes
 const MOST_SERIES = 100; // of one chart
+const PANELS = ["learning", "policy", "signal", "responses", "domains"]; // engines and time follow
+const OTHER = "other";
 const FIRST = [
   ...[
     "reward",
@@ -33,33 +35,71 @@ function curvesPage(data, { stage, options }) {
     "metric contains",
     h("input", { id: "search", name: "metric", value: substring, size: 18 }),
   );
+  const smooth = options.get("smooth") !== "no";
+  const smoothing = h(
+    "label",
+    {},
+    "smoothed",
+    h("input", {
+      id: "smooth",
+      type: "checkbox",
+      checked: smooth,
+      onchange: (event) => goWith({ smooth: event.target.checked ? "" : "no" }),
+    }),
+  );
   const again = (event) => {
     event.preventDefault();
-    go("curves", name, { metric: document.getElementById("search").value });
+    goWith({ metric: document.getElementById("search").value });
   };
   return [
     stageChoice(
       "curves",
       [ALL, ...stages],
       name,
-      h("form", { onsubmit: again, onchange: again }, search),
+      h("form", { onsubmit: again }, search),
+      smoothing,
     ),
     matches.length > names.length
       ? h("p", { class: "quiet", id: "drawn" }, `${names.length} of ${matches.length} metrics`)
       : null,
     ...interruptionLines(interruptions(data, name)),
     marksLine(data, name),
-    h(
-      "div",
-      { class: "charts", id: "charts" },
-      names.map((metric) => metricChart(data, name, metric)),
-    ),
+    h("div", { id: "charts" }, panels(data, name, names, smooth)),
   ];
 }
 
-/** Return the metrics that have a value, the ones to look at first at the beginning. */
+/** Return a heading and the charts of each panel, in the order of the first of their metrics. */
+function panels(data, stage, names, smooth) {
+  const byPanel = plain({});
+  for (const panel of PANELS) byPanel[panel] = [];
+  for (const name of names) {
+    const meaning = definition(data.definitions, name);
+    (byPanel[(meaning && meaning.panel) || OTHER] ??= []).push(name);
+  }
+  return Object.entries(byPanel)
+    .filter(([, metrics]) => metrics.length)
+    .map(([panel, metrics]) => [
+      h("h2", { "data-panel": panel }, panel),
+      h(
+        "div",
+        { class: "charts" },
+        metrics.map((metric) => metricChart(data, stage, metric, smooth)),
+      ),
+    ]);
+}
+
+/**
+ * Return the metrics that have a value, the ones to look at first at the beginning.
+ *
+ * The loss of a policy gradient is about 0 by construction: last.
+ */
 function metricNames(curves) {
-  const rank = (name) => (FIRST.includes(name) ? FIRST.indexOf(name) : FIRST.length);
+  const rank = (name) =>
+    name === "loss" && curves.metrics.reward && !curves.metrics.teacher_kl
+      ? FIRST.length + 1
+      : FIRST.includes(name)
+        ? FIRST.indexOf(name)
+        : FIRST.length;
   return Object.keys(curves.metrics)
     .filter((name) => curves.metrics[name].some((value) => value !== null))
     .sort((one, other) => rank(one) - rank(other) || one.localeCompare(other));
@@ -96,7 +136,7 @@ function interruptionLines(events) {
     );
 }
 
-function metricChart(data, stage, metric) {
+function metricChart(data, stage, metric, smooth = true) {
   const meaning = definition(data.definitions, metric);
   const guards = data.guards[stage].filter((guard) => guard.metric === metric);
   const otherRuns = Object.entries(data.others).map(([run, other]) => [run, other.curves[stage]]);
@@ -111,6 +151,7 @@ function metricChart(data, stage, metric) {
       guards.map(guardText),
     ],
     sync: stage,
+    smooth,
     guards,
     interruptions: interruptions(data, stage).filter((event) => event.step > 0),
   });
@@ -150,7 +191,12 @@ function metricOfStages(data, stages, preferred) {
     label,
     mean(y.filter((value) => value !== null).slice(-10)),
   ]);
-  const chart = figure(series, { caption: h("b", {}, metric), height: 360, legend: true });
+  const chart = figure(series, {
+    caption: h("b", {}, metric),
+    height: 360,
+    legend: true,
+    smooth: true,
+  });
   chart.dataset.metric = metric;
   return [
     stageChoice("curves", [ALL, ...stages], ALL),

@@ -128,12 +128,12 @@ function paintExperts(canvas, caption, step, domain) {
     pen.fillStyle = colour("text");
     pen.fillText(`layer ${row}`, 0, CELL.height * (row + 0.5));
     layer.forEach((share, expert) => {
-      pen.fillStyle = `rgba(0, 114, 178, ${Math.min(1, (share * experts) / 3).toFixed(3)})`; // full from three equal shares on
+      pen.fillStyle = `rgba(${isDark() ? "86, 180, 233" : "0, 114, 178"}, ${Math.min(1, (share * experts) / 3).toFixed(3)})`; // full from three equal shares on
       pen.fillRect(CELL.left + cell * expert, CELL.height * row + 1, cell - 1, CELL.height - 2);
     });
   });
   const about = `step ${step.step}, ${domain}`;
-  caption.textContent = `${about}: a cell is an expert; the darker, the more tokens; hold the pointer over one`;
+  caption.textContent = `${about}: a cell is an expert; the ${isDark() ? "brighter" : "darker"}, the more tokens; hold the pointer over one`;
   canvas.onpointermove = (event) => {
     const row = Math.floor(event.offsetY / CELL.height);
     const expert = Math.floor((event.offsetX - CELL.left) / cell);

@@ -3,7 +3,15 @@
 
 const SHOWN = 300; // of the samples found, in the list
 const CLIPPED = 200; // characters of a response in the list
-const SHORT = 40; // characters of a prompt before it
+// Of the chat templates of the supported families, and Llama's.
+const USER_TURNS = [
+  /<\|im_start\|>user\n([^]*?)<\|im_end\|>/g, // Qwen
+  /\[INST\]([^]*?)\[\/INST\]/g, // Mixtral
+  /<\|user\|>\n?([^]*?)(?=<\|(?:assistant|user|system|observation)\|>|$)/g, // GLM
+  /<｜User｜>([^]*?)(?=<｜Assistant｜>|$)/g, // DeepSeek
+  /<\|start\|>user(?:<\|channel\|>\w+)?<\|message\|>([^]*?)<\|end\|>/g, // gpt-oss
+  /<\|start_header_id\|>user<\|end_header_id\|>([^]*?)<\|eot_id\|>/g,
+];
 const KEY_DIGITS = 12; // of a problem's key
 const ORDERS = ["first", "worst", "longest", "flipped"];
 const FILTERS = ["domain", "model", "finish_reason"];
@@ -209,17 +217,25 @@ function sampleOption(samples, index, at, selected) {
       onclick: () => goTo(at),
     },
     h("div", { class: "quiet" }, about.join(" · ")),
-    h(
-      "div",
-      { class: "clip code" },
-      h(
-        "span",
-        { class: "quiet" },
-        `${(valueOf(samples, "prompt", index) ?? "").slice(0, SHORT)} `,
-      ),
-      (valueOf(samples, "response", index) ?? "").slice(0, CLIPPED),
-    ),
+    samples.names.prompt ? sampleTexts(samples, index) : null,
   );
+}
+
+/** Return the last user turn, the response, and what was expected where it was not that. */
+function sampleTexts(samples, index) {
+  const text = (name) => valueOf(samples, name, index) ?? "";
+  const answer = samples.names.answer && !samples.columns.solved[index] ? text("answer") : "";
+  return [
+    h("div", { class: "clip code quiet" }, lastUserTurn(text("prompt")).slice(0, CLIPPED)),
+    h("div", { class: "clip code" }, text("response").slice(0, CLIPPED)),
+    answer ? h("div", { class: "clip code quiet" }, `expected ${answer.slice(0, CLIPPED)}`) : null,
+  ];
+}
+
+/** Return the last message of the user in a prompt of a known chat template; else the prompt. */
+function lastUserTurn(prompt) {
+  const turns = USER_TURNS.flatMap((pattern) => [...prompt.matchAll(pattern)]);
+  return (turns.length ? turns.at(-1)[1] : prompt).trim();
 }
 
 function goTo(at) {

@@ -3,19 +3,20 @@
 
 const LANE = 26; // pixels of a process
 const LANES_LEFT = 90;
+// All different, and seen on a light ground as on a dark one.
 const PHASE_COLOURS = plain({
   wait: "#8a939c",
-  train: "#0072b2",
-  sample: "#0072b2",
+  train: "#2f86c9",
+  sample: "#c2571a",
   rollout: "#e69f00",
-  collect: "#f0c94d",
-  "weight sync": "#56b4e9",
-  load: "#7a5195",
+  collect: "#b8a11f",
+  "weight sync": "#35b5c9",
+  load: "#9a6fc0",
   checkpoint: "#cc79a7",
-  "finish checkpoint": "#cc79a7",
+  "finish checkpoint": "#a34a72",
   log: "#009e73",
-  record: "#009e73",
-  step: "rgba(138, 147, 156, 0.25)",
+  record: "#6aa84f",
+  step: "#5f6b78",
 });
 const OTHER_PHASES = "#9aa86f";
 

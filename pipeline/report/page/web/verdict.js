@@ -12,15 +12,19 @@ const NOW = [
   "mismatch_max",
 ];
 
+const CURVES = ["teacher_kl", "reward", "reward_margin", "kept", "loss"]; // the first is drawn
+const SPARK = { width: 120, height: 24 };
+
 function verdictPage(data) {
   return [
     h("h2", {}, "Health"),
     healthList(data.health),
-    ...verdicts(data),
     ...data.damaged.map((text) => h("p", { class: "advice" }, `not in this report: ${text}`)),
+    ...outcome(data),
     h("h2", {}, "Stages"),
     stageTable(data),
     ...gates(data),
+    ...verdicts(data),
     ...latest(data),
     ...models(data),
   ];
@@ -53,7 +57,9 @@ function verdicts(data) {
       `${isGood(verdict) ? "✓" : verdict.alarm ? "!" : "·"} ${verdict.stage} ${verdict.word}: `,
       h("span", { class: "quiet" }, verdict.evidence),
     );
-  return rest.length ? [h("ul", { class: "health", id: "verdicts" }, rest.map(item))] : [];
+  return rest.length
+    ? [h("h2", {}, "Evidence"), h("ul", { class: "health", id: "verdicts" }, rest.map(item))]
+    : [];
 }
 
 function isGood(verdict) {
@@ -61,6 +67,8 @@ function isGood(verdict) {
 }
 
 function stageTable(data) {
+  const words = plain(Object.fromEntries((data.verdicts || []).map((said) => [said.stage, said])));
+  const causes = data.stages.some((stage) => stage.cause && stage.cause !== "finished");
   const rows = data.stages.map((stage) => [
     h(
       "span",
@@ -70,13 +78,55 @@ function stageTable(data) {
         ? h("a", { href: link("curves", stage.name) }, stage.name)
         : stage.name,
     ),
-    stage.kind,
-    h("span", { class: stage.state }, `${STATE_SIGNS[stage.state] || ""} ${stage.state}`),
+    h("span", { class: `whole ${stage.state}` }, `${STATE_SIGNS[stage.state] || ""} ${stage.state}`),
+    sparkline(data.curves[stage.name]),
+    verdictWord(words[stage.name]),
     progress(stage),
-    duration(stage.minutes),
-    stage.cause || "",
+    h("span", { class: "whole" }, duration(stage.minutes)),
+    ...(causes ? [stage.cause === "finished" ? "" : stage.cause || ""] : []),
   ]);
-  return table(["stage", "kind", "state", "steps", "time", "cause"], rows, "Stages");
+  const headings = ["stage", "state", "curve", "verdict", "steps", "time"];
+  return table([...headings, ...(causes ? ["cause"] : [])], rows, "Stages");
+}
+
+function verdictWord(verdict) {
+  if (!verdict) return "";
+  const mark = isGood(verdict) ? "fine" : verdict.alarm ? "alarm" : "advice";
+  return h("span", { class: `whole ${mark}` }, verdict.word);
+}
+
+/** Return the metric that says how a stage does, drawn small, and its means at both ends. */
+function sparkline(curves) {
+  const metric = curves && !curves.domain && CURVES.find((name) => curves.metrics[name]);
+  const values = metric ? curves.metrics[metric].filter((value) => value !== null) : [];
+  if (values.length < 2) return "";
+  const line = movingMean(values, windowOf(values.length));
+  const [least, most] = [Math.min(...line), Math.max(...line)];
+  const spread = most - least || 1;
+  const points = line.map(
+    (value, at) =>
+      `${((SPARK.width * at) / (line.length - 1)).toFixed(1)},${(SPARK.height - 2 - ((SPARK.height - 4) * (value - least)) / spread).toFixed(1)}`,
+  );
+  const ends = Math.max(1, Math.min(10, Math.floor(values.length / 4)));
+  const [first, last] = [values.slice(0, ends), values.slice(-ends)].map((part) => short3(mean(part)));
+  const text = `${metric} ${first} → ${last}`;
+  return h("span", { class: "spark" }, drawing(points.join(" "), text), text);
+}
+
+function drawing(points, label) {
+  const element = (tag, attributes) => {
+    const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
+    for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+    return made;
+  };
+  const size = { width: SPARK.width, height: SPARK.height };
+  const picture = element("svg", { ...size, role: "img", "aria-label": label });
+  picture.append(element("polyline", { points }));
+  return picture;
+}
+
+function short3(value) {
+  return short(Number(value.toPrecision(3)));
 }
 
 const STATE_SIGNS = plain({
@@ -91,6 +141,7 @@ const STATE_SIGNS = plain({
 function progress(stage) {
   if (stage.steps === null) return "";
   const done = stage.step ?? 0;
+  if (done === stage.steps) return String(done);
   const bar = h("progress", {
     max: stage.steps,
     value: done,
@@ -131,15 +182,32 @@ function latest(data) {
   ];
 }
 
-function models(data) {
+/** Return the accuracies of the run's models, or why there are none. */
+function outcome(data) {
   const comparison = data.comparison;
-  if (!comparison) return [h("h2", {}, "Models"), h("p", { class: "quiet" }, data.not_compared)];
+  const heading = h("h2", {}, "Outcome");
+  if (!comparison) return [heading, h("p", { class: "quiet" }, data.not_compared)];
   const domains = Object.keys(comparison.problems);
-  const scored = Object.entries(comparison.models);
-  const accuracy = scored.map(([name, model]) => [
+  const rows = Object.entries(comparison.models).map(([name, model]) => [
     name,
     ...domains.map((domain) => accuracyCell(model, domain)),
   ]);
+  return [
+    heading,
+    h(
+      "p",
+      { class: "quiet" },
+      `accuracy in %, and its change against ${comparison.start} in points; ▲ ▼ the whole 95 % interval is above or below 0; ◆ an expert's own domain`,
+    ),
+    table(["model", ...domains], rows, "Accuracy"),
+  ];
+}
+
+function models(data) {
+  const comparison = data.comparison;
+  if (!comparison) return [];
+  const domains = Object.keys(comparison.problems);
+  const scored = Object.entries(comparison.models);
   const headroom = scored
     .filter(([, model]) => model.mean_headroom)
     .map(([name, model]) => [
@@ -156,13 +224,6 @@ function models(data) {
       ...domains.map((domain) => interval(model.forgetting[domain], "difference")),
     ]);
   return [
-    h("h2", {}, "Models"),
-    h(
-      "p",
-      { class: "quiet" },
-      `accuracy in %, and its change against ${comparison.start} in points; ▲ ▼ the whole 95 % interval is above or below 0; ◆ an expert's own domain`,
-    ),
-    table(["model", ...domains], accuracy, "Accuracy"),
     ...section(
       "Headroom",
       `recovered, in %: 0 is ${comparison.start}, 100 the domain's expert; 95 % intervals`,
