@@ -22,6 +22,7 @@ from pipeline.commands.support.init_inputs import (
     check_output,
     column_named,
     columns_of,
+    demonstrations_named,
     domain_named,
     expanded,
     model_named,
@@ -108,6 +109,13 @@ def _walltime(text: str) -> float:
         help="columns that have other names, of all rows or of a domain's: prompt=question"
         f" math.answer=reward_model.ground_truth; keys: {', '.join(COLUMN_KEYS)} (repeatable)",
     ),
+    Argument(
+        "--sft",
+        metavar="ROWS",
+        help="demonstrations to fine-tune the model on before the experts: chat messages in the"
+        " column messages, or --columns demonstrations.prompt=COLUMN"
+        " demonstrations.response=COLUMN; ROWS as of --domains",
+    ),
     Argument("--gpus", type=positive, metavar="N", help="GPUs (default: CPU cores)"),
     Argument("--gpu", metavar="NAME", help=f"{', '.join(GPUS)} (default: the profile's gpu_type)"),
     Argument(
@@ -164,6 +172,7 @@ def init(arguments: Namespace) -> None:
     profile = load_cluster(arguments.cluster) if arguments.cluster else None
     request = _request(arguments, profile)
     check_kept("--domains", chain(*request.domains.values()), files)
+    check_kept("--sft", [request.demonstrations], files)
     prepared = prepare(request, _quiet if arguments.json else _announce)
     texts = {output: prepared.run.text(output.absolute().parent)}
     if arguments.gpus:
@@ -281,6 +290,7 @@ def _request(arguments: Namespace, profile: ClusterSettings | None) -> RunReques
         columns=columns_of(arguments.columns, domains),
         thinks=has_thoughts(weights),
         has_weights=not dry_run or has_weights(weights),
+        demonstrations=demonstrations_named(arguments.sft),
     )
 
 
