@@ -22,6 +22,7 @@ from pipeline.commands.support.init_inputs import (
     check_output,
     column_named,
     columns_of,
+    demonstrations_named,
     domain_named,
     expanded,
     model_named,
@@ -95,7 +96,8 @@ def _walltime(text: str) -> float:
         nargs="+",
         metavar="NAME=ROWS",
         help="a domain of configs/domains and its rows: math=/data/math.jsonl; NAME:KIND=ROWS names"
-        " it otherwise (algebra:math=rows.jsonl), NAME=FILE.yaml is a domain of yours",
+        " it otherwise (algebra:math=rows.jsonl), NAME=FILE.yaml is a domain of yours; ROWS is a"
+        " file, a quoted pattern, or a data set: DIRECTORY:SPLIT, hf:OWNER/NAME:SPLIT",
     ),
     Argument(
         "--columns",
@@ -106,6 +108,13 @@ def _walltime(text: str) -> float:
         metavar="[DOMAIN.]KEY=COLUMN",
         help="columns that have other names, of all rows or of a domain's: prompt=question"
         f" math.answer=reward_model.ground_truth; keys: {', '.join(COLUMN_KEYS)} (repeatable)",
+    ),
+    Argument(
+        "--sft",
+        metavar="ROWS",
+        help="demonstrations to fine-tune the model on before the experts: chat messages in the"
+        " column messages, or --columns demonstrations.prompt=COLUMN"
+        " demonstrations.response=COLUMN; ROWS as of --domains",
     ),
     Argument("--gpus", type=positive, metavar="N", help="GPUs (default: CPU cores)"),
     Argument("--gpu", metavar="NAME", help=f"{', '.join(GPUS)} (default: the profile's gpu_type)"),
@@ -163,6 +172,7 @@ def init(arguments: Namespace) -> None:
     profile = load_cluster(arguments.cluster) if arguments.cluster else None
     request = _request(arguments, profile)
     check_kept("--domains", chain(*request.domains.values()), files)
+    check_kept("--sft", [request.demonstrations], files)
     prepared = prepare(request, _quiet if arguments.json else _announce)
     texts = {output: prepared.run.text(output.absolute().parent)}
     if arguments.gpus:
@@ -280,6 +290,7 @@ def _request(arguments: Namespace, profile: ClusterSettings | None) -> RunReques
         columns=columns_of(arguments.columns, domains),
         thinks=has_thoughts(weights),
         has_weights=not dry_run or has_weights(weights),
+        demonstrations=demonstrations_named(arguments.sft),
     )
 
 

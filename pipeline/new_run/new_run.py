@@ -220,7 +220,8 @@ def _on_gpus(request: RunRequest, blocks: Blocks, data: Mapping[str, StartingDat
     if request.budget is not None and hours > request.budget:
         steps = steps_within(times, request.budget)
         for timed in times:
-            where = f"domains.{timed.stage.domain}" if timed.stage.domain else "stages.merge"
+            domain, block = timed.stage.domain, timed.stage.block
+            where = f"domains.{domain}" if domain else f"stages.{block}"
             put(blocks, f"{where}.loop.steps", steps[timed.stage.name])
         share = request.budget / hours
         notes.append(
@@ -325,6 +326,7 @@ def _new_run(
         },
         layout=blocks.get("layout"),
         engine=blocks["engine"],
+        cold_start=blocks["stages"].get("cold_start"),
         merge=blocks["stages"].get("merge"),
         problems=blocks.get("evaluation", {}).get("problems"),
     )

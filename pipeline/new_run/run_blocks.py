@@ -28,6 +28,8 @@ CPU_KEYS: Mapping[str, Mapping[str, Any]] = {
     "loop": {"steps": 4, "micro_batch_tokens": 2048, "checkpoint_every": 2},
 }
 
+DEMONSTRATIONS = "demonstrations"  # the name of the cold start's source
+
 Blocks = dict[str, Any]
 
 
@@ -35,7 +37,8 @@ Blocks = dict[str, Any]
 class RunRequest:
     """The request for a new run; `gpus` is None where ranks run on CPU cores.
 
-    `columns` are columns of each domain's rows, by the keys of its block that name them.
+    `columns` are columns of each domain's rows, by the keys of its block that name them; those of
+    `demonstrations`, which a run with SFT trains on first, are under DEMONSTRATIONS.
     `thinks` says that the model's chat template has thoughts. Without `has_weights` a dry run plans
     what is not downloaded yet.
     """
@@ -54,6 +57,7 @@ class RunRequest:
     columns: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     thinks: bool = False
     has_weights: bool = True
+    demonstrations: Path | None = None
 
 
 def check_size(request: RunRequest) -> None:
@@ -79,6 +83,8 @@ def first_blocks(request: RunRequest) -> Blocks:
             put(block, key, column)
         if request.gpus is None:
             block.update({key: dict(values) for key, values in CPU_KEYS.items()})
+    if request.demonstrations is not None:
+        blocks["stages"]["cold_start"] = _cold_start(request, request.demonstrations)
     several = len(request.domains) > 1
     if several:
         blocks["stages"]["merge"] = {}
@@ -99,6 +105,17 @@ def first_blocks(request: RunRequest) -> Blocks:
     if longest < usual:
         _shorten(request, blocks, floor(RESPONSE_SHARE * longest))
     return blocks
+
+
+def _cold_start(request: RunRequest, rows: Path) -> Blocks:
+    """Return the keys of the SFT on these rows."""
+    columns = request.columns.get(DEMONSTRATIONS, {})
+    source = {"source": source_of(rows), "path": str(rows.absolute()), **columns}
+    block: Blocks = {"data": {DEMONSTRATIONS: source}}
+    if request.gpus is None:
+        small = {key: dict(CPU_KEYS[key]) for key in ("optimizer", "loop")}
+        block |= {"sequences_per_step": CPU_KEYS["sampling"]["prompts_per_step"], **small}
+    return block
 
 
 def _bases(request: RunRequest, blocks: Blocks) -> dict[str, tuple[Path, tuple[str, ...]]]:

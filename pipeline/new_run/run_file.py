@@ -13,6 +13,7 @@ from pipeline.config.read import CONFIGS
 from pipeline.config.yaml_core import dump_line
 
 PARENT = CONFIGS / "runs" / "_experts_merge.yaml"
+SFT_PARENT = CONFIGS / "runs" / "_sft_experts_merge.yaml"  # which extends PARENT
 # Of a model's settings, what a run's file states of any model.
 PLACES = {"initial_weights", "tokenizer"}
 ASIDE = 27  # the column of a comment after a key
@@ -43,9 +44,9 @@ class NewDomain:
 class NewRun:
     """The content of a new run's file.
 
-    `described` is the shipped file of the model, None where the run states its sizes. `merge` are
-    the keys of that block, None for a run without one. `head` and `about_layout` are comments, at
-    the top and above the layout.
+    `described` is the shipped file of the model, None where the run states its sizes. `cold_start`
+    and `merge` are the keys of these blocks, None for a run without one. `head` and `about_layout`
+    are comments, at the top and above the layout.
     """
 
     name: str
@@ -55,6 +56,7 @@ class NewRun:
     domains: Mapping[str, NewDomain]
     layout: LayoutSettings | None = None
     engine: Mapping[str, Any] = field(default_factory=dict)
+    cold_start: Mapping[str, Any] | None = None
     merge: Mapping[str, Any] | None = None
     problems: int | None = None
     head: Sequence[str] = ()
@@ -62,9 +64,10 @@ class NewRun:
 
     def text(self, directory: Path) -> str:
         """Return the YAML of a file in a directory; in the checkout its paths are relative."""
+        parent = PARENT if self.cold_start is None else SFT_PARENT
         lines = [f"# {comment}" for comment in self.head]
         lines += [
-            f"extends: {dump_line(_path(PARENT, directory))}",
+            f"extends: {dump_line(_path(parent, directory))}",
             f"name: {dump_line(self.name)}",
             "",
         ]
@@ -94,18 +97,16 @@ class NewRun:
         return [*lines, f"  initial_weights: {weights}", f"  tokenizer: {weights}"]
 
     def _stages(self) -> list[str]:
+        lines = []
+        for name, keys in (("cold_start", self.cold_start), ("merge", self.merge)):
+            if keys:
+                lines.append(f"  {name}:")
+                lines += [f"    {key}: {dump_line(value)}" for key, value in keys.items()]
         if self.merge is None:
             [domain] = self.domains
-            return [
-                "# One domain has nothing to merge.",
-                "stages:",
-                "  merge: null",
-                f"  export: {dump_line({'from': f'experts.{domain}'})}",
-            ]
-        if not self.merge:
-            return []
-        merge = [f"    {key}: {dump_line(value)}" for key, value in self.merge.items()]
-        return ["stages:", "  merge:", *merge]
+            export = dump_line({"from": f"experts.{domain}"})
+            lines += ["  merge: null  # one domain has nothing to merge", f"  export: {export}"]
+        return ["stages:", *lines] if lines else []
 
 
 def profile_text(

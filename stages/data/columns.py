@@ -31,7 +31,8 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     "tests": ("test_cases", "input_output", "public_tests", "reward_model.ground_truth"),
     "schema": ("json_schema",),
 }
-PROMPTS = re.compile(r"domains\.(.+)\.prompts")
+# The keys of settings whose columns `braid init --columns NAME.KEY=COLUMN` names, by NAME.
+OF_INIT = re.compile(r"domains\.(?P<domain>.+)\.prompts|stages\.cold_start\.data\.(?P<sft>\w+)")
 MOST_NESTED = 12  # keys of a mapping that are listed as columns; more are content
 
 
@@ -116,6 +117,8 @@ def renaming(key: str, required: Mapping[str, str], columns: Sequence[str]) -> s
         >>> required = {"messages": "messages"}
         >>> renaming("domains.math.demonstrations", required, ["id", "conversations"])
         'name the columns: domains.math.demonstrations: {messages: conversations}'
+        >>> renaming("domains.math.demonstrations", required, ["problem", "solution"])
+        'name the columns: domains.math.demonstrations: {prompt: problem, response: solution}'
     """
     tops = {name.partition(".")[0] for name in columns}
     nearest = {
@@ -123,8 +126,12 @@ def renaming(key: str, required: Mapping[str, str], columns: Sequence[str]) -> s
         for name, column in required.items()
         if column not in columns and column not in tops
     }
+    if nearest == {"messages": "COLUMN"}:  # rows of pairs instead
+        pair = {name: nearest_column(name, columns) for name in ("prompt", "response")}
+        nearest = {name: column for name, column in pair.items() if column} or nearest
     block = f"{key}: {{{', '.join(f'{name}: {column}' for name, column in nearest.items())}}}"
-    if of_domain := PROMPTS.fullmatch(key):
-        options = (f"{of_domain[1]}.{name}={column}" for name, column in nearest.items())
+    if rows := OF_INIT.fullmatch(key):
+        of = rows["domain"] or rows["sft"]
+        options = (f"{of}.{name}={column}" for name, column in nearest.items())
         block = f"--columns {' '.join(options)} (braid init), or {block}"
     return f"name the columns: {block}"

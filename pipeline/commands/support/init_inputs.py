@@ -21,12 +21,14 @@ from pipeline.config.rules import DOMAIN_NAME, DOMAIN_RULE
 from pipeline.estimate.capacity import check_searched
 from pipeline.new_run.data_sets import rows_of
 from pipeline.new_run.described import model_of
+from pipeline.new_run.run_blocks import DEMONSTRATIONS
 from pipeline.text import shown
 from stages.data.settings import FilePromptSettings
 from stages.rewards.kinds import KINDS
 
 MODELS, DOMAINS = CONFIGS / "models", CONFIGS / "domains"
 COLUMN_KEYS = ("prompt", "answer", "tools", "calls", "tests", "schema")  # of `--columns`
+SFT_KEYS = ("messages", "prompt", "response", "tools")  # of `--columns demonstrations.KEY`
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 
 
@@ -45,6 +47,8 @@ def check_given(arguments: Namespace) -> None:
     if not re.fullmatch(NAME, name):
         option = f"--name {name}" if arguments.name else f"--output {arguments.target}"
         raise UserError(f"{option}: a run's name has letters, digits, '.', '_' and '-' only")
+    if arguments.sft is None and any(name == DEMONSTRATIONS for name, *_ in arguments.columns):
+        raise UserError(f"--columns {DEMONSTRATIONS}.KEY=COLUMN needs --sft ROWS, whose they are")
     if arguments.gpus is None:
         for name in ("gpu", "gpus_per_node", "budget"):
             if getattr(arguments, name) is not None:
@@ -186,6 +190,8 @@ def check_names(domain_options: Sequence[str]) -> None:
     for name, option in zip(names, domain_options, strict=True):
         if "=" in option and not re.fullmatch(DOMAIN_NAME, name):
             raise UserError(f"--domains {option}: {DOMAIN_RULE}")
+    if DEMONSTRATIONS in names:
+        raise UserError(f"--domains: {DEMONSTRATIONS} is the name of --sft's rows; choose another")
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise UserError(f"--domains: {', '.join(repeated)} named twice; NAME:KIND=ROWS renames one")
 
@@ -197,8 +203,9 @@ def column_named(text: str) -> tuple[str, str, str]:
     """
     name, _, column = text.partition("=")
     domain, dot, key = name.rpartition(".")
-    if key not in COLUMN_KEYS or not column or (dot and not domain):
-        keys = f"KEY=COLUMN or DOMAIN.KEY=COLUMN; keys: {', '.join(COLUMN_KEYS)}"
+    valid = SFT_KEYS if domain == DEMONSTRATIONS else COLUMN_KEYS
+    if key not in valid or not column or (dot and not domain):
+        keys = f"KEY=COLUMN or DOMAIN.KEY=COLUMN; keys: {', '.join(valid)}"
         raise ArgumentTypeError(f"{text} is not {keys}")
     return domain, key, column
 
@@ -216,6 +223,9 @@ def columns_of(
     columns: dict[str, dict[str, str]] = {name: {} for name in domains}
     blocks = {name: plain(Reader().file(base)) for name, (base, _) in domains.items()}
     for domain, key, column in sorted(options):  # those of one domain override those of all
+        if domain == DEMONSTRATIONS:
+            columns.setdefault(domain, {})[key] = column
+            continue
         option = f"--columns {f'{domain}.' if domain else ''}{key}={column}"
         if domain and domain not in domains:
             raise UserError(f"{option}: no domain {domain}; {hint(domain, domains)}")
@@ -255,6 +265,14 @@ def expanded(path: str, option: str) -> Path:
         raise UserError(f"{option}: no such user: {Path(path).parts[0]}") from None
 
 
+def demonstrations_named(rows: str | None) -> Path | None:
+    """Return the file, pattern or directory of the demonstrations that `--sft` names."""
+    if rows is None:
+        return None
+    option = f"--sft {rows}"
+    return rows_of(option, str(expanded(rows, option)))
+
+
 def domain_named(domain_option: str) -> tuple[str, tuple[Path, Path | None]]:
     """Return a domain's name, the file that it extends, and its rows."""
     name, equals, rows = domain_option.partition("=")
@@ -264,13 +282,13 @@ def domain_named(domain_option: str) -> tuple[str, tuple[Path, Path | None]]:
             f"--domains {domain_option}: write NAME=ROWS, such as math=/data/math.jsonl"
         )
     option = f"--domains {domain_option}"
-    path = rows_of(option, str(expanded(rows, option)))
-    if path.suffix in (".yaml", ".yml"):
-        return name, (path, None)
+    rows = str(expanded(rows, option))
+    if rows.endswith((".yaml", ".yml")):
+        return name, (rows_of(option, rows), None)
     kinds = shipped_kinds()
     if (kind := kind or name) not in kinds:
         raise UserError(
-            f"--domains {domain_option}: no domain {kind} that reads rows; {hint(kind, kinds)}. "
+            f"{option}: no domain {kind} that reads rows; {hint(kind, kinds)}. "
             "NAME=FILE.yaml is one of yours: braid domain new NAME --source jsonl"
         )
-    return name, (DOMAINS / f"{kind}.yaml", path)
+    return name, (DOMAINS / f"{kind}.yaml", rows_of(option, rows))
