@@ -40,7 +40,11 @@ SEARCHES = {
 }
 Look = Literal["light", "dark"]
 WIDTH = "document.documentElement.scrollWidth"
-FOUND = "/matching/.test(document.querySelector('.md-search-result__meta').innerText)"
+# The page's script may listen only after the text is there: the event is repeated.
+FOUND = """() => {
+  document.querySelector('.md-search__input').dispatchEvent(new KeyboardEvent('keyup'));
+  return /matching/.test(document.querySelector('.md-search-result__meta').innerText);
+}"""
 # The blocks of code whose lines do not fit.
 CUT = """() => [...document.querySelectorAll('.md-typeset pre > code')]
   .filter((code) => code.scrollWidth > code.clientWidth + 1)
