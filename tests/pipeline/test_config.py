@@ -252,7 +252,8 @@ def test_a_changed_source_names_the_keys_that_no_longer_fit(config: Path) -> Non
     [error] = errors(config, given)
     assert error.startswith(f"small.yaml:17: {key}.source: jsonl has no key dataset")
     edited(config, changed, changed.replace("}", ", dataset: null}"))
-    shown = f"domains.sums.demonstrations={{source: jsonl, path: {rows}, on_bad_row: skip}}"
+    pairs = f"source: jsonl, path: {rows}, prompt: prompt, response: answer"
+    shown = f"domains.sums.demonstrations={{{pairs}}}"
     assert load(config, [given, shown]).domains["sums"].prompts.source == "jsonl"
     assert errors(config, given, shown, "stages.cold_start.kind=import") == [
         f"command line: stages.cold_start.kind: import has no key {name}, which small.yaml:{line} "

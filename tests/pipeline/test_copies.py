@@ -46,7 +46,7 @@ def test_what_the_refusal_names_works_on_the_copy(braid: Braid, runs: Path, copy
     code, out, err = braid("run", copy / "run.yaml", "--name", "copy", "--only", "experts.sums")
     assert (code, err) == (0, "")
     assert 'name: "small" there, "copy" here\n' in out
-    assert out.endswith("copy: 2 done, 4 pending\n")
+    assert "copy: 2 done, 4 pending\n" in out
     assert braid("run", copy / "run.yaml", "--only", "experts.words")[0] == 0  # its name by now
     assert braid("resume", "copy")[0] == 0
     code, out, _ = braid("run", copy / "run.yaml", "--name", "third", "--fork", copy)
